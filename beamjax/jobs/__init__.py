@@ -1,1 +1,1 @@
-"""A run as any process sees it: its state, results and report."""
+"""A run as seen from any process: its state, results and report."""

@@ -35,8 +35,8 @@ class Difference:
       shard: the number of the first shard in which this step gave other bits; None if it is not
         known. The jobs record the shards of a pass that give up to 64 KiB, 1,000 in all.
       members: the first member of this shard, and the one after its last.
-      reasons: what may make bits differ and is not the same in both jobs: of the plan, the machines
-        and the dropped members. If all of that is the same, it is the inputs.
+      reasons: the differences between the jobs that may change bits: in the plan, the machines and
+        the dropped members. If all of these are equal, the inputs must differ.
     """
 
     where: str
@@ -72,7 +72,7 @@ def diff(
     *,
     like: Any = None,
 ) -> Difference:
-    """Finds the first value of the results of two jobs whose bits differ, and what may be why.
+    """Finds the first value of the results of two jobs whose bits differ, and possible reasons.
 
     The jobs may have run on different machines, with different versions, on different data.
 
@@ -115,8 +115,8 @@ def _checksums(job: Job) -> dict[str, Any]:
 
 
 def _first_step(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The first step of which both runs have a value, and not the same."""
-    # Runners join steps in other ways, so that one run may have values that the other has not.
+    """The first step for which both runs recorded a value, and the values differ."""
+    # Runners fuse steps differently, so one run may have values that the other lacks.
     differing = (name for name in a if name in b and a[name] != b[name])
     return next(differing, "").rpartition(":")[0]
 
@@ -179,7 +179,7 @@ def _type(leaf: Any) -> str:
 
 
 def _reasons(a: Report, b: Report) -> Iterator[str]:
-    """What may make bits differ, and does."""
+    """The differences between the jobs that may change bits."""
     begun = False
     names = {**a.fingerprint, **b.fingerprint}
     for what, left, right in [

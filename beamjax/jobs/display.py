@@ -1,4 +1,4 @@
-"""Progress for people, on stderr: a bar in terminals and notebooks, lines elsewhere."""
+"""Displays progress on stderr: a bar in terminals and notebooks, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class NotebookBar(Bar):
 
 
 def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
-    """Rows of what was predicted beside what was measured, and how often as long it took."""
+    """Rows of predicted seconds, measured seconds, and their ratio."""
     measured, factors = progress.measured, progress.factors
     rows = [
         (name, f"{progress.predicted[name]:.3g} s", f"{measured[name]:.3g} s", f"x {factor:.2g}")
@@ -169,7 +169,7 @@ def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
 
 
 def made_in_words(done: Tally) -> str:
-    """What was compiled, loaded and put on devices; "" if nothing was."""
+    """A line on what was compiled, loaded and put on devices; "" if nothing was."""
     parts = []
     if done.executables:
         compiled = done.executables - done.cache_hits

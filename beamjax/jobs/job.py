@@ -32,7 +32,7 @@ from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 
 POLL = 0.2
-"""Seconds between two looks into the folder of a job that is waited for."""
+"""Seconds between two looks into the folder of a job, while a caller waits for it."""
 
 
 class JobState(enum.Enum):
@@ -108,7 +108,7 @@ class Job:
         return JobState(self._ended()[0])
 
     def progress(self) -> Progress:
-        """How far the job is; while it runs, as of about the last second."""
+        """The progress of the job; during a run, it is about a second old."""
         return self._folder.progress()
 
     @property
@@ -117,9 +117,9 @@ class Job:
         return self._folder.dropped()
 
     def report(self) -> Report:
-        """What the job did, or has done so far: `save(path)` makes a page of it.
+        """A report of the job, or of the job so far: `save(path)` makes a page of it.
 
-        While it runs, it is as of some seconds ago.
+        During a run, it is a few seconds old.
         """
         return read_report(self._folder)
 
@@ -270,7 +270,7 @@ class _Launched(Job):
 
 
 def _cancel(folder: JobFolder, monitor: Monitor) -> None:
-    with contextlib.suppress(Exception):  # workers learn of it from the folder, if they can
+    with contextlib.suppress(Exception):  # workers that can read the folder see it there
         folder.request_cancel()
     monitor.cancel()
 
@@ -390,7 +390,7 @@ def _is_cancel(error: BaseException) -> bool:
 def _execute(
     work: Work, monitor: Monitor, display: Display | None, save: bool, record: bool
 ) -> Any:
-    """Does the work, and writes into the folder of the monitor how it ends, and what came out."""
+    """Does the work, and writes its result or its error into the folder of the monitor."""
     folder = monitor.folder
     assert folder is not None
     kept = Recording(folder, monitor, work.plan, work.options, work.plan_facts) if record else None
@@ -405,7 +405,7 @@ def _execute(
             if save:
                 write_result(folder, value, work.plan.x64)
     except BaseException as error:
-        with contextlib.suppress(Exception):  # the error itself is what counts
+        with contextlib.suppress(Exception):  # the error itself matters more
             folder.end("cancelled" if _is_cancel(error) else "failed", error)
         raise
     else:

@@ -1,4 +1,4 @@
-"""What came out of a job, as files in its folder."""
+"""The result of a job, as files in its folder."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
     with with_x64(x64):
         try:
             leaf = wrap(jax.numpy.asarray(array), kind["impl"])
-        except (TypeError, ValueError) as error:  # of JAX: no such keys, or not of such data
+        except (TypeError, ValueError) as error:  # JAX has no such keys, or not with such data
             raise ArrayFormatError(
                 f"{path}: found {array.dtype}{list(array.shape)} as keys of {kind['impl']!r:.80} "
                 f"({error})"

@@ -1,4 +1,4 @@
-"""Accumulators: what the host holds of a reduction while the partials of shards come in.
+"""Accumulators: the state of a reduction on the host while the partials of shards arrive.
 
 Partials are flat vectors, one per shard. Accumulators take them in any order, travel as bytes, and
 are merged in any tree; but for the mode "fast", the final bits depend on the partials alone. Adding
@@ -23,10 +23,10 @@ from beamjax.storage.arrays import Joined, encode_arrays
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 MAX_SIZE = 1 << 60
-"""Values of an encoded accumulator, at most."""
+"""Largest number of values of an encoded accumulator."""
 
 PART = 1 << 16
-"""Values of a vector that stay on one thread."""
+"""Length of a vector up to which one thread computes it."""
 
 EXACT = ("float32", "float64", "complex64", "complex128")
 """Dtypes of the partials of which there are exact sums and ordered products."""
@@ -44,8 +44,8 @@ class Accumulator(abc.ABC):
         reduction: the one that it does.
         dtype: of the partials.
         size: length of the partials.
-        left_out: how many members are in none of the partials; means do not count them.
-        provenance: with what the partials were computed.
+        left_out: the number of members that are in no partial; means do not count them.
+        provenance: the kinds of machine that computed the partials.
     """
 
     name: ClassVar[str]
@@ -203,7 +203,7 @@ _OPERATIONS = {
 
 
 class Running(Accumulator):
-    """A vector to which an operation is applied for every shard.
+    """One vector, to which every shard is added by a NumPy operation.
 
     Integers wrap around, which is associative. Float sums and products are held in float64 or
     complex128; their last bits depend on the order (`reduction="fast"`).
@@ -279,7 +279,7 @@ def real_parts(vector: np.ndarray) -> np.ndarray:
 
 
 def from_real_parts(parts: np.ndarray) -> np.ndarray:
-    """The vector of which `real_parts` are these."""
+    """Undoes `real_parts`."""
     if len(parts) == 1:
         return parts[0]
     pairs = np.ascontiguousarray(parts.T)
@@ -340,7 +340,8 @@ class OrderedProduct(Accumulator):
 def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Product of float64 (1, size), or of complex numbers as (2, size).
 
-    Complex products are spelt out: NumPy's own use a fused multiply-add on some processors.
+    Complex products are written out, because NumPy's own use a fused multiply-add on some
+    processors.
     """
     with np.errstate(all="ignore"):
         if len(left) == 1:

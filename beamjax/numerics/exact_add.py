@@ -2,9 +2,9 @@
 
 IEEE 754-2019 (section 7.6) has an operation raise the flag "inexact" if its result is not the exact
 one, and the flag stays raised until it is lowered. Each thread has its flags in the processor.
-So one look at the flag, after NumPy has added whole vectors, says whether all their additions were
-exact: nothing has to be computed for that. Code in between that does not concern us can only raise
-the flag, since libraries do not lower it (C17, 7.6.2 and F.8.3).
+So one look at the flag, after NumPy has added whole vectors, shows whether all additions were
+exact, at no cost per addition. Other code that runs in between can only raise the flag, since
+libraries do not lower it (C17, 7.6.2 and F.8.3).
 
 Where there is no such flag, or NumPy adds in a way that does not show in it (a library that adds on
 threads of its own), nothing is added here, and the caller adds to its digits.
@@ -35,18 +35,18 @@ _local = threading.local()
 
 
 def add_exactly(total: np.ndarray, rows: Rows) -> int:
-    """Adds vectors to one, as long as all sums are doubles on the way.
+    """Adds vectors to one, as long as every intermediate sum is exactly a double.
 
     The caller handles NumPy's warnings (`np.errstate`).
 
     Args:
         total: float64 (size,), to which those of the first rows are added that can be.
         rows: float32 or float64 vectors (size,), or one array (terms, size) of them. Infinities and
-            NaN are added as IEEE 754 has it, where that can be known; or they are not.
+            NaN are either added by the rules of IEEE 754 or not added.
 
     Returns:
-        How many rows were added: all of an array or none. Which sums are met on the way is not
-        said, so it may be less for one order of the rows than for another.
+        How many rows were added: all of an array or none. The order of the additions is not
+        specified, so the number may differ between orders of the rows.
     """
     room, adder = _room(len(total)), _adder()
     if adder is None:
@@ -74,7 +74,7 @@ def _room(size: int) -> np.ndarray:
 
 @functools.cache
 def _adder() -> Adder | None:
-    """Adds with a look at the flag, if that can be relied on in this process."""
+    """Adds with a look at the flag, if the flag is reliable in this process."""
     found = _with_flag()
     return found if found is not None and _notices_rounding(found) else None
 
@@ -83,7 +83,7 @@ def _with_flag() -> Adder | None:
     """Adds rows to a total, and returns whether all sums were exact; None without a flag."""
     flag = FE_INEXACT.get(platform.machine())
     try:
-        library = ctypes.PyDLL(None)  # which keeps Python's lock: the calls are very short
+        library = ctypes.PyDLL(None)  # keeps the GIL, as the calls are very short
         lower, is_raised = library.feclearexcept, library.fetestexcept
     except (OSError, AttributeError, TypeError):
         return None
@@ -105,7 +105,7 @@ def _with_flag() -> Adder | None:
 
 
 def _notices_rounding(add: Adder) -> bool:
-    """Whether a way to add notices a single sum that rounds, wherever it is, and no other one."""
+    """Whether a way to add reports a single sum that rounds, at any place, and no other."""
     ones, out = np.ones(PROBED), np.empty(PROBED)
     for dtype, terms in itertools.product((np.float32, np.float64), (1, 2)):
         rows = np.ones((terms, PROBED), dtype)

@@ -1,8 +1,8 @@
 """Exact sums of float vectors: the bits of the result do not depend on the order of the terms.
 
 `ExactSum` cuts a vector to blocks, holds a long fixed-point number per coordinate (`digits`), and
-rounds once at the end (`rounding`). As nothing is lost on the way, the result is the correctly
-rounded sum, or quotient, for any order, bundling and tree of merges.
+rounds once at the end (`rounding`). As no addition rounds, the result is the correctly rounded sum,
+or quotient, for any order, bundling and tree of merges.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from beamjax.numerics.superaccumulator import (
 from beamjax.storage.arrays import Joined
 
 MAX_ROWS = 254
-"""Partials of which a small accumulator keeps copies, to add them all at once: the digits have room
-for so many (`CAPACITY`)."""
+"""Number of partials of which a small accumulator keeps copies, to add them all at once. Digits can
+take so many without a carry (`CAPACITY`)."""
 
 MAX_COPIED = 1 << 15
-"""Values of all these copies together, which stay in a core's second cache."""
+"""Most values of all these copies together, so that they stay in the second-level cache of a
+core."""
 
 MAX_WAITING = 4
-"""Partials that a large one keeps for that, if nothing else can change them: the sums come from
-memory and go back there once for all of them."""
+"""Number of read-only partials that a large accumulator keeps, to add them all at once. Its sums
+are then read from memory and written back once for all of them."""
 
 SHARED = 4
 """Blocks whose memory is asked for at once: enough for pages of 2 MiB, which NumPy asks for from
@@ -229,7 +230,7 @@ class ExactSum(Accumulator):
 
 
 def _make_room(blocks: list[Digits]) -> None:
-    """Gives blocks the memory that they need, together where there are many."""
+    """Allocates the memory that blocks need, in one piece for many blocks."""
     for first in range(0, len(blocks), SHARED):
         some = blocks[first : first + SHARED]
         ends = list(itertools.accumulate(block.size for block in some))

@@ -2,8 +2,8 @@
 
 Floating-point functions are rarely associative to the last bit, so the tree of calls is fixed by
 the shard numbers: the value of the shards [i·2^l, (i+1)·2^l) is made from its two halves, and from
-nothing else. Halves wait until both are there; what has no other half at the end takes the place of
-the whole, so that what is left is combined from the right to the left.
+nothing else. A half waits until the other one is there. At the end, a half without another one
+takes the place of the whole, so the remaining ranges are combined from right to left.
 """
 
 from __future__ import annotations

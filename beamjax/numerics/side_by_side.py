@@ -13,7 +13,7 @@ LONG = 1 << 18
 """The length of a vector from which a second thread pays."""
 
 MAX_THREADS = 4
-"""More threads than this wait for each other and for memory."""
+"""Most threads: more of them would wait for each other and for memory."""
 
 
 def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
@@ -59,5 +59,5 @@ def _threads() -> int:
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads of a process: one that is forked needs its own."""
+    """The threads of a process; a forked process needs its own."""
     return ThreadPoolExecutor(MAX_THREADS, f"beamjax-{process}")

@@ -17,7 +17,8 @@ whatever the order, the merges and the moments at which carries happen. Infiniti
 apart, as three flags that are OR-ed.
 
 Float32 vectors mostly need no digits: as long as all sums on the way are doubles, one float64
-vector holds them exactly (`Digits.held`, `exact_adds`). What does not fit there goes to the digits.
+vector holds them exactly (`Digits.held`, `exact_adds`). Vectors that do not fit there are added to
+the digits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WIDTH = 44
 """Bits of a digit: two digits hold the 24 bits of most float32 vectors, 255 adds need no carry."""
 
 CAPACITY = (1 << (53 - WIDTH)) - 2
-"""The largest bound of digits, with a bit to spare for the carries themselves."""
+"""The largest bound of digits, which leaves one bit for the carries themselves."""
 
 POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
 
@@ -57,8 +58,9 @@ class Digits:
         flags: uint8 vector (size,) of infinities and NaN seen, or None.
         held: float64 vector (size,) that is to be added to the digits, or None; it may be
             read-only, and infinities and NaN may be in it as well as in `flags`.
-        missed: whether what was added last did not fit in `held`.
-        room: a float64 vector (size,) of any content that `held` becomes next, or None.
+        missed: whether the last addition did not fit in `held`.
+        room: a float64 vector (size,) with any content, which is the memory of the next `held`; or
+            None.
     """
 
     __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors")
@@ -120,7 +122,7 @@ class Digits:
 
     def _add_digits(self, rows: np.ndarray) -> None:
         """Adds vectors (terms, size) to the digits."""
-        if self.missed:  # Twice in a row: then it is `held` into which nothing fits.
+        if self.missed:  # Twice in a row means that `held` itself is the reason.
             self._release()
         self.missed = not self.missed
         top = max(float(rows.max()), -float(rows.min()))
@@ -145,7 +147,7 @@ class Digits:
     def _split(self, rows: np.ndarray, top: float) -> None:
         """Adds rows of finite numbers, |rows| <= top, to the digits.
 
-        Numbers are truncated, and the remainder is left in place: to scale it could underflow, and
+        Numbers are truncated, and the remainder is left in place: scaling it could underflow, and
         rounding to nearest could give 2^1024, which is no double.
         """
         if top == 0.0:
@@ -210,7 +212,7 @@ class Digits:
         if self.flags is not None:
             self._settle_flags(self.flags)
         if self.held is not None and not self.vectors:
-            # A look at a few first: `any` takes time for floats.
+            # Look at a few first, as `any` is slow for floats.
             some = self.held[:64].any() or self.held.any()
             self.held = self.held if some else None
             return
@@ -225,9 +227,9 @@ class Digits:
             self.held = head
 
     def _settle_flags(self, flags: np.ndarray) -> None:
-        """Keeps of a flagged number what it comes to alone: one infinity, or NaN.
+        """Reduces the flags of a number to those of its sum: one infinity, or NaN.
 
-        What else was seen is not always known: an infinity takes in what it is added to.
+        Other flags may be incomplete, since an infinity absorbs what is added to it.
         """
         nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
         self.flags = np.where(nan, np.uint8(NOT_A_NUMBER), flags)
@@ -250,7 +252,7 @@ class Digits:
                     np.subtract(vector, carried, out=vector)
             key += 1
         self.vectors = {key: vector for key, vector in self.vectors.items() if vector.any()}
-        self.bound = 1  # At most: it is 0 where no vector is left.
+        self.bound = 1  # An upper bound: it is 0 if no vector is left.
 
     def merge(self, other: Digits) -> None:
         """Adds the number that `other` holds, and leaves `other` as it is."""

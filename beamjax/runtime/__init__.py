@@ -1,1 +1,1 @@
-"""The steps of a plan, computed: the same code in this process and on a worker."""
+"""Computes the steps of a plan, by the same code in this process and on a worker."""

@@ -1,4 +1,4 @@
-"""What shards are reduced to, kept for later runs under the address of all that it depends on."""
+"""A cache of the results of shards, addressed by a hash of all that they depend on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class CachedShards:
     ):
         self._cache = cache
         self._step = step
-        # By the number of a shard that is about to be read, where to note the content of its files.
+        # For each shard that is about to be read, by its number: where to record the content of its
+        # files.
         self._notes: dict[int, str] = {}
         bodies = [plan.bodies[key] for key in step.executables]
         self._reads_start = any(_reads_start(body, step.guard is not None) for body in bodies)
@@ -82,7 +83,7 @@ class CachedShards:
     def computed(
         self, shard: Shard, operands: Sequence[np.ndarray], compute: Callable[[], Computed]
     ) -> Computed:
-        """What comes out of a shard: found, or computed and stored.
+        """The results of a shard: found, or computed and stored.
 
         A shard of which members are dropped is not stored, so that each run reports them.
 
@@ -105,9 +106,9 @@ class CachedShards:
         return made
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
-        """What a shard gives, if its files are those that an earlier run has read.
+        """The results of a shard, if an earlier run has read the same files.
 
-        Otherwise None; `computed` notes then which content these files have.
+        Otherwise None; `computed` then records the content of these files.
 
         Args:
           shard: which.
@@ -168,22 +169,22 @@ class CachedShards:
 
 
 def _note_of(marks: Sequence[str]) -> str:
-    """The address of what is known of the content of files with these marks."""
+    """The address of the record of the content of files with these marks."""
     return digest([_FORM, "content of files", list(marks)]).removeprefix("#")
 
 
 MOST_COUNTED = 10_000
-"""Largest number of shards of a pass that `count_cached` looks for, each of which takes 0.1 ms."""
+"""Largest number of shards of a pass that `count_cached` looks up; each takes about 0.1 ms."""
 
 MOST_COUNTED_BYTES = 1 << 28
-"""Largest number of bytes of arrays in memory that it hashes."""
+"""Most bytes of arrays in memory that `count_cached` hashes."""
 
 
 def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
     """The number of shards of a pass that a run on this machine would find in the cache.
 
-    None where that takes reading or computing: where the pass reads results of other steps, members
-    that are neither in memory nor in files that show when they change, or too much.
+    None if only reading or computing would tell: if the pass reads results of other steps, or
+    members that are neither in memory nor in files with content marks, or too many bytes.
 
     Args:
       inputs: the values of the plan's inputs.
@@ -206,7 +207,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
     elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
         return None
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
-    with with_lapack_threads():  # as in a run, whose number is part of the addresses
+    with with_lapack_threads():  # the number that a run uses, as it is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
     every = shards(n, plan.shard_sizes[step.placement])
@@ -228,7 +229,7 @@ def cached_shards(
 
 @functools.lru_cache(maxsize=16)
 def _cache_in(folder: str) -> PartialCache:
-    """One of this process, which counts what its threads write."""
+    """The cache of this process, which counts the bytes that all its threads write."""
     return PartialCache(folder)
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints as bytes: where a run is, and the values that what is left of it needs.
+"""Checkpoints as bytes: the position of a run, and the values that the rest of the run needs.
 
 A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in
 it; big ones are files beside it, which hold such buffers too, so that a checksum covers every byte.
-Nothing is pickled. What is read is checked before it is used: a lying manifest costs no more memory
-than it is long.
+Nothing is pickled. Everything is checked before it is used: a forged manifest can't take more
+memory than its length.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from beamjax.storage.dtypes import dtype_from_name
 KIND = "beamjax checkpoint"
 FORMAT = 1
 MAX_BYTES = 2**26
-"""Largest size of a manifest that is read. Values of more than 64 KiB are not in manifests."""
+"""Largest size of a manifest that is read, in bytes. Values of more than 64 KiB are in files
+instead."""
 KEPT = 2
-"""Checkpoints that a run leaves: if the last one is damaged there is one before it."""
+"""Checkpoints that a run keeps. If the last one is damaged, the one before it is used."""
 
 _STORED = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]{0,61}\.arrays")
 _STEM = re.compile(r"[A-Za-z0-9_-]{1,200}")
@@ -122,9 +123,9 @@ class Checkpoint:
       inputs: fingerprints of its inputs.
       position: the rounds and branches under way.
       finished: whether the run is at its end; then `values` are its outputs.
-      values: those that what is left of the run needs, by name.
+      values: the values that the rest of the run needs, by name.
       stacks: for each stacked result of a loop under way, its entries so far.
-      provenance: with what all of them were computed.
+      provenance: the kinds of machine that computed all of these.
     """
 
     plan: Mapping[str, str]

@@ -19,19 +19,20 @@ from beamjax.telemetry.monitor import Monitor
 
 V = TypeVar("V")
 MAX_RECORDED = 1 << 20
-"""Largest size in bytes of a value whose checksum is recorded: a round must not take longer."""
+"""Largest bytes of a value whose checksum is recorded, so that checksums do not slow rounds
+down."""
 
 
 class Checkpointer(Protocol):
-    """Saves the state of a run, and has that of an earlier one.
+    """Saves the state of a run, and holds the state of an earlier run to continue from.
 
     Attributes:
       every: rounds between two checkpoints.
-      position: where to go on; empty to start at the beginning.
-      finished: whether the earlier run came to its end; then `values` are its outputs.
+      position: where to continue; empty to start at the beginning.
+      finished: whether the earlier run has finished; then `values` are its outputs.
       values: at that position, as the runner has them.
       stacks: entries of the stacked results of unfinished loops.
-      provenance: of all of these.
+      provenance: the kinds of machine that computed these.
     """
 
     provenance: Provenance
@@ -64,12 +65,12 @@ def starts_anew(checkpointer: Checkpointer | None) -> bool:
 class ControlFlow(abc.ABC, Generic[V]):
     """Runs a plan. A subclass runs *segments*, which are steps in a row without control flow.
 
-    A value is forgotten as soon as no later step needs it, and the run is saved after the rounds at
-    which a checkpoint is due.
+    A value is dropped as soon as no later step needs it. A checkpoint is saved after each round at
+    which one is due.
 
     Args:
       plan: what to run.
-      values: its inputs, by name; those that are not there are found by `value`.
+      values: its inputs, by name; `value` finds those that are missing.
       monitor: of the run.
       checkpointer: saves the run as it goes on; None saves nothing.
 
@@ -123,7 +124,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         """The entries of all rounds as the one value `name`."""
 
     def value(self, name: str) -> V:
-        """A value that is known."""
+        """The value with this name."""
         return self.values[name]
 
     # ---------------------------------------------------------------------- blocks of steps
@@ -190,7 +191,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         return outputs
 
     def _record(self, steps: Iterable[Step], prefix: str) -> None:
-        """Notes checksums of small server values of rounds, for `beamjax.diff`."""
+        """Records checksums of small server values of rounds, for `beamjax.diff`."""
         if not prefix or not self.monitor.checksums.enabled:
             return
         for step in steps:
@@ -201,7 +202,7 @@ class ControlFlow(abc.ABC, Generic[V]):
                     self.monitor.checksums.add(f"{prefix}{step.name}", name, zlib.crc32(array))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forgets values."""
+        """Drops values."""
         for name in names:
             self.values.pop(name, None)
 
@@ -263,7 +264,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         self.values.update(zip(params, carried, strict=True))
 
     def _goes_on(self, loop: Loop, prefix: str) -> bool:
-        """Whether a loop has another round, as far as its condition decides that."""
+        """Whether the condition of a loop, if it has one, asks for another round."""
         if loop.condition is None:
             return True
         self._deciding += 1
@@ -290,7 +291,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         Args:
           at: the name of the loop, and how many of its rounds are done.
         """
-        # A condition is computed again after a restart: nothing is saved within.
+        # No checkpoint is saved within a condition: it is computed again after a restart.
         if self._checkpointer is None or self._deciding:
             return
         self._until_checkpoint -= 1
@@ -302,7 +303,7 @@ class ControlFlow(abc.ABC, Generic[V]):
 
 
 def _segments(steps: Iterable[Step]) -> list[list[Step]]:
-    """Steps in a row without control flow together, loops and branches alone."""
+    """Groups steps: consecutive ones without control flow together, each loop and branch alone."""
     groups: list[list[Step]] = []
     for step in steps:
         if groups and is_straight([*groups[-1], step]):

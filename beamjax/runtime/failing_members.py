@@ -22,10 +22,10 @@ from beamjax.sources.padding import padded_rows
 from beamjax.telemetry.progress import NOT_CHECKED
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
-"""Calls a body with the places of the members to compute, and a mask of those that count."""
+"""Calls a body with the rows of the members to compute, and a mask of the members that count."""
 
 MOST_CHECKED_BYTES = 1 << 16
-"""Largest size in bytes of what comes out of a shard whose checksum is recorded: it takes 10 µs."""
+"""Largest bytes of the results of a shard whose checksum is recorded; a checksum takes 10 µs."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
 def _bisected(
     places: np.ndarray, attempt: Callable[[np.ndarray], None]
 ) -> Iterator[tuple[int, str]]:
-    """Tries members together, and halves of those that fail; which fail alone, and why."""
+    """Tries members together, then halves of those that fail; records which fail alone, and why."""
     try:
         attempt(places)
     except JobCancelledError:  # not the failure of a member
@@ -206,7 +206,7 @@ def read_rest(
     found = {}
     for name in types:
         arrays = [piece[name] for piece in pieces]
-        # Of ragged members each piece has the length of its longest one.
+        # With ragged members, each range is padded to its own longest member.
         shape = max((array.shape[1:] for array in arrays), default=())
         found[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
     return found, lost

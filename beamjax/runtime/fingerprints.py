@@ -1,6 +1,6 @@
-"""Fingerprints: whether another process runs the same plan on the same inputs.
+"""Fingerprints of plans and inputs: processes with equal ones run the same plan on the same inputs.
 
-They do not depend on the process, nor on where in a file the user's functions stand.
+They depend neither on the process nor on the lines of the user's functions in a file.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SCANNED = 1 << 24
 
 
 def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
-    """Of all in a plan that its answer depends on, and of the options that matter as it runs.
+    """The fingerprint of a plan, and of the options that affect how it runs.
 
-    Of functions that are called on the host, only where they are called is part of it.
+    Of functions that are called on the host, it includes only the places of the calls.
     """
     bodies = {key: body_fingerprint(body) for key, body in plan.bodies.items()}
     types = {name: str(value) for name, value in sorted(plan.values.items())}
@@ -62,7 +62,7 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
 
     Args:
       inputs: of a run.
-      hashes: those of files that are known; new ones are added.
+      hashes: known hashes of files; new ones are added.
 
     Raises:
       SourceError: a file can't be read.
@@ -128,7 +128,7 @@ def array_fingerprint(array: np.ndarray) -> str:
 
 
 def body_fingerprint(body: Body) -> str:
-    """Of what a body computes, wherever in a file the user's lines stand."""
+    """The fingerprint of a body, without the lines of the user's code."""
     if body.python is not None:
         return f"python {body.python.fingerprint}"
     artefacts = {name: _stable_hlo(data) for name, data in sorted(body.artefacts.items())}
@@ -145,7 +145,7 @@ def _stable_hlo(data: bytes) -> str:
 
 
 def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
-    """Dataclasses as JSON, with what is for people left out and bodies by what they compute."""
+    """Dataclasses as JSON, without texts for users, and with fingerprints in place of bodies."""
     if isinstance(value, np.ndarray):
         return array_fingerprint(value)
     if dataclasses.is_dataclass(value):

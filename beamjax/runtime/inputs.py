@@ -62,9 +62,10 @@ class Reader:
         return found
 
     def content_marks(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
-        """A text for each input of these names that changes when members [start, stop) do.
+        """A text for each input of these names that changes when members [start, stop) change.
 
-        None where a source has to read them to know, or an input is not read by shards.
+        None if a source would have to read the members for it, or if an input is not read by
+        shards.
         """
         found = []
         for name in names:
@@ -143,7 +144,7 @@ class Inputs:
             for name, rows in [(spec.placed, 1), *names]:
                 if name is None:
                     continue
-                # A source is read once for all its leaves, an array has but one.
+                # A source is read once for all its leaves; an array has one leaf.
                 key = id(value[0]) if isinstance(value, tuple) else -number - 1, rows
                 if key not in numbers:
                     numbers[key] = len(sources)
@@ -153,7 +154,7 @@ class Inputs:
         return Reader(tuple(sources), where, self.plan.x64)
 
     def streams(self) -> Streams | None:
-        """The sources of unknown length, also those of which no step reads anything, if any."""
+        """The sources of unknown length, if any, including sources that no step reads."""
         sources: list[StreamSource] = []
         where = {}
         for value, spec in zip(self.values, self.plan.inputs, strict=True):

@@ -34,13 +34,14 @@ MAX_ROWS = 8
 
 @dataclass
 class Terms(Generic[T]):
-    """What there is to be merged in a section; `T` says where an array is.
+    """The partials of a section that are to be merged; `T` is an array or its place in a file.
 
     Attributes:
       rows: number of the shard, and the partial, a flat vector.
-      merged: for each piece of the section an encoded accumulator; as many times as there are.
-      left_out: how many members are in none of the partials; those of `merged` know for themselves.
-      provenance: with what all of them were computed.
+      merged: lists of encoded accumulators, with one for each piece of the section.
+      left_out: how many members are in none of the partials of `rows`. Accumulators count their
+        own.
+      provenance: the kinds of machine that computed all of them.
     """
 
     rows: list[tuple[int, T]] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Terms(Generic[T]):
     provenance: Provenance = UNKNOWN
 
     def moved(self, move: Callable[[T], U]) -> Terms[U]:
-        """The same with each array elsewhere."""
+        """The same terms with each array moved."""
         rows = [(shard, move(row)) for shard, row in self.rows]
         merged = [list(map(move, pieces)) for pieces in self.merged]
         return Terms(rows, merged, self.left_out, self.provenance)
@@ -91,7 +92,7 @@ def merged_pieces(
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """The same array, as one that accumulators may keep."""
+    """The same array, read-only, so that accumulators may keep it."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -149,7 +150,7 @@ class LargeBuffers:
         self.scratch = scratch
         self.sections = file_ranges(step)
         self._waiting: dict[ValueRange, Terms[Slot]] = collections.defaultdict(Terms)
-        # Of the last shard: nothing is written where there is only one.
+        # The last shard stays in memory, so a pass with one shard writes no file.
         self._last: tuple[int, Sequence[np.ndarray | None]] | None = None
 
     def add(self, shard: int, partials: Sequence[np.ndarray | None], left_out: int) -> None:
@@ -161,7 +162,7 @@ class LargeBuffers:
         self._last = shard, partials
 
     def terms(self) -> Iterator[tuple[ValueRange, Terms[np.ndarray]]]:
-        """All that there is of each section, in memory while it is looked at."""
+        """The terms of each section, in memory while the caller looks at them."""
         for section in self.sections:
             terms = self._waiting[section]
             if len(terms.rows) > self._few(section):
@@ -204,7 +205,7 @@ class LargeBuffers:
         self._last = None
 
     def _few(self, section: ValueRange) -> int:
-        """How many partials take no more room than an accumulator that is encoded."""
+        """How many partials take no more space than an encoded accumulator."""
         buffer = self.step.buffers[section.buffer]
         return 3 if buffer.kind == "sum" and np.dtype(buffer.dtype).kind in "fc" else 1
 

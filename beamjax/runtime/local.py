@@ -117,8 +117,7 @@ def values_before(
 
 
 Read = tuple[Shard, list[np.ndarray] | Computed, Mapping[int, str], Meter]
-"""A shard, its operands or what a cache has, why members of it could not be read, and what measures
-it."""
+"""A shard; its operands, or its cached results; why members could not be read; and its meter."""
 
 
 class _Evaluation(ControlFlow[np.ndarray]):
@@ -196,7 +195,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             self.on_device.pop(name, None)
 
     def kept(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
-        """A result, in files if it is to be."""
+        """A result; in files, if the options ask for that."""
         if name not in self.results.folders:
             return array
         if name not in self.mapped:
@@ -303,7 +302,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         meter.apart()
 
     def executor(self, step: Map) -> ShardExecutor:
-        """What computes a pass; server values that are on the device are not put there again."""
+        """The executor of a pass; server values that are on the device are not copied again."""
         meter = Meter(step.name, 1, self.monitor)
         known: dict[str, np.ndarray | jax.Array] = dict(self.values)
         for name, (array, copy) in self.on_device.items():
@@ -318,7 +317,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return execute
 
     def computed(self, step: Map, execute: ShardExecutor) -> Iterator[Done]:
-        """What comes out of the shards of a pass, in their order."""
+        """The results of the shards of a pass, in order."""
         n = self.plan.sizes[step.placement]
 
         def compute(
@@ -355,7 +354,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return functools.partial(Meter, step.name, size, self.monitor, sends)
 
     def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
-        """The shards of a pass, and what is read of them."""
+        """The shards of a pass, with their operands."""
         read = [name for name in step.operands if name not in self.values]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         new_meter = self.meters(step, size)
@@ -379,7 +378,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             yield shard, operands, lost, meter
 
     def read_streams(self, step: Map) -> Iterator[Read]:
-        """The same of members that are counted as they are read."""
+        """The same for members that are counted while they are read."""
         size = self.plan.shard_sizes[step.placement]
         new_meter = self.meters(step, size)
         meter = new_meter()
@@ -391,7 +390,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
 
 class _Reached(Exception):
-    """The step is reached that `_Until` looks for."""
+    """Ends a run at the step that `_Until` looks for."""
 
 
 class _Until(_Evaluation):
@@ -406,7 +405,7 @@ class _Until(_Evaluation):
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:
-    """Copies members to where they belong, in a larger array if there is no room for them."""
+    """Copies members into an array, or into a larger copy of it if they do not fit."""
     stop = start + len(array)
     if stop > len(room):
         larger = np.empty((max(stop, 2 * len(room)), *room.shape[1:]), room.dtype)

@@ -1,4 +1,4 @@
-"""What the last bits of what this process computes depend on, besides the program."""
+"""The properties of this process, besides the program, on which last bits of results depend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from beamjax.numerics.provenance import MAX_TEXT, Provenance
 
 
 def provenance_here(xla_threads: int) -> Provenance:
-    """That of what this process computes.
+    """The provenance of values that this process computes.
 
     Args:
       xla_threads: that XLA divides one computation among, on a CPU.
@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def _caches() -> list[str]:
-    """Sizes of the caches of data, the nearest first."""
+    """Sizes of the data caches, the nearest first."""
     found = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

@@ -1,4 +1,4 @@
-"""Placed results that a run leaves in files: which of them, and where."""
+"""Placed results that a run leaves in files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from beamjax.storage.allocation import allocate
 
 VERSION = 1
 HANDED_BYTES = 1 << 24
-"""Bytes of placed values that passes hand on in memory at most; larger ones go through files."""
+"""Largest bytes of a placed value that passes hand on in memory; larger ones go through files."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ NOTHING = MaterializedOutputs()
 def materialized_outputs(
     plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
 ) -> MaterializedOutputs:
-    """What a run keeps: placed results with all members, along axis 0.
+    """The results that a run materializes: placed results with all members along axis 0.
 
     Args:
       plan: of the run.
       paths: where each output stands in the result, as `jax.tree_util.keystr` writes it.
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
-      numbers: of outputs that are kept in any case.
+      numbers: outputs that are materialized in any case.
     """
     base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:

@@ -1,8 +1,7 @@
-"""Jobs that threads do side by side, and whose results come in the order of the jobs.
+"""Runs jobs in threads, and returns their results in the order of the jobs.
 
-The caller goes on in its own thread in the meantime: it reads what the next job needs, and
-adds up what came out of those before. As it alone does both, and in order, nothing shows in what
-comes out how many threads there were.
+Meanwhile the caller's thread reads the operands of the next job, and adds up earlier results. As
+one thread does both, in order, the results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from beamjax.errors import JobCancelledError
 from beamjax.options import Options
 
 MAX_THREADS = 64
-"""More have more shards in memory than gain time."""
+"""Most threads: more of them hold more shards in memory, but save no time."""
 AHEAD = 1
-"""Jobs that wait for a thread, or whose results wait, for each thread that is at one."""
+"""Jobs that wait for a thread, or whose results wait, for each running job."""
 
 LOOK = 0.2
 """Seconds between two looks whether results are still needed."""
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 
 def most_jobs(threads: int) -> int:
-    """Jobs that there are at once: waiting, under way, or done with a result that waits."""
+    """Most jobs at once: waiting, running, or done with a result that waits."""
     return (1 + AHEAD) * threads if threads > 1 else 1
 
 
@@ -51,7 +50,8 @@ def computing_threads(options: Options) -> int:
 
 
 class Workers:
-    """Threads that do jobs from one queue; unlike a pool of Python's, they let the process end.
+    """Threads that take jobs from one queue. Unlike Python's pool, they do not keep the process
+    from ending.
 
     Args:
       threads: how many.
@@ -73,7 +73,7 @@ class Workers:
             thread.start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Has a thread do a job some time."""
+        """Queues a job for a thread."""
         future: Future[T] = Future()
         self._jobs.put((future, job))
         return future
@@ -86,11 +86,11 @@ class Workers:
             thread.join(SECONDS_TO_END)
 
     def _work(self) -> None:
-        # A watchdog may end what takes too long, and come too late for it.
+        # A watchdog may raise its error in this thread after the late work has ended.
         with contextlib.suppress(JobCancelledError):
             while (item := self._jobs.get()) is not None:
                 _do(*item)
-                del item  # with what was read for it
+                del item  # frees the operands of the job
 
 
 def _do(future: Future[Any], job: Callable[[], Any]) -> None:
@@ -107,7 +107,7 @@ class OrderedResults(Generic[T]):
 
     Args:
       most: jobs that there may be at once.
-      check: is called now and then while a result is waited for, and raises if it is in vain.
+      check: is called regularly while a result is awaited; raises if no result can come.
     """
 
     def __init__(self, most: int, check: Callable[[], None] = lambda: None):

@@ -1,4 +1,4 @@
-"""One pass over shards in this process: they are computed side by side, and added up in order."""
+"""One pass over shards in this process: shards are computed concurrently, and added up in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from beamjax.telemetry.meters import Meter
 
 
 class Sums:
-    """What the shards of a pass are reduced to.
+    """Adds up the partials of the shards of a pass.
 
     Args:
       plan: that the pass is part of.
@@ -51,7 +51,7 @@ class Sums:
             self.accumulators = new_accumulators(step, options.reduction)
 
     def add(self, shard: Shard, found: Computed) -> None:
-        """Adds what came out of a shard; they come in order."""
+        """Adds the results of a shard; shards must come in order."""
         buffers = len(self.step.buffers)
         partials, rest = found.partials[:buffers], found.partials[buffers:]
         parts = []
@@ -102,13 +102,13 @@ def computed(
       count: of the shards, if it is known.
       threads: at most.
       body: names what they compute.
-      check: raises if it is in vain to wait for them.
+      check: raises if no result can come.
 
     Yields:
       What they give, in their order.
 
     Raises:
-      Exception: what the first one raises that fails.
+      Exception: the error of the first job, in order, that fails.
     """
     if threads == 1:
         for job in jobs:

@@ -76,7 +76,8 @@ class ShardExecutor:
         self._made = step.results[:-1] if emits_mask else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
-        # A body that calls back to the host gets no padding, so that no call is for padding.
+        # A body that calls back to the host gets no padding, so that the host is never called for
+        # padding.
         self._pads = self._body.python is None
         first = load_body(step.body, self._body, self.size, self._client_of)
         self._calls = {(step.body, self.size): first}
@@ -124,7 +125,7 @@ class ShardExecutor:
             return self._cached.computed(shard, arrays, compute)
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
-        """What a shard gives, if a cache knows that without its members being read; else None."""
+        """The results of a shard, if a cache has them without reading the members; else None."""
         return None if self._cached is None else self._cached.unread(shard, reader)
 
     def _computed(
@@ -252,7 +253,7 @@ class ShardExecutor:
         return Computed(results, partials, int((~kept).sum()), dropped)
 
     def _of_nobody(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
-        """What comes out of a shard of which no member is left."""
+        """The results of a shard of which no member is left."""
         step = self.step
         types = [self._types[name] for name in self._made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
@@ -260,8 +261,8 @@ class ShardExecutor:
         reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}
         if not nothing or (shard.index and PICK.name not in reducers):
             return results, nothing
-        # What reductions start from is counted with the first shard, and what the server selects of
-        # members that are left out comes from the shard that has them.
+        # The first shard adds the initial values of reductions. Members that the server selects,
+        # even dropped ones, come from the shard that holds them.
         try:
             outs = call(np.arange(shard.count), np.zeros(shard.count, np.bool_))
         except Exception as error:
@@ -280,7 +281,7 @@ class ShardExecutor:
         return list(map(DyadicTree, self._joins))
 
     def _pad(self, x: np.ndarray) -> np.ndarray:
-        """Repeats the last member: unlike zeros, it is sure to let loops in the body end."""
+        """Pads with copies of the last member. With zeros, a loop in the body might never end."""
         missing = self.size - x.shape[0]
         return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
 
@@ -324,7 +325,7 @@ def add_computed(
     shard: Shard,
     left_out: int,
 ) -> None:
-    """Adds what came out of a shard to the accumulators of buffers and to the trees of combines.
+    """Adds the results of a shard to the accumulators of buffers and to the trees of combines.
 
     Args:
       accumulators: with the buffer and the partial of each; a partial is None if no member is left.
@@ -345,7 +346,7 @@ def add_computed(
 def join_shards(
     plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any], device: Any = None
 ) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
-    """What brings the partials of a combine together, for a `DyadicTree`.
+    """The function that merges two partials of a combine, for a `DyadicTree`.
 
     Args:
       plan: with the body of the combine.

@@ -1,4 +1,4 @@
-"""How long shards take in this process, and whether it pays to compute them in other threads."""
+"""Times shards in this process, and decides whether computing them in other threads pays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from beamjax.telemetry.meters import Meter
 
 LONG = 2e-4
-"""Seconds of a shard that are worth a thread: several times what it takes to hand a shard over."""
+"""Seconds of a shard above which a thread pays: several times the seconds of handing a shard
+over."""
 LONG_IN_BUNDLE = 2e-3
-"""Seconds of a shard from which on a thread of its own pays: it overlaps reading and merging."""
+"""Seconds of a shard above which one computing thread pays, as it overlaps reading and merging."""
 LONG_PASS = 4e-3
-"""Seconds of shards that are worth starting threads for."""
+"""Seconds of all shards together above which starting threads pays."""
 SURELY_LONG = 2e-2
-"""Seconds of the first shard that are more than those of a short one that is run the first time."""
+"""Seconds of a first shard above which it is not a short one, though a first run takes longer."""
 HELD = 1e-3
-"""Seconds of a shard in which its thread may hold Python's lock, so that other threads wait."""
+"""Seconds of a shard in which its thread may hold the GIL, so that other threads wait."""
 FEW = 8
-"""Threads that compute shards of any length that are worth threads at all."""
+"""Threads for shards whose time is above the limit, however short."""
 _MAX_KNOWN = 1024
 
 
@@ -36,7 +37,7 @@ _times: dict[Hashable, _ShardTime] = {}
 
 
 def learn(body: Hashable, meter: Meter, begun: float) -> None:
-    """A shard was read and computed in one thread.
+    """Records that a shard was read and computed in one thread.
 
     Args:
       body: what was computed; a key of it. Nothing is to be learned of one that is known.
@@ -51,7 +52,7 @@ def learn(body: Hashable, meter: Meter, begun: float) -> None:
     if before is None:
         if len(_times) >= _MAX_KNOWN:
             _times.pop(next(iter(_times)))
-        # Compiling uses all cores: the times of the process mean nothing then.
+        # Compiling uses all cores, which makes the CPU time of the process useless here.
         _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
     else:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
@@ -77,9 +78,9 @@ def threads_in_bundle(body: Hashable, most: int) -> int:
 
 
 def threads(body: Hashable, most: int) -> int:
-    """How many threads keep the same cores busy with a body that `most` of one core each do.
+    """How many threads of this body keep as many cores busy as `most` threads of one core each.
 
-    No less than two, of which one can go on while the other is not yet at its work.
+    At least two, so that one can compute while the other waits for its shard.
     """
     return max(2, _share(body, most))
 

@@ -1,8 +1,8 @@
-"""What a worker process must be to compute for a run, checked where it starts.
+"""The requirements of a run on its worker processes, checked when they start.
 
-A `Machine` travels with the steps. Where it is unpickled, which is before the process computes
-anything, it makes the settings that JAX reads when it starts; `check` then starts JAX, and says
-what is wrong and what to do. Nothing here forks.
+A `Machine` travels with the steps. When it is unpickled, before the process computes anything, it
+sets the variables that JAX reads at its start. `check` then starts JAX; its errors say what to
+change. Nothing here forks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, XLA_THREADS, Options
 
 PROCESS = uuid.uuid4().hex
-"""Identifies this process: process ids are used again."""
+"""Identifies this process; an id alone does not, as systems reuse ids."""
 
 _log = logging.getLogger("beamjax")
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What bodies are exported with, or read with.
+    """The versions with which bodies are exported or loaded.
 
     Attributes:
       beamjax, jax, jaxlib: versions.
@@ -47,7 +47,7 @@ class Versions:
 
     @classmethod
     def here(cls) -> Versions:
-        """Those of this process."""
+        """The versions in this process."""
         found = _compat.versions()
         convention = _compat.config.jax_export_calling_convention_version
         return cls(__version__, found["jax"], found["jaxlib"], convention)

@@ -16,13 +16,13 @@ from beamjax.sources.source_base import LeafSpec, Source
 
 @dataclass(frozen=True)
 class KeyShuffle(Shuffle):
-    """Members, sorted by a hash of their keys. A row is what some members of a key are together.
+    """Members, sorted by a hash of their keys. A row is the reduction of some members of a key.
 
-    Its leaves are the key, the number of members, and what each leaf of them is reduced to.
+    Its leaves are the key, the number of members, and the reduction of each leaf.
 
     Attributes:
       op: of `reduce_by_key`.
-      results: the key, and what each leaf of the members of a key is in the end.
+      results: the types of the key and of each reduced leaf in the result.
     """
 
     op: str
@@ -32,7 +32,7 @@ class KeyShuffle(Shuffle):
     def of(
         cls, source: Source, op: str, results: Sequence[LeafSpec], folder: str, scratch: str
     ) -> Self:
-        """For the members of a source, whose first leaf are the keys."""
+        """For the members of a source, whose first leaf has the keys."""
         key, *leaves = source.leaves
         totals = [
             LeafSpec(leaf.shape, widened(op, np.empty(0, leaf.dtype), result.dtype).dtype)
@@ -49,7 +49,7 @@ class KeyShuffle(Shuffle):
         )
 
     def ranges(self, source: Source) -> Iterator[tuple[int, int]]:
-        """Of the members that make a block."""
+        """Bytes of the members that make a block."""
         size = max(self.block_bytes // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
         for start in range(0, len(source), size):
             yield start, min(start + size, len(source))
@@ -68,12 +68,12 @@ class KeyShuffle(Shuffle):
         return sorted_block(sorted_by, [names, counts.astype(np.int64), *totals])
 
     def write(self, part: int) -> None:
-        """Writes the keys of a part and what their members are reduced to."""
+        """Writes the keys of a part and the reductions of their members."""
         listed = self.listed()
         rows = self.rows_between(*hash_range(part, listed["parts"]), listed)
         if not len(rows):
             return
-        # No two keys have one hash.
+        # The hash is a bijection: different keys have different hashes.
         first = np.flatnonzero(np.diff(rows.keys[:, 0], prepend=~rows.keys[:1, 0]))
         counts = np.add.reduceat(rows.read(1), first)
         self.write_leaf(part, 0, self.results[0], [rows.read(0)[first]])
@@ -83,7 +83,7 @@ class KeyShuffle(Shuffle):
 
 
 def hashed(keys: np.ndarray) -> np.ndarray:
-    """uint64[n] that are as good as random, another one for each integer.
+    """Pseudorandom uint64[n], a different one for each integer.
 
     The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014, figure 16.

@@ -97,7 +97,7 @@ class ElementShuffle(Shuffle):
     def _check_numbers(
         self, found: np.ndarray, low: int, high: int, listed: dict[str, Any]
     ) -> None:
-        """That the numbers of a part are each there once; elements that were dropped leave gaps."""
+        """Checks that each number of a part occurs once; elements that were dropped leave gaps."""
         size = listed["count"] + len(listed["dropped"])
         expected = f"from_beam, index: {listed['count']} members are numbered 0 to {size - 1}"
         twice = found[1:][found[1:] == found[:-1]]

@@ -1,9 +1,9 @@
 """The shuffle: rows sorted by key, on disk, by any number of workers.
 
 Workers write the rows that they have in blocks, each sorted by key. When all blocks are listed, the
-range of keys is cut into parts; for each part a worker reads what all blocks have of its range. So
-the files depend on the rows alone, and not on bundles, retries or the number of workers. Beam
-shuffles only the names of blocks, because several runners hold in memory what they shuffle.
+range of keys is cut into parts. For each part, a worker reads the rows in its range from all
+blocks. So the files depend on the rows alone, and not on bundles, retries or the number of workers.
+Beam shuffles only the names of blocks, because several runners hold in memory what they shuffle.
 
 A worker has a block in memory, or a part of the keys and `BLOCK_BYTES` of the rows at a time.
 """
@@ -34,7 +34,8 @@ BLOCK_BYTES = 1 << 24
 PART_BYTES = 1 << 25
 """Approximate bytes of the rows of a part, of which a worker has one leaf in memory at most."""
 MAX_PARTS = 4096
-"""Each part reads the keys of all blocks, so more of them cost more than they save."""
+"""Most parts. Each part reads the keys of all blocks, so more parts would cost more than they
+save."""
 LIST = "blocks.json"
 
 Block = tuple[np.ndarray, list[np.ndarray]]
@@ -43,7 +44,7 @@ Block = tuple[np.ndarray, list[np.ndarray]]
 
 @dataclass(frozen=True)
 class Shuffle(abc.ABC):
-    """What is shuffled, and where it is written. A subclass says what becomes of a part.
+    """What is shuffled, and where it is written. A subclass defines how a part is written.
 
     Attributes:
       folder: of the files of the parts. All workers see it.
@@ -245,7 +246,7 @@ def sorted_block(keys: np.ndarray, leaves: Sequence[np.ndarray]) -> Block:
 
 
 def merged(blocks: Iterable[Block], limit: int) -> Iterator[Block]:
-    """Small blocks as larger ones, of about so many bytes."""
+    """Merges small blocks to larger ones of about so many bytes."""
     found: list[Block] = []
     size = 0
     for block in blocks:

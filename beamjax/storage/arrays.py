@@ -13,8 +13,8 @@ One buffer holds any number of arrays and a small JSON dictionary (`meta`)::
            64·k payloads  each at the next multiple of 64, C order; zeros between
 
 The bytes depend on the arrays and `meta` alone. Decoding copies nothing: the arrays are read-only
-views of the buffer. Every size that the header claims is checked against the buffer before it is
-used, so that a lying header costs no memory.
+views of the buffer. Every size in the header is checked against the buffer before it is used, so a
+forged header can't cause a large allocation.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]
         raise ArrayFormatError(
             f"{where}: found the shape {shape!r:.200}, expected sizes from 0 to 2**63 - 1."
         )
-    # NumPy leaves out zeros when it checks that a shape fits, so that (0, 2**62) can fail too.
+    # NumPy ignores zeros when it checks that a shape fits, so (0, 2**62) can fail too.
     if math.prod(max(size, 1) for size in shape) * max(dtype.itemsize, 1) > _MAX_BYTES:
         raise ArrayFormatError(
             f"{where}: found the shape {shape!r:.200}, expected at most 2**63 - 1 bytes."

@@ -16,11 +16,13 @@ from beamjax.storage.shared_cache import SharedCache, nbytes
 Arrays = list[np.ndarray]
 
 PASSING_BYTES = 2**25
-"""Bytes of recent blocks, for threads that are behind; the last ones of each stay as well."""
+"""Bytes of recent blocks, for threads that lag behind. The last blocks of each thread stay as
+well."""
 LASTING_BYTES = 2**29
 """Bytes of blocks that are read repeatedly."""
 LASTING_READS = 3
-"""Reads from which a block counts as read repeatedly: more than most programs have passes."""
+"""Reads after which a block counts as read repeatedly: more reads than most programs have
+passes."""
 _MAX_COUNTED = 1 << 16
 SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
 """The parts of the memory limit: a quarter for decoded blocks, an eighth for server values."""

@@ -161,7 +161,7 @@ def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
     for path in Path(folder).iterdir():
         if path.name.endswith(suffixes):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others' files may be in it
+    with contextlib.suppress(OSError):  # other programs may have files in it
         os.rmdir(folder)
 
 
@@ -215,7 +215,7 @@ def sync(paths: Iterable[str]) -> None:
 
 
 def _remote() -> ModuleType:
-    """What is at URLs; imports Beam."""
+    """The functions for URLs; imports Beam."""
     from beamjax.storage import remote_files
 
     return remote_files

@@ -24,7 +24,7 @@ LIMIT = 10 * 2**30
 """Bytes of all files in a folder, about."""
 SUFFIX = ".partials"
 _UNFINISHED = 3600.0
-"""Seconds after which a temporary file belongs to no writer any more."""
+"""Seconds after which a temporary file is considered abandoned by its writer."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,13 +42,13 @@ class PartialCache:
         self.folder = folder
         self.limit = limit
         self._lock = threading.Lock()
-        # Enough for the first file to have the folder looked at.
+        # Enough bytes that the first written file triggers a look at the folder.
         self._written = limit
 
     def find(self, address: str) -> tuple[list[np.ndarray], dict[str, Any]] | None:
         """The arrays of an address and what was stored with them; None if there are none.
 
-        A file that is damaged or can't be read is as good as none, and is logged.
+        A file that is damaged or can't be read counts as missing, and is logged.
         """
         path = self._path(address)
         try:
@@ -69,7 +69,7 @@ class PartialCache:
         return found
 
     def store(self, address: str, arrays: Sequence[np.ndarray], meta: dict[str, Any]) -> None:
-        """Stores arrays; a folder that can't be written is logged, and changes nothing."""
+        """Stores arrays; only logs a warning if the folder can't be written."""
         data = encode_arrays(arrays, meta)
         path = self._path(address)
         try:
@@ -109,7 +109,7 @@ class PartialCache:
         }
 
     def clear(self) -> dict[str, Any]:
-        """Removes all files; what they were, as from `describe`."""
+        """Removes all files; returns what `describe` gave before."""
         found = self.describe()
         names = [name for name in files.names(self.folder) if name.endswith(SUFFIX)]
         files.remove_files(self.folder, names)

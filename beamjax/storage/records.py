@@ -70,7 +70,7 @@ def checked(record: dict[str, Any], types: dict[str, Any], path: str) -> dict[st
 
 
 class WorkerTraceback(Exception):
-    """The cause of an error in another process: shows the traceback of there."""
+    """The cause of an error in another process; shows its traceback."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

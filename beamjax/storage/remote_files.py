@@ -138,7 +138,7 @@ def _copied(source: str, target: str) -> bool:
 
 
 def _replace(temporary: str, path: str, kept: int | None) -> None:
-    """Renames, where others may do the same at once.
+    """Renames a file, while other processes may do the same.
 
     A file of `kept` bytes that another writer has put there meanwhile is left as it is: readers
     may have seen it.
@@ -185,7 +185,7 @@ def _rename(temporary: str, path: str, set_aside: bool) -> None:
         if not systems.exists(path):
             systems.rename([old], [path])
             raise
-        # Another writer was first. What is old must not stay behind.
+        # Another writer was first: remove the old file that was set aside.
         with contextlib.suppress(Exception):
             systems.delete([old])
         raise

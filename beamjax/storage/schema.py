@@ -22,11 +22,11 @@ T = TypeVar("T")
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     np.dtype: (dtype_name, dtype_from_name)
 }
-"""For types that are no dataclasses: to plain values, and back."""
+"""Codecs of types that are no dataclasses: to plain values, and back."""
 
 
 def add_codec(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Says how a class, and its subclasses, are written as plain values.
+    """Registers how a class and its subclasses are written as plain values.
 
     Args:
       kind: the class.
@@ -116,7 +116,7 @@ def _named_tuple(kind: Any, value: Any, path: str, where: str) -> Any:
 
 
 def _called(function: Callable[[Any], Any], value: Any, path: str, where: str) -> Any:
-    """The result of a function of a value, whose errors are those of its place."""
+    """Calls a function of a value; its errors become errors that name the place of the value."""
     try:
         return function(value)
     except (KeyError, TypeError, ValueError) as error:

@@ -37,7 +37,8 @@ class SingleFlight(Generic[T]):
           load: makes it.
         """
         with self._lock:
-            # Under the lock: a flight that has landed since would be started a second time.
+            # `find` runs under the lock. Otherwise a load that ended since would be started a
+            # second time.
             value = find()
             if value is not None:
                 return value
@@ -166,7 +167,7 @@ class SharedCache(Generic[T]):
         self._total += entry.weight
         if self._total <= self.limit:
             return
-        # They are about to be asked for again.
+        # Readers ask for these again soon.
         staying = {key}.union(*(last.values() for last in self._last.values()))
         for other in [other for other in self._values if other not in staying]:
             self._drop(other)

@@ -1,1 +1,1 @@
-"""What a run counts and times while it goes on, and where that is written."""
+"""What a run counts and times, and where that is written."""

@@ -1,4 +1,4 @@
-"""The folder of a job: what runs it, how far it is, how it ended, and what came out.
+"""The folder of a job: its process, its progress, its state and its result.
 
     job.record        the program, the runner, the launching process
     command.record    the command line that started it, if one did
@@ -59,7 +59,7 @@ class JobFolder:
 
     @property
     def slowness(self) -> float:
-        """How much longer than on a local disk one may wait between two looks into the folder."""
+        """Factor by which looks into this folder are rarer than into a local one."""
         return 5.0 if files.is_url(self.path) else 1.0
 
     # --- records
@@ -173,7 +173,7 @@ class JobFolder:
         found = self._state()
         if found[0] != "running" or self._launcher_lives():
             return found
-        # It may have ended between the two looks.
+        # The job may have ended between the two looks.
         found = self._state()
         return ("lost", None) if found[0] == "running" else found
 
@@ -210,7 +210,7 @@ class JobFolder:
         self.write("progress", {"time": time.time(), **progress.to_json()}, make=False)
 
     def progress(self) -> Progress:
-        """How far the job is, by its last word; nothing if there is none.
+        """The last recorded progress of the job; empty if there is none.
 
         Raises:
           ArrayFormatError: the file is not what was written.

@@ -1,4 +1,4 @@
-"""What the launching process knows of a job while it runs, and how it ends it early."""
+"""Follows a running job in the launching process, and cancels it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Monitor(Listener):
     Args:
       plan: what is to be done.
       folder: of the job; without one, no other process can follow it.
-      letters: for the members that are dropped.
+      letters: records the members that are dropped.
       predicted: seconds by step, see `Progress`.
-      advice: what would be quicker, if something is known to be.
+      advice: a sentence on a faster way to run the job, if there is one.
       strict: whether a run fails whose results may have other bits another time.
 
     Attributes:
@@ -84,7 +84,7 @@ class Monitor(Listener):
     def reported(
         self, worker: str, spent: Mapping[str, Tally], events: Iterable[ShardEvent] = ()
     ) -> None:
-        """A worker has said in a message what it did of steps, and when it was done with shards."""
+        """Adds the work, by step, and the ends of shards that a worker reported."""
         with self._lock:
             self._workers.add(worker)
             for step, more in spent.items():
@@ -107,18 +107,18 @@ class Monitor(Listener):
             raise JobCancelledError("the job was cancelled")
 
     def rounds(self, count: int = 1) -> None:
-        """Rounds of a loop are over."""
+        """Records that rounds of a loop are done."""
         with self._lock:
             self._rounds += count
             self.round_ends.add(round(time.monotonic() - self._began, 4))
 
     def saved(self) -> None:
-        """A checkpoint was saved."""
+        """Records that a checkpoint was saved."""
         with self._lock:
             self.checkpoints.add(round(time.monotonic() - self._began, 4))
 
     def computed(self, provenance: Provenance) -> None:
-        """Values were computed with this.
+        """Merges the provenance of values.
 
         Raises:
           WorkerError: it differs from that of other values, and the run is strict.
@@ -165,7 +165,7 @@ class Monitor(Listener):
         self.tick()
 
     def _asked_to_end(self) -> bool:
-        """Whether the folder says so, which workers may have seen before this process."""
+        """Whether the folder asks for the end of the job; workers may see that first."""
         with contextlib.suppress(Exception):
             return self.folder is not None and self.folder.cancel_requested()
         return False
@@ -219,7 +219,7 @@ class Monitor(Listener):
             name = self._pipeline
         found = self.folder.workers(name) if self.folder is not None and name is not None else []
         with self._lock:
-            if name != self._pipeline:  # it ended meanwhile, and is counted
+            if name != self._pipeline:  # the pipeline ended meanwhile and is counted already
                 found = []
             steps = dict(self.spent)
             for step, spent in tallies(found).items():
@@ -242,5 +242,5 @@ def _last_step(found: Sequence[WorkerRecord], before: str) -> str:
 
 
 def _cancel(result: Any) -> None:
-    with contextlib.suppress(Exception):  # of runners that can't, or of one that was faster
+    with contextlib.suppress(Exception):  # the runner can't cancel, or the pipeline has ended
         result.cancel()

@@ -1,4 +1,4 @@
-"""How far a job is: what workers count, summed up so that no shard counts twice."""
+"""The progress of a job: the sum of what workers count, in which no shard counts twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Range = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Tally:
-    """What was done, on all workers together. Tallies are added.
+    """The work of all workers together. Tallies are added.
 
     Seconds are those of threads. Where a worker reads one shard while it computes another, both
     count, so that together they may be more than have passed; what a thread waits for another is
@@ -25,19 +25,21 @@ class Tally:
     Attributes:
       members: that were computed, each once a pass.
       shards: likewise.
-      retries: shards that were computed again, as after a failure of a runner's bundle.
+      retries: shards that were computed again, for example after a bundle failed.
       bytes_read: of placed inputs.
-      bytes_padding: those of them that pad members of unequal length.
-      bytes_reduced: of what shards were reduced to.
-      bytes_saved: that these are less for compression (`beamjax.compress`).
-      executables: that JAX made; each worker makes its own, one for each body and bucket.
+      bytes_padding: the part of `bytes_read` that pads members of unequal length.
+      bytes_reduced: bytes of the partials of shards.
+      bytes_saved: bytes of partials that compression (`beamjax.compress`) has saved.
+      executables: executables that JAX made; each worker makes its own, one for each body and
+        bucket.
       cache_hits: those of them that JAX found in its cache on disk, if it has one; see the option
         `compile_cache`.
       cache_misses: those that were not there, and were compiled.
       bodies_loaded: bodies of steps that workers read from their bytes, each once.
       bodies_reused: those that a worker had in memory when it began a step.
       broadcasts: server values that were put on devices.
-      shards_cached: shards that were not computed, as the option `cache` had what they give.
+      shards_cached: shards that were not computed, because the cache (option `cache`) had their
+        results.
       read: seconds of reading them.
       transfer: seconds of moving values. To accelerators and back: a worker waits for the copies
         that a body needs, and then for those of what it gave. On a CPU, arrays are read where they
@@ -46,7 +48,7 @@ class Tally:
         Beam does with its elements is not seen here.
       compile: seconds of making executables.
       compute: seconds of running them, on the server too.
-      merge: seconds of adding up what shards are reduced to, wherever that is done.
+      merge: seconds of adding up partials, on workers and in the launching process.
     """
 
     members: int = 0
@@ -116,7 +118,7 @@ class Progress:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Seconds that were measured of what is in `predicted`, by the same names.
+        """The measured seconds for the entries of `predicted`, by the same names.
 
         Of a step these are reading, transfers, computing and merging, on all workers together; the
         total is the time since the job began. Compiling is left out.
@@ -128,7 +130,7 @@ class Progress:
 
     @property
     def factors(self) -> dict[str, float]:
-        """How often as long each took as was predicted, by the names that are in both."""
+        """The ratio of measured to predicted seconds, by the names that are in both."""
         measured = self.measured
         return {
             name: measured[name] / seconds
@@ -138,19 +140,19 @@ class Progress:
 
     @property
     def members_per_second(self) -> float:
-        """Members done by the seconds since the job began."""
+        """Members computed per second since the job began."""
         return self.done.members / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def fraction(self) -> float | None:
-        """The part of all members that is done, from 0 to 1; None if their number is not known."""
+        """The share of members that are done, from 0 to 1; None if their number is unknown."""
         if not self.members:
             return None
         return min(1.0, self.done.members / self.members)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of the measured time of the workers, of each kind of `Tally`: reading, ..."""
+        """The share of each kind of work of `Tally` in the measured time of the workers."""
         total = sum(getattr(self.done, name) for name in SECONDS)
         return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
 
@@ -169,7 +171,7 @@ def _busy(tally: Tally) -> float:
 
 
 def expected(plan: Plan) -> Progress:
-    """How much there is to do in a plan, with nothing of it done."""
+    """The progress at the start of a plan: all work to do, nothing done."""
     members, shards, rounds = _expected(plan, plan.steps)
     return Progress(members=members, shards=shards, rounds_total=rounds)
 
@@ -286,7 +288,7 @@ class WorkerRecord:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same members, in order, in ranges that don't overlap; how often is added up."""
+    """The same members in ordered, disjoint ranges, whose counts are sums of overlapping ones."""
     changes: dict[int, int] = {}
     for start, stop, times in ranges:
         changes[start] = changes.get(start, 0) + times
@@ -338,12 +340,12 @@ def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
 
 
 def in_words(progress: Progress) -> str:
-    """One line: the step, what is done of how much, how fast, and where the time goes."""
+    """One line: the step, the share that is done, the speed, and the shares of time."""
     return f"{progress.step or 'starting'}: {details(progress)}"
 
 
 def details(progress: Progress) -> str:
-    """What is done of how much, how fast, and where the time goes."""
+    """The share that is done, the speed, and the shares of time."""
     done = progress.done
     parts = [_of("members", done.members, progress.members)]
     if progress.rounds or progress.rounds_total:

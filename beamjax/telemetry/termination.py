@@ -1,7 +1,9 @@
-"""SIGTERM, by which Kubernetes and systemd end a process: it cancels the jobs of this process.
+"""Handles SIGTERM, by which Kubernetes and systemd end a process: it cancels the jobs of the
+process.
 
-Python's default is to die at once, which leaves jobs LOST and their temporary folders in place. The
-process still dies by the signal, after what it does at any exit. A second SIGTERM ends it at once.
+By default, Python dies at once, which leaves jobs LOST and their temporary folders in place. With
+this handler, the process runs its exit handlers and then dies by the signal. A second SIGTERM ends
+it at once.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def cancelling() -> Iterator[None]:
 def cancel_at_end(
     outcome: Outcome, cancel: Callable[[], None], abandon: Callable[[], None]
 ) -> None:
-    """Has SIGTERM cancel a job that another thread runs, until its outcome is known.
+    """Lets SIGTERM cancel a job that another thread runs, until its outcome is known.
 
     Args:
       outcome: of the job.

@@ -1,4 +1,4 @@
-"""How a run went, in few numbers however long it takes: samples that are thinned as they grow."""
+"""The course of a run in a bounded number of samples, which are thinned as their number grows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Samples = Mapping[str, tuple[float, ...]]
 
 
 class Timeline:
-    """Samples of how far a run was, evenly over its time.
+    """Samples of the progress of a run, at even intervals.
 
     Args:
       most: that are kept; when there are more, every second one goes.
@@ -34,7 +34,8 @@ class Timeline:
         self._apart = 0.0
 
     def add(self, progress: Progress) -> None:
-        """Takes a sample, if the last that is kept is old enough; the newest is always known."""
+        """Takes a sample, if the last one in the list is old enough. The newest is kept in any
+        case."""
         sample = _sample(progress)
         self._last = sample
         if self._kept and sample[0] - self._kept[-1][0] < self._apart:
@@ -46,7 +47,7 @@ class Timeline:
 
     @property
     def samples(self) -> dict[str, tuple[float, ...]]:
-        """All that is known."""
+        """All samples."""
         rows = list(self._kept)
         if self._last is not None and rows[-1] is not self._last:
             rows.append(self._last)
@@ -104,7 +105,7 @@ class Checksums:
     def add(self, step: str, value: str, checksum: int) -> None:
         """Adds the value of a step, whose name has the round, as `loop_0[3]/map_rows_0`."""
         self.found[f"{step}:{value}"] = checksum
-        # The first difference of two runs matters: later values need no place.
+        # `diff` looks for the first difference of two runs, so later values can be left out.
         self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS
 
 

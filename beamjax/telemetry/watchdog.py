@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class WorkTable:
-    """What the threads of this process do for one run.
+    """A table of what the threads of this process do for one run.
 
     Args:
       folder: the folder of the file; None, or a folder that does not exist, for no file.
@@ -70,7 +70,7 @@ class WorkTable:
           WorkerError: it took longer.
           JobCancelledError: the run has ended.
         """
-        if limit is None and self._file is None:  # nothing reads it
+        if limit is None and self._file is None:  # no process reads the file
             self.check()
             return _NOBODY_LOOKS
         return AtWork(self, doing, step, shard, limit)
@@ -154,12 +154,12 @@ class AtWork:
             raise self.error()
 
     def is_late(self, share: float = 1.0) -> bool:
-        """Whether this takes longer than a share of what it may; for any thread to ask."""
+        """Whether this has taken longer than a share of its limit; any thread may call this."""
         spent = time.monotonic() - self._began
         return spent - (self._clock.now() - self._compiled) > share * (self.limit or 0.0)
 
     def error(self, others: Sequence[AtWork] = ()) -> BeamjaxError:
-        """That this takes too long, while threads of this process are at other work."""
+        """The error that this takes too long, with the other work of this process."""
         waiting = ""
         if others:
             listed = ", ".join(f"{other.step.name!r} shard {other.number}" for other in others[:8])
@@ -277,7 +277,7 @@ def _look() -> None:
 
 
 def _report(late: AtWork, works: Sequence[AtWork]) -> None:
-    """Notes that work is late, or other work that it may wait for in JAX's own threads."""
+    """Records that work is late, or that other work, which it may wait for in JAX's threads, is."""
     suspects = [work for work in works if work.table is late.table and work.is_late(0.5)]
     found = next((work for work in suspects if work.in_user_code()), late)
     late.table.note_late(found.error([work for work in suspects if work is not found]))
@@ -285,7 +285,7 @@ def _report(late: AtWork, works: Sequence[AtWork]) -> None:
 
 
 def _interrupt(work: AtWork) -> None:
-    """Has the thread raise an error where it next runs Python; what is in C is left alone."""
+    """Raises an error in the thread when it next runs Python; C code is not interrupted."""
     if id(work) in _watched:
         error = ctypes.py_object(JobCancelledError)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(work.thread), error)

@@ -27,8 +27,9 @@ DOING = ("", "reading", "computing", "merging")
 
 _MARK = "workers-wanted"
 _HEADER_BYTES = 1024
-_LEFT_AT = _HEADER_BYTES - 1  # where a byte says that the process ended in good order
-# What it is, of which thread, since when, shard, first and last member, bytes of the name; a name.
+_LEFT_AT = _HEADER_BYTES - 1  # the byte that says that the process ended normally
+# Layout of an entry: activity, thread, time, shard, first and last member, length of the name; the
+# name.
 _SLOT = struct.Struct("<B7xQdqqqH462x")
 _NAME = struct.Struct("<462s")
 _NAME_AT = _SLOT.size - _NAME.size
@@ -103,8 +104,8 @@ class WorkingProcess:
 
     Attributes:
       process: as `process_ids.this_process` describes it.
-      left: whether it ended in good order.
-      entries: what its threads are at, those first that began first.
+      left: whether the process ended normally.
+      entries: the activities of its threads, in the order in which they began.
     """
 
     process: dict[str, Any]

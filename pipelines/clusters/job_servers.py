@@ -93,7 +93,7 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
       name: of the server, for people.
       key: servers with equal keys are the same.
       command: makes the command line from three free ports and a folder; the server takes jobs at
-          the first port.
+        the first port.
 
     Raises:
       OptionsError: it does not start; the message has the end of its log.
