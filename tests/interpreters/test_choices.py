@@ -81,29 +81,6 @@ def test_each_choice_has_its_option_and_its_reason():
     assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
 
 
-def test_rounds_depend_on_the_runner():
-    until = lambda w, x: jax.lax.while_loop(lambda w: jnp.sum(w) < 9, lambda w: w + spread(x), w)
-    chosen = lambda **kwargs: explained(until, W, X, **kwargs)["rounds of loop_0"].chosen
-    assert chosen(runner="local") == "in this process"
-    assert chosen() == "on resident workers"
-
-
-def test_groups_are_merged_side_by_side_where_there_are_many_shards():
-    @bj.program(clients=None)
-    def wide(x):
-        return bj.reduce_sum(bj.map_fn(jnp.sin, x))
-
-    options = {"parallelism": 16, "probe": False}
-    types = [jax.ShapeDtypeStruct((n, 1 << 20), np.float32) for n in (10**5, 16)]
-    many, few = (explained(wide, x, options=options)["reduction of map_clients_0"] for x in types)
-    assert many.chosen == "4.0 MiB a shard, merged in 8 groups"
-    assert few.chosen == "4.0 MiB a shard, merged in one go"
-    one, apart = many.others
-    assert (one.what, apart.what) == ("one go", "each member by itself")
-    assert many.seconds + 1 < one.seconds < apart.seconds
-    assert many.nbytes == one.nbytes == 256 * (8 << 20) < apart.nbytes
-
-
 @pytest.mark.parametrize("recompute", ["elementwise", "nothing", "everything"])
 @pytest.mark.parametrize("in_rounds", [False, True])
 def test_values_that_cross_passes_are_kept_or_recomputed(in_rounds, recompute):

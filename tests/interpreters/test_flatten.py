@@ -137,15 +137,6 @@ def test_maps_read_server_values_that_were_broadcast_for_them():
     check(mixed, *args)
 
 
-def test_maps_of_nothing_but_broadcasts_stay():
-    same = bj.program(clients=N)(
-        lambda w: bj.reduce_sum(bj.map_fn(lambda w: w * 2, bj.broadcast(w)))
-    )
-    found = counts(same, W)
-    assert found["bj_broadcast"] == found["bj_map"] == 1
-    check(same, W)
-
-
 # --- control flow
 
 
@@ -190,17 +181,6 @@ def test_loops_around_placed_operators_hold_blocks(fn):
     assert f"{HERE}:{first}" in line
     inner = [name for name, _ in operations(fn, W, X, indent=" {6}")]
     assert {"bj_map", "bj_reduce_sum"} <= set(inner)
-    check(fn, W, X)
-
-
-def test_loops_without_placed_operators_stay_whole():
-    def fn(w, x):
-        w = lax.fori_loop(0, 3, lambda i, w: jnp.sin(w), w)
-        w = lax.cond(w[0] > 0, jnp.sin, jnp.cos, w)
-        return total(w, x)
-
-    assert counts(fn, W, X)["cond"] == counts(fn, W, X)["scan"] == 1
-    assert "sin" not in counts(fn, W, X)
     check(fn, W, X)
 
 
@@ -326,26 +306,6 @@ def test_lines_of_scripts(tmp_path):
 
 
 # --- arguments
-
-
-def test_names_and_types_of_arguments():
-    arrays = {"x": np.ones((6, 2)), "k": jax.random.split(jax.random.key(0), 6)}
-    bfloats = jax.ShapeDtypeStruct((5, 2), jnp.dtype("bfloat16"))
-    args = {"w": np.ones((2, 3), "float32"), "b": 1.0}, [jnp.arange(4)], None, True
-    args += bj.from_arrays(arrays), [jax.random.key(0)], bfloats
-    prog = bj.program(clients=6)(lambda a, b, c, d, e, f, g: (bj.reduce_max(e["x"]), a, b, d))
-    found = {fact.path: fact.type for fact in bj.explain(prog, *args).facts.inputs}
-    key = "key<threefry2x32>"
-    assert found == {
-        "args[0]['b']": "float32[]",
-        "args[0]['w']": "float32[2,3]",
-        "args[1][0]": "int32[4]",
-        "args[3]": "bool[]",
-        "args[4]['k']": f"{key}[6,2]",
-        "args[4]['x']": "float32[2]@clients",  # As wide as JAX is.
-        "args[5][0]": f"{key}[2]",
-        "args[6]": "bfloat16[5,2]",
-    }
 
 
 def test_plans_are_remembered_by_the_structure_of_arguments():

@@ -7,15 +7,9 @@ import importlib
 import inspect
 from collections.abc import Mapping, MutableMapping
 
-import jax
 import pytest
-from jax import export
-from jax.extend import core as jex
-
-from beamjax import _compat
 
 pytestmark = pytest.mark.versions
-IN_12 = _compat.minor(jax.__version__) >= (0, 12)
 
 
 def accepts(*names):
@@ -101,59 +95,3 @@ def test_jax_still_has_it(path, check):
     for name in attributes.split("."):
         found = getattr(found, name)
     check(found)
-
-
-@pytest.mark.skipif(not IN_12, reason="bodies of JAX 0.10 hold no primitives of hijax")
-def test_jax_still_lowers_hijax():
-    from jax.interpreters import partial_eval
-
-    closed = jax.make_jaxpr(lambda x: x + 1)(0.0)
-    assert partial_eval.lower_jaxpr2(closed).jaxpr.eqns
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["jax_enable_x64", "jax_export_calling_convention_version", "jax_platforms",
-     "jax_threefry_partitionable"],
-)  # fmt: skip
-def test_jax_still_has_the_setting(name):
-    assert hasattr(_compat.config, name)
-
-
-def test_symbolic_dimensions_are_as_expected():
-    (n,) = export.symbolic_shape("n", constraints=["n >= 8"])
-    assert n._get_vars() == {"n"}
-    assert n._evaluate({"n": 9}) == 9
-    assert [c.debug_str for c in n.scope._explicit_constraints] == ["n >= 8"]
-
-
-def test_a_dimension_as_a_value_is_that_primitive():
-    (n,) = export.symbolic_shape("n")
-    x = jax.ShapeDtypeStruct((n,), "float32")
-    closed = jax.make_jaxpr(lambda x: x * x.shape[0])(x)
-    (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive.name == _compat.DIM_AS_VALUE]
-    assert eqn.params["dim"] == n
-
-
-def test_calls_to_jit_are_as_expected():
-    closed = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
-    (eqn,) = closed.jaxpr.eqns
-    assert eqn.primitive is jex.primitives.jit_p
-    assert isinstance(eqn.params["jaxpr"], jex.ClosedJaxpr)
-    for name in ("donated_invars", "in_shardings", "in_layouts"):
-        assert len(eqn.params[name]) == 1
-    assert eqn.replace(params=eqn.params).params == eqn.params
-    info = closed.jaxpr.debug_info.with_unknown_names()
-    replaced = closed.jaxpr.replace(
-        constvars=[], invars=closed.jaxpr.invars, outvars=closed.jaxpr.outvars,
-        eqns=closed.jaxpr.eqns, effects=closed.jaxpr.effects, debug_info=info,
-    )  # fmt: skip
-    assert replaced.debug_info == info
-
-
-def test_operands_of_a_scan_are_counted():
-    closed = jax.make_jaxpr(
-        lambda a, xs: jax.lax.scan(lambda c, x: (c + a * x, c), 0.0, xs)
-    )(1.0, jax.numpy.ones(3))  # fmt: skip
-    (eqn,) = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
-    assert _compat.scan_counts(eqn) == (1, 1)

@@ -62,10 +62,6 @@ def test_large_members_go_one_after_the_other(large):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * w.nbytes
 
 
-def test_small_members_go_together():
-    assert not is_one_by_one(scatter(), normal(N, 5), shard_size=8)
-
-
 # --- full shards have no mask
 
 

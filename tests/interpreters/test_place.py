@@ -282,20 +282,6 @@ def test_views_are_gathered_once():
 # --- axes, names and sizes
 
 
-def test_places_as_text():
-    text = str(bj.explain(*unpacked("mapped"), stage="placed"))
-    assert "arg0:float32[4]: server\narg1:float32[20,4]: clients along axis 0\n" in text
-    lines = [line.partition("-> ")[2] for line in text.splitlines()[2:]]
-    assert lines == ["clients along axis 0", "server"]
-    for name, expected in {
-        "closed over": ["server", "clients 0"],
-        "gathered and placed": ["server", "server", "clients 0"],
-        "two placements of one size": ["a 0", "b 0"],
-    }.items():
-        assert places(*unpacked(name)) == expected
-    assert "clients 0" in places(*unpacked("a constant"))[2:]
-
-
 def unpacked(name):
     fn, args = named(name)
     return fn, *args

@@ -172,32 +172,6 @@ def test_pieces_of_programs(name):
         assert [value.name for value in steps[1].placed] == ["arg1@clients"]
 
 
-def test_two_placements_have_a_pass_each():
-    total = lambda f, x, p: bj.reduce_sum(bj.map_fn(f, x, placement=p), placement=p)
-    prog = bj.program(a=N, b=N)(lambda x, y: total(jnp.sin, x, "a") + total(jnp.cos, y, "b"))
-    assert sorted(step.placement for step in passes(prog, X, X)) == ["a", "b"]
-    assert graph(prog, X, X)[0] == "MMS"
-    check(prog, X, X)
-
-
-def test_what_a_step_reads_is_made_before():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: v @ w, x)
-        total = bj.reduce_sum(y)
-        z = bj.map_fn(lambda v: v * total, y)
-        return jnp.cumsum(z, 0), bj.map_fn(jnp.sin, jnp.sort(z, 0)), total
-
-    facts = bj.explain(prog, W, X).facts
-    known = {value for fact in facts.inputs for value in fact.values}
-    for step in facts.steps:
-        assert {value.name for value in (*step.served, *step.placed)} <= known
-        known |= {value.name for value in step.results}
-        known |= {reduction.result.name for reduction in step.reductions}
-    assert {output.value for output in facts.outputs} <= known
-    check(prog, W, X)
-
-
 # --- rounds and gradients
 
 
@@ -295,32 +269,6 @@ def test_reductions_of_a_pass_share_accumulators():
     check(many, W, V)
 
 
-def test_types_of_outputs():
-    facts = bj.explain(many, W, V, options=OPTIONS).facts
-    assert {fact.path: fact.type for fact in facts.outputs} == {
-        "result['any']": "bool[3]", "result['count']": "int32[3]", "result['gram']": "float32[3,3]",
-        "result['half']": "bfloat16[3]", "result['max']": "float32[3]",
-        "result['mean']": "float32[3]", "result['placed']": "float32[3]@clients",
-        "result['sum']": "float32[3]",
-    }  # fmt: skip
-    (placement,) = facts.placements
-    assert (placement.members, placement.shard_size, placement.shards) == (N, 8, 2)
-
-
-def test_outputs_of_all_kinds():
-    @program
-    def prog(w, x):
-        y = bj.map_fn(lambda v: v * w, x)
-        return w, 3.0, np.arange(2), jnp.swapaxes(y, 0, 1), bj.reduce_sum(y)
-
-    plan = plan_of(prog, W, V, **OPTIONS)
-    passed, literal, _, moved, total = plan.outputs
-    assert (passed.input, literal.constant) == (0, np.float32(3.0))
-    assert (moved.axis, plan.values[moved.value].placement) == (1, "clients")
-    assert plan.values[total.value].placement is None
-    check(prog, W, V)
-
-
 def test_reasons_functions_and_lines():
     def weigh(v):
         return jnp.sin(v)
@@ -346,11 +294,6 @@ def test_reasons_functions_and_lines():
     assert steps[0].lines[0].startswith(lines[2])
 
 
-def test_a_body_for_each_platform():
-    (step,) = passes(many, W, V, platforms=("cpu", "cuda"))
-    assert set(step.executables) == {"cpu", "cuda"}
-
-
 # --- the limit of gathers
 
 
@@ -371,24 +314,6 @@ def test_gathers_are_refused_past_the_limit():
 
 
 # --- what maps return unchanged
-
-
-def test_only_what_the_body_does_not_touch_is_left_out():
-    @program
-    def swapped(w, x, y):
-        a = bj.map_fn(lambda v: v + 1, x)
-        both = bj.map_fn(
-            lambda a, b: (b, a, a[0], jax.lax.cond(b > 2, lambda: a, lambda: -a)), (a, y)
-        )
-        return both, bj.map_fn(lambda v: v, x + 1), bj.map_fn(lambda v: v, bj.broadcast(w[0]))
-
-    @program
-    def value(w, x):
-        same, scaled = bj.map_fn(lambda v: (v, v @ w), x)
-        return bj.reduce_mean(bj.map_fn(lambda k, s: jnp.sum(jnp.tanh(k * s)), (same, scaled)))
-
-    check(swapped, W, V, jnp.arange(N))
-    check(jax.grad(value, argnums=(0, 1)), W, V)
 
 
 @pytest.mark.parametrize("given", ["memory", "pipeline"])
@@ -455,12 +380,3 @@ def test_streams_are_read_once_where_one_pass_is_enough(fn):
     prog = opened(fn)
     assert NOTES[fn] in "".join(bj.explain(prog, stream(x)).facts.notes)
     assert_close(bj.run(prog, stream(x), runner="local", options=OPTIONS), jax.jit(prog)(x), 1e-4)
-
-
-def test_streams_of_two_placements_are_counted():
-    @bj.program(placements={"a": None, "b": None})
-    def prog(x, y):
-        return bj.reduce_sum(x, placement="a") + bj.reduce_sum(y, placement="b")
-
-    notes = bj.explain(prog, stream(np.asarray(V)), stream(np.asarray(V))).facts.notes
-    assert "several placements" in "".join(notes)
