@@ -253,7 +253,8 @@ class _Lowering:
 
     def gather(self, stage: GatherStage) -> Gather:
         operand, result = self.placed(stage.var, stage.along), self.served(stage.var)
-        line, reason = stage.user.line, why_on_server(stage.user)
+        line = stage.user.line
+        reason = self.program.reasons.get(stage.user) or why_on_server(stage.user)
         nbytes, limit = self.values[result].nbytes, self.options.gather_limit
         if limit is not None and nbytes > limit:
             raise StagingError(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from beamjax._text import human_bytes
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Eqn, aval_of
@@ -39,19 +40,27 @@ def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if not runs_on_server(rewriter.program, sort):
         return None
     along, axis = rewriter.program.place(sort.inputs[0]), sort.params["dimension"]
-    if along is None or along.axis != axis or not _is_worth(sort):
+    if along is None or along.axis != axis or not _is_possible(sort):
         return None
     function = _picked(eqn, sort, axis)
-    return Rewrite(function, [*sort.inputs, *eqn.inputs[1:]]) if function else None
+    if function is None:
+        return None
+    aval = aval_of(sort.inputs[0])
+    if math.prod(aval.shape) * aval.dtype.itemsize < MIN_BYTES:
+        rewriter.program.reasons[sort] = (
+            f"sort mixes members, of which less than {human_bytes(MIN_BYTES)} are gathered and "
+            "sorted faster than passes count them"
+        )
+        return None
+    return Rewrite(function, [*sort.inputs, *eqn.inputs[1:]])
 
 
-def _is_worth(eqn: Eqn) -> bool:
+def _is_possible(eqn: Eqn) -> bool:
     aval = aval_of(eqn.inputs[0])
     if any(map(is_unknown, aval.shape)) or not math.prod(aval.shape) > 0:
         return False
     numbers = jnp.issubdtype(aval.dtype, np.integer) or jnp.issubdtype(aval.dtype, np.floating)
-    plain = numbers and jax.dtypes.itemsize_bits(aval.dtype) in (16, 32, 64)
-    return plain and math.prod(aval.shape) * aval.dtype.itemsize >= MIN_BYTES
+    return numbers and jax.dtypes.itemsize_bits(aval.dtype) in (16, 32, 64)
 
 
 def _picked(user: Eqn, sort: Eqn, axis: int) -> Callable[..., list[Any]] | None:

@@ -55,6 +55,7 @@ class PlacedProgram:
       borders: places of inputs and outputs of loops and branches.
       slices: for outputs of the program that are slices of a placed value, by number, the first
         member and the one after the last.
+      reasons: why equations run on the server that could be passes, as text.
       shard_size: members per shard where the user gives it.
       expanded: for equations that are rewritten, and for scans, whiles and conds without placed
         operators, the equations that replace them, if any.
@@ -70,6 +71,7 @@ class PlacedProgram:
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
     slices: dict[int, tuple[int, int]] = field(default_factory=dict)
+    reasons: dict[Eqn, str] = field(default_factory=dict)
     shard_size: int | None = None
 
     def place(self, atom: Atom) -> Place:

@@ -336,6 +336,16 @@ def test_members_in_order(monkeypatch, dtype):
         assert_close(found, jax.jit(prog)(x), rtol=0, atol=0)
 
 
+def test_few_members_are_sorted_on_the_server_and_explain_says_why():
+    reasons = []
+    for function in (jnp.median, jnp.sort):
+        prog = bj.program(clients=N)(lambda x, f=function: f(bj.map_fn(jnp.tanh, x), axis=0))
+        (gather,) = [s for s in bj.explain(prog, X).facts.steps if s.kind == "Gather"]
+        reasons.append(gather.reason)
+    assert "less than 1.0 MiB" in reasons[0]
+    assert reasons[1] == "sort mixes members"
+
+
 def test_medians_of_many_members_are_counted():
     x = np.random.default_rng(0).normal(size=300_001).astype("float32")
     prog = bj.program(clients=len(x))(lambda x: jnp.median(bj.map_fn(lambda v: v + 0, x)))
