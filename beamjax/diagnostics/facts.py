@@ -115,9 +115,14 @@ def _cache_notes(plan: Plan, options: Options, inputs: Inputs | None) -> tuple[s
 def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None) -> str:
     if why := uncached_reason(plan, step):
         return f"not cached: {why}"
-    known = None if inputs is None else count_cached(inputs, step, options)
-    more = "" if known is None else f", which has {known} of {plan.shards(step.placement)}"
-    return f"looked up in the cache{more}"
+    n = plan.sizes[step.placement]
+    most = "" if n is None else f", {plan.shards(step.placement)} at most"
+    if inputs is None:
+        return f"looked up in the cache{most}"
+    known = count_cached(inputs, step, options)
+    if isinstance(known, int):
+        return f"looked up in the cache, which has {known} of {plan.shards(step.placement)}"
+    return f"looked up in the cache{most}; how many it has is not known before the run, as {known}"
 
 
 def plan_facts(

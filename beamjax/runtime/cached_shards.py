@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import export
 
+from beamjax._text import human_bytes
 from beamjax.bodies.counts import counts
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.options import Options
@@ -180,11 +181,10 @@ MOST_COUNTED_BYTES = 1 << 28
 """Most bytes of arrays in memory that `count_cached` hashes."""
 
 
-def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
+def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     """The number of shards of a pass that a run on this machine would find in the cache.
 
-    None if only reading or computing would tell: if the pass reads results of other steps, or
-    members that are neither in memory nor in files with content marks, or too many bytes.
+    A text says why it is not known before a run, where that takes reading or computing.
 
     Args:
       inputs: the values of the plan's inputs.
@@ -194,20 +194,22 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | None:
     plan, reader = inputs.plan, inputs.reader()
     n = plan.sizes[step.placement]
     served = {spec.server: i for i, spec in enumerate(plan.inputs) if spec.server is not None}
-    if n is None or plan.shards(step.placement) > MOST_COUNTED:
-        return None
+    if n is None:
+        return "the number of members is not known before"
+    if plan.shards(step.placement) > MOST_COUNTED:
+        return f"explain looks for {MOST_COUNTED} shards at most"
     if not (served.keys() >= set(step.broadcasts) and reader.where.keys() >= set(step.operands)):
-        return None
+        return "it reads results of other steps"
     if any(isinstance(inputs.values[served[name]], tuple) for name in step.broadcasts):
-        return None  # It would have to be read as a whole.
+        return "a server value has to be read"
     sources = [reader.sources[reader.where[name][0]] for name in step.operands]
     if all(isinstance(source, ArraySource) for source in sources):
         if sum(source.nbytes for source in sources) > MOST_COUNTED_BYTES:
-            return None
+            return f"explain reads {human_bytes(MOST_COUNTED_BYTES)} of members at most"
     elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
-        return None
+        return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
-    with with_lapack_threads():  # the number that a run uses, as it is part of the addresses
+    with with_lapack_threads():  # as in a run, whose number is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
     every = shards(n, plan.shard_sizes[step.placement])

@@ -161,6 +161,8 @@ def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
         return y, bj.reduce_sum(bj.map_fn(jnp.exp, x))
 
     text = str(bj.explain(bj.program(clients=N)(fit), W, X, options={"cache": str(tmp_path)}))
+    found = re.findall("are looked up in the cache, (.*) at most; .* as (.*)", text)
+    assert [reason for _, reason in found] == ["it reads results of other steps"]
     assert text.count("are looked up in the cache") == 2
     text = str(bj.explain(bj.program(clients=N)(kept), W, X, options={"cache": str(tmp_path)}))
     assert "not cached: it makes placed values" in text
