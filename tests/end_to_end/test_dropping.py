@@ -235,6 +235,19 @@ def test_a_run_fails_where_a_member_is_not_finite_or_too_many_fail(way, tmp_path
             run(program, all_nan, way=way, on_nonfinite="drop", drop_limit=1)
 
 
+@HERE
+def test_a_shard_of_which_all_members_fail(way):
+    def total(bad):
+        body = raising(bad)
+        return bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+
+    x = numbered()
+    found = run(total(range(8, 16)), x, way=way, on_error="drop")
+    assert_close(found, np.delete(x, range(8, 16), axis=0).sum(0))
+    with pytest.raises(WorkerError, match="all 8 members of the first shard were dropped"):
+        run(total(range(8)), x, way=way, on_error="drop")
+
+
 def test_members_that_were_too_many_are_listed(tmp_path):
     path = tmp_path / "dead.jsonl"
     options = {"on_nonfinite": "drop", "drop_limit": 0.1, "dead_letters": str(path)}

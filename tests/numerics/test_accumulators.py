@@ -405,6 +405,7 @@ HOSTILE = {
         *(entry(0, (0, 0), value) for value in (-1, 63)),
         *(entry(0, (0, 1), value) for value in (-1, 1 << 62)),
         lambda a, m: a[0].__setitem__(1, a[0][0]),
+        lambda a, m: a[0].__setitem__(0, (3, 1 << 60)),
         lambda a, m: [a[0][:-1], a[1]],
         lambda a, m: [],
         fields(dtype="int32"),
