@@ -24,8 +24,6 @@ from beamjax.pipelines.worker.merge import (
     receive,
     send,
 )
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, buffer_ranges, key_of
-from beamjax.plan.steps import FusedBuffer, Map
 from beamjax.storage import files
 
 RNG = np.random.default_rng(0)
@@ -46,19 +44,6 @@ def total(data):
 
 WHOLE = total(summed(*PARTIALS).encode())
 EACH = [summed(partial).encode() for partial in PARTIALS]
-
-
-def test_lanes_are_cut_to_pieces():
-    for size, expected in (
-        (0, [(0, 0)]), (1, [(0, 1)]), (4, [(0, 4)]), (5, [(0, 4), (4, 5)]), (8, [(0, 4), (4, 8)]),
-    ):  # fmt: skip
-        found = buffer_ranges(7, FusedBuffer("sum", "float32", size, ()), 4)
-        assert [(p.buffer, p.start, p.stop) for p in found] == [(7, *piece) for piece in expected]
-    buffers = (FusedBuffer("sum", "float32", 3 << 20, ()), FusedBuffer("max", "int8", 2, ()))
-    pieces = accumulator_ranges(Map("m", "clients", "body", (), (), (), buffers))
-    assert [piece.stop - piece.start for piece in pieces] == [1 << 20] * 3 + [2]
-    assert [ValueRange.from_key(key_of(piece)) for piece in pieces] == pieces
-    assert len({key_of(piece) for piece in pieces}) == len(pieces)
 
 
 # --- merging

@@ -162,14 +162,6 @@ def test_a_bundle_reads_while_it_computes(read_in):
         assert _turns <= before
 
 
-def test_a_body_that_keeps_all_cores_busy_has_one_thread(monkeypatch):
-    for cores, threads in ((1.0, 4), (1.9, 2), (4.2, 1), (40.0, 1)):
-        monkeypatch.setattr(
-            shard_times, "_times", {"body": shard_times._ShardTime(1.0, cores, True)}
-        )
-        assert shard_times.threads_in_bundle("body", 4) == threads
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_shard_that_fails_is_told_of_in_the_order_of_the_shards(read_in, monkeypatch, threads):
     real = ShardExecutor._called

@@ -127,10 +127,3 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
     assert bool(stores_in_memory) == held
     assert bool(files) != held
     assert all(in_process.memory_store_of(root) is None for root in stores_in_memory)
-
-
-def test_checkpoints_link_files(tmp_path):
-    w, x = np.linspace(-1, 1, 1_100_000, dtype=np.float32), np.arange(1, 5, dtype=np.float32)
-    options = {"checkpoint": str(tmp_path / "c")}
-    found = bj.run(rounds, w, x, options=options)
-    assert_same_bits(bj.run(rounds, w, x, options=options), found)

@@ -128,8 +128,14 @@ def test_a_worker_that_dies_again_and_again(store):
     for worker in [start(store, "segfaults") for _ in range(2)]:
         worker.communicate(timeout=60)
     assert patient() is None
-    finish(store, "segfaults")
-    assert re.match(WHERE, str(patient()))
+    began = time.time()
+    last = finish(store, "segfaults")
+    error = patient()
+    assert re.match(WHERE, str(error))
+    # The last one that died, and how many did before.
+    assert f"the worker process {last.pid} on" in str(error)
+    assert error.failure.others == 2
+    assert began < error.failure.time < time.time()
 
 
 @pytest.mark.long

@@ -279,6 +279,65 @@ def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monke
     assert (alone, numbers) == (serial, made)
 
 
+def test_what_is_worth_a_thread(monkeypatch):
+    monkeypatch.undo()
+    faults = []
+    for seconds, known, left, expected in (
+        (1e-3, True, 4, (True, False)),
+        (1e-3, True, 3, (False, False)),  # 3 ms of shards are not worth starting threads for
+        (1e-3, True, None, (True, False)),
+        (2e-4, True, None, (True, False)),
+        (1e-4, True, None, (False, False)),
+        (2e-3, True, 2, (True, True)),
+        (9.0, True, 1, (False, True)),
+        (9.0, True, 0, (False, True)),
+        (9.0, False, 9, (False, False)),
+    ):
+        known_time = shard_times._ShardTime(seconds, 1.0, known)
+        monkeypatch.setattr(shard_times, "_times", {"body": known_time})
+        found = shard_times.pays("body", left), shard_times.pays_in_bundle("body")
+        if found != expected:
+            faults.append((seconds, known, left, found))
+    assert faults == []
+    assert not shard_times.pays("other", 9)
+    assert not shard_times.pays_in_bundle("other")
+    # Of many threads, only bodies that do not hold Python's lock for long keep all busy.
+    for seconds, cores, expected in (
+        (1e-3, 1.0, (8, 8)),
+        (0.02, 1.0, (16, 16)),
+        (0.02, 8.0, (2, 2)),
+        (0.02, 16.0, (2, 1)),
+    ):
+        times = {"body": shard_times._ShardTime(seconds, cores, True)}
+        monkeypatch.setattr(shard_times, "_times", times)
+        found = shard_times.threads("body", 16), shard_times.threads_in_bundle("body", 16)
+        assert found == expected
+
+
+def test_a_shard_that_is_measured_again_takes_the_least_seconds(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(shard_times.time, "process_time", lambda: 2.0)
+    monkeypatch.setattr(shard_times, "_times", {})
+
+    def learned(seconds, compiling=0.0):
+        meter = Meter("step", 8)
+        meter._laps |= {"compute": seconds, "compile": compiling}
+        shard_times.learn("body", meter, 1.0)
+        found = shard_times._times["body"]
+        return found.seconds, found.cores, found.known
+
+    assert learned(0.01) == (0.01, 100.0, False)  # short the first time: it may be a fluke
+    assert learned(0.5) == (0.01, 2.0, True)
+    assert learned(0.001) == (0.01, 2.0, True)  # what is known stays
+    shard_times._times.clear()
+    assert learned(0.02) == (0.02, 50.0, True)
+    shard_times._times.clear()
+    assert not learned(0.02, compiling=0.5)[2]
+    monkeypatch.setattr(shard_times, "_times", dict.fromkeys(range(shard_times._MAX_KNOWN)))
+    learned(1.0)
+    assert list(shard_times._times) == [*range(1, shard_times._MAX_KNOWN), "body"]
+
+
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     monkeypatch.setattr("beamjax.runtime.ordered_pool.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)

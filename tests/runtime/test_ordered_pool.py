@@ -5,10 +5,8 @@ import functools
 import threading
 import time
 
-import hypothesis
 import jax
 import pytest
-from hypothesis import strategies as st
 
 from beamjax.errors import JobCancelledError
 from beamjax.runtime import ordered_pool
@@ -43,13 +41,6 @@ def failing(error):
     raise error
 
 
-@hypothesis.given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
-@hypothesis.settings(max_examples=30, deadline=None)
-def test_results_have_the_order_of_the_jobs(pauses, threads):
-    jobs = [functools.partial(after, pause / 1000, i) for i, pause in enumerate(pauses)]
-    assert list(results(jobs, threads)) == list(range(len(pauses)))
-
-
 def test_jobs_are_done_side_by_side_and_no_more_are_taken_than_there_may_be():
     meeting = threading.Barrier(3, timeout=20)
     assert sorted(results([meeting.wait] * 6, 3)) == [0, 0, 1, 1, 2, 2]
@@ -63,17 +54,6 @@ def test_jobs_are_done_side_by_side_and_no_more_are_taken_than_there_may_be():
             worst, given = max(worst, len(taken) - given), given + 1
         assert most_jobs(threads) == worst == most
     assert 2 <= usual_threads() <= ordered_pool.MAX_THREADS
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_the_error_is_that_of_the_first_job_that_fails(threads):
-    jobs = [functools.partial(after, 0.0, i) for i in range(3)]
-    slow = lambda: after(0.05, None) or failing(KeyError("first"))
-    found = []
-    taken = results([*jobs, slow, lambda: failing(ValueError("second"))], threads)
-    with pytest.raises(KeyError, match="first"):
-        found.extend(iter(taken))
-    assert found == [0, 1, 2]
 
 
 def test_jobs_that_have_not_begun_are_forgotten():

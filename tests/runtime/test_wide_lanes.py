@@ -1,6 +1,5 @@
 """Reductions in files: the same bits as in memory, on every runner, however they are cut."""
 
-import json
 import math
 import os
 from fractions import Fraction
@@ -20,7 +19,7 @@ from beamjax.plan import merging as fan_out
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, file_ranges, key_of
 from beamjax.plan.steps import FusedBuffer, Map, Plan, Reduction, ValueType
 from beamjax.runtime import large_reductions as wide_lanes
-from beamjax.runtime.large_reductions import LargeBuffers, Terms, decoded_terms, encoded_terms
+from beamjax.runtime.large_reductions import LargeBuffers
 from beamjax.runtime.shard_executor import new_accumulator
 from beamjax.storage.scratch import Scratch
 
@@ -113,12 +112,6 @@ def test_any_partials_give_the_bits_of_an_accumulator(added, rows, piece):
         (found,) = buffers.results(plan).values()
     assert found.shape == (5, 6)
     assert found.tobytes() == whole.mean(0, 30, 400, np.dtype(np.float32)).tobytes()
-
-
-def test_terms_as_text():
-    terms = Terms([(3, "a"), (5, "b")], [["c", "d"], ["e", "f"]], 7)
-    again = decoded_terms(json.loads(json.dumps(encoded_terms(terms, str.upper))), str.lower)
-    assert again == terms
 
 
 STEP = step(FusedBuffer("sum", "float32", 500, (Reduction("y", "sum", "float32", 0, 500),)))
