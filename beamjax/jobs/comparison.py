@@ -32,6 +32,8 @@ class Difference:
       count: how many values of this leaf differ.
       step: the first step whose values differ, with its round, as `loop_0[3]/map_rows_0`; "" if
         that is not known.
+      value: the name of the first value of this step that differs, as in `explain`; "" if only
+        what came out of shards is known.
       shard: the number of the first shard in which this step gave other bits; None if it is not
         known. The jobs record the shards of a pass that give up to 64 KiB, 1,000 in all.
       members: the first member of this shard, and the one after its last.
@@ -44,6 +46,7 @@ class Difference:
     ulp: int | None = None
     count: int = 0
     step: str = ""
+    value: str = ""
     shard: int | None = None
     members: tuple[int, int] | None = None
     reasons: tuple[str, ...] = ()
@@ -58,10 +61,10 @@ class Difference:
         more = f"; {self.count} values of it differ" if self.count > 1 else ""
         lines = [f"{self.where}: {self.values[0]} and {self.values[1]}{distance}{more}"]
         if self.step:
-            shard = ""
+            shard = f", value {self.value}" if self.value else ""
             if self.members is not None:
                 first, end = self.members
-                shard = f", shard {self.shard} (members {first} to {end - 1})"
+                shard += f", shard {self.shard} (members {first} to {end - 1})"
             lines.append(f"  first in the step {self.step}{shard}")
         return "\n".join([*lines, *(f"  because of {reason}" for reason in self.reasons)])
 
@@ -101,8 +104,8 @@ def diff(
         found = _compared(path, left, right)
         if found is not None:
             reports = jobs[0].report(), jobs[1].report()
-            step = _first_step(*(_checksums(job) for job in jobs))
-            found = replace(found, step=step, reasons=tuple(_reasons(*reports)))
+            step, value = _first_value(*(_checksums(job) for job in jobs))
+            found = replace(found, step=step, value=value, reasons=tuple(_reasons(*reports)))
             return _with_shard(found, *reports)
     return Difference("")
 
@@ -114,11 +117,12 @@ def _checksums(job: Job) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _first_step(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """The first step for which both runs recorded a value, and the values differ."""
+def _first_value(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
+    """The first step with a recorded value that differs between the runs, and the value's name."""
     # Runners fuse steps differently, so one run may have values that the other lacks.
     differing = (name for name in a if name in b and a[name] != b[name])
-    return next(differing, "").rpartition(":")[0]
+    step, _, value = next(differing, "").rpartition(":")
+    return step, value
 
 
 def _with_shard(found: Difference, a: Report, b: Report) -> Difference:

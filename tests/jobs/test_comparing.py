@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
+from beamjax.diagnostics.fact_types import walk_facts
 
 X = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
 
@@ -81,7 +82,9 @@ def test_the_first_round_that_differs(runners, tmp_path):
         bj.run(rounds, values, X, runner=runner, options={"job_folder": folders[-1]})
     found = bj.diff(*folders)
     assert re.fullmatch(r"loop_\d+\[3\]/\w+", found.step)
-    assert f"first in the step {found.step}" in str(found)
+    assert f"first in the step {found.step}, value {found.value}" in str(found)
+    steps = walk_facts(bj.explain(rounds, scales, X).facts.steps)
+    assert found.value in {value.name for step in steps for value in step.results}
     assert found.where == "result[0]"
     assert found.shard is None  # it is a step of the server
 
