@@ -8,7 +8,6 @@ this process in the same form. Each reads checkpoints of the other.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from beamjax.numerics.provenance import UNKNOWN
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import Ref, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import (
     PlacedValue,
@@ -155,10 +154,8 @@ class Checkpointer:
         if self.plan.values[name].placement is None:
             return ServerValue(self._run_store, array)
         array = plain_array(array)
-        digest = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=20)
-        if array.nbytes:
-            digest.update(array.reshape(-1).view(np.uint8).data)
-        stem, n = digest.hexdigest(), len(array)
+        data = array.reshape(-1).view(np.uint8).data if array.nbytes else b""
+        stem, n = content_key([f"{array.dtype.name}{array.shape}".encode(), data]), len(array)
         count = min(n, max(1, FILE_BYTES // max(array[:1].nbytes, 1)))
         parts = [(start, min(count, n - start)) for start in range(0, n, count)]
         for start, count in parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
 from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock, cut
 from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.refs import SUFFIX, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import leaf_spec
 from beamjax.pipelines.worker.metrics import StepTimes
@@ -23,7 +23,6 @@ from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
-SUFFIX = ".arrays"
 FILE_BYTES = 4 << 20
 
 
@@ -145,8 +144,7 @@ class WritePlaced(StepFn):
 def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:
     """Writes that of some members, to a file that is named after its content."""
     data = encode_arrays([], {"provenance": provenance.to_json()})
-    name = hashlib.blake2b(data, digest_size=8).hexdigest()
-    store.write(f"{stem}-provenance-{name}{SUFFIX}", data)
+    store.write(f"{stem}-provenance-{content_key([data])}{SUFFIX}", data)
 
 
 def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenance:

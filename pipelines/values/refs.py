@@ -114,7 +114,7 @@ def is_name(name: str) -> bool:
     return _SAFE_NAME.fullmatch(name) is not None
 
 
-def content_key(parts: Iterable[bytes]) -> str:
+def content_key(parts: Iterable[bytes | memoryview]) -> str:
     """The first part of the name of a file, by what it holds."""
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:

@@ -14,14 +14,14 @@ from apache_beam.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax.bodies.transfer_time import transferring
-from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.errors import SourceError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment, MemberBlock
-from beamjax.pipelines.values.refs import Ref, is_name, unique_key
+from beamjax.pipelines.values.refs import Ref, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
@@ -39,7 +39,7 @@ from beamjax.runtime.large_reductions import (
 )
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
 from beamjax.storage import aligned, files
-from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Reports
 
@@ -394,18 +394,17 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
     """
     memory = memory_store_of(store.root)
     if memory is not None and accumulator.nbytes > stores.LOCAL_BYTES:
-        name = _new_name()
+        name = file_name(unique_key(), "sums")
         memory.hand_over(name, accumulator)
         return encode_arrays([], {"here": name})
     data = accumulator.encode()
     limit = stores.REMOTE_BYTES if files.is_url(store.root) else stores.LOCAL_BYTES
     if len(data) <= limit:
         return data
-    names = []
-    for start in range(0, len(data), store.piece_bytes):
-        names.append(_new_name())
-        store.write(names[-1], data[start : start + store.piece_bytes])
-    return encode_arrays([], {"spilled": names, "nbytes": len(data)})
+    # A name of its own, so that no worker waits for, or removes, the file of another one.
+    whole = np.frombuffer(data, np.uint8)
+    ref = store.put([whole], "sums", inline=False, hashed=False)
+    return encode_arrays([], {"spilled": ref.to_json()})
 
 
 def receive(store: Store, element: bytes) -> Accumulator:
@@ -422,17 +421,7 @@ def receive(store: Store, element: bytes) -> Accumulator:
         return _taken(store, str(meta["here"]))
     if "spilled" not in meta:
         return decode_accumulator(element)
-    parts = [_read(store, str(name)) for name in meta["spilled"]]
-    data = parts[0] if len(parts) == 1 else b"".join(parts)
-    if len(data) != meta.get("nbytes"):
-        raise ArrayFormatError(
-            f"{store.root}: an accumulator has {len(data)} bytes, expected {meta.get('nbytes')}."
-        )
-    return decode_accumulator(data)
-
-
-def _new_name() -> str:
-    return f"{unique_key()}-sums.arrays"
+    return decode_accumulator(store.array(Ref.from_json(meta["spilled"]), cache=False).data)
 
 
 def _taken(store: Store, name: str) -> Accumulator:
@@ -444,19 +433,6 @@ def _taken(store: Store, name: str) -> Accumulator:
             "before; each is merged once, in the process that computed it."
         )
     return found
-
-
-def _read(store: Store, name: str) -> Buffer:
-    if not is_name(name):
-        raise ArrayFormatError(f"{store.root}: {name!r} is not a file name that a store gives.")
-    path = files.join(store.root, name)
-    try:
-        return files.read(path)
-    except Exception as error:
-        raise SourceError(
-            f"{path}: cannot read a partial result ({error}). Is the folder shared by all workers, "
-            "and was it not cleaned up?"
-        ) from error
 
 
 MAX_OPEN = 64

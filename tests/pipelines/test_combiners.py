@@ -142,7 +142,9 @@ def test_large_ones_are_files(store, tmp_path):
     assert len(elements) == 2  # So that nobody waits for, or removes, what is another's.
     assert all(len(element) < 1000 for element in elements)
     assert {receive(store, element).encode() for element in elements} == {LARGE.encode()}
-    assert sorted(path.stat().st_size for path in tmp_path.iterdir())[2:] == [1 << 20] * 2
+    large = sorted(path.stat().st_size for path in tmp_path.iterdir())[2:]
+    assert len(large) == 2
+    assert all(0.99 * (1 << 20) < size <= 1 << 20 for size in large)
     store.cleanup()
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
@@ -151,7 +153,9 @@ def test_files_have_64_mib_and_at_a_url_elements_may_be_larger(tmp_path, monkeyp
     written = []
     monkeypatch.setattr(files, "write", lambda path, data, **_: written.append(len(data)))
     assert len(send(Store(str(tmp_path)), Encoded(70 << 20))) < 1000
-    assert written == [64 << 20, 6 << 20]
+    assert len(written) == 2
+    assert max(written) <= 64 << 20
+    assert 70 << 20 < sum(written) < (70 << 20) + 1024
     monkeypatch.setattr(files, "join", lambda root, name: f"{root}/{name}")
     store = Store("memory://folder")
     assert LOCAL_BYTES < REMOTE_BYTES < 64 << 20
@@ -186,16 +190,17 @@ def test_files_that_are_gone_or_damaged(tmp_path):
     element = send(store, LARGE)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ArrayFormatError, match=r"has \d+ bytes, expected \d+"):
+    with pytest.raises(ArrayFormatError, match=r"found \d+ bytes, expected \d+"):
         receive(store, element)
     path.unlink()
-    with pytest.raises(SourceError, match="cannot read a partial result"):
+    with pytest.raises(SourceError, match="cannot read a stored value"):
         receive(store, element)
     with pytest.raises(ArrayFormatError):
         receive(store, element[:-1])
     for name in ("../x.arrays", "/etc/passwd", 7):
-        element = spill.encode_arrays([], {"spilled": [name], "nbytes": 1})
-        with pytest.raises(ArrayFormatError, match="not a file name"):
+        ref = {"key": "k", "leaves": [["uint8", [1]]], "files": [[name, 1]]}
+        element = spill.encode_arrays([], {"spilled": ref})
+        with pytest.raises(ArrayFormatError, match="reference to a stored value"):
             receive(store, element)
 
 
