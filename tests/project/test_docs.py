@@ -15,6 +15,12 @@ IN_THE_GATE = {"index", "tutorial", "howto/sources", "howto/results", "howto/fai
 MAX_NOT_RUN = 12
 """Blocks of all pages that are shown only."""
 
+NEEDS = {
+    "howto/libraries": {"numpyro": "the extra 'libraries'"},
+    "howto/other-formats": dict.fromkeys(("h5py", "PIL", "datasets"), "the group 'formats'"),
+}
+"""Packages that a page needs and the tests do not have."""
+
 REASONS = (
     "needs Dataflow", "needs a GPU", "needs Docker", "needs a cluster", "installs",
     "builds this site", "options only", "tests/", "written for another package",
@@ -42,8 +48,8 @@ RUNNING = [
 @pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning")  # of drjax
 @pytest.mark.parametrize("page", RUNNING, ids=name_of)
 def test_the_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch):
-    if name_of(page) == "howto/libraries":
-        pytest.importorskip("numpyro", reason="needs the extra 'libraries'")
+    for package, source in NEEDS.get(name_of(page), {}).items():
+        pytest.importorskip(package, reason=f"needs {source}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
