@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from beamjax.call_checks import by_position, parsed_options
-from beamjax.execution import plan_of
+from beamjax.execution import plan, stage
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
       StagingError, PlacementError, StructureError, SourceError: as by `run`.
     """
     parsed = parsed_options(options, "DataflowRunner")
-    plan, inputs = plan_of(fn, args, parsed)
+    call = plan(stage("run", fn, args), "DataflowRunner", parsed)
     from beamjax.pipelines.dry_run import described, first_job
 
-    job, files = first_job(plan, inputs, parsed)
+    job, files = first_job(call.plan, call.values, parsed)
     return DryRun(described(job), job.proto_pipeline, files)

@@ -1,12 +1,15 @@
-"""`run`, `launch` and `transform`: a function of programs, on a Beam runner or in this process."""
+"""`run`, `launch` and `transform`: a function of programs, on a Beam runner or in this process.
+
+A call goes through `stage`, `plan`, `choose_runner`, `execute` and `collect`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,24 +17,22 @@ import numpy as np
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
+from beamjax.call import LOCAL, Call
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics import topology
-from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.diagnostics.facts import facts_of
-from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
-from beamjax.interpreters.planning import Planned, make_plan, plan_for
+from beamjax.interpreters.planning import make_plan, plan_for
 from beamjax.interpreters.staging.stage import Argument, FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
-from beamjax.jobs.job import Job, launch_work, run_work
+from beamjax.jobs.job import Job, JobRun
 from beamjax.options import Options, parse_options
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Output, Plan
-from beamjax.reading import choose, counted
+from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import evaluate
-from beamjax.runtime.materialized_outputs import MaterializedOutputs, materialized_outputs
+from beamjax.runtime.materialized_outputs import materialized_outputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage.snapshots import is_immutable
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
     from beamjax.pipelines.session_workers import SessionWorkers
 
-LOCAL = "local"
+Values: TypeAlias = Mapping[str, np.ndarray | Placed]
+"""The outputs of a plan by name; those that are kept are handles to their files."""
 
 
 @by_position
@@ -86,7 +88,8 @@ def run(
       CheckpointError: the folder of checkpoints is that of another run, or in use.
       JobCancelledError: another process cancelled the run through its folder.
     """
-    return run_work(prepare(fn, args, runner, run_options(options, keep, runner)))
+    call = prepare(fn, args, runner, run_options(options, keep, runner))
+    return finish(call, JobRun(call))
 
 
 @by_position
@@ -125,7 +128,9 @@ def launch(
         from beamjax.pipelines.runners.connect import connect
 
         connect(runner, parsed)
-    return launch_work(prepare(fn, args, runner, parsed, snapshot=True))
+    call = prepare(fn, args, runner, parsed, snapshot=True)
+    job = JobRun(call, launched=True)
+    return job.in_thread(functools.partial(finish, call, job))
 
 
 def run_options(options: Any, keep: str | None, runner: Any) -> Options:
@@ -138,94 +143,10 @@ def run_options(options: Any, keep: str | None, runner: Any) -> Options:
     return parsed
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A call that is staged, planned and checked: the `Work` of a job.
-
-    Attributes:
-      planned: the plan with what it was made from.
-      plan: the same plan, as other processes need it.
-      call: the function and its arguments, those of unknown length as they are read.
-      inputs: the values of the plan's inputs.
-      backend: the user's runner, or "local".
-      options: of the run.
-      results: where results that are kept go.
-      files: with members that were counted before; they go when the run is over.
-      can_replay: whether the members can be read again, which those of streams can't.
-      workers: those of a session, in place of those that a run starts.
-    """
-
-    planned: Planned
-    plan: Plan
-    call: FlatCall
-    inputs: Inputs
-    backend: Any
-    options: Options
-    results: MaterializedOutputs
-    files: contextlib.ExitStack
-    can_replay: bool
-    workers: SessionWorkers | None = None
-
-    @property
-    def runner(self) -> str:
-        """The name of the runner."""
-        return _name_of(self.backend)
-
-    def compute(self, monitor: Monitor) -> Any:
-        """Runs the plan, and collects the tree that the function returns."""
-        with self.files:
-            with self.results.cleared(), with_lapack_threads():
-                try:
-                    values = self._values(monitor)
-                except BeamjaxError as error:
-                    self._note_replay(error, monitor)
-                    raise
-            monitor.letters.warn()
-            types = self.planned.staged.closed.out_avals
-            leaves = [
-                _with_weak_type(
-                    output_array(self.plan, output, values, self.inputs),
-                    getattr(aval, "weak_type", False),
-                    self.plan.x64,
-                )
-                for output, aval in zip(self.plan.outputs, types, strict=True)
-            ]
-            result = jax.tree_util.tree_unflatten(self.planned.staged.out_tree, leaves)
-            return with_tables(result, self.results, self.backend, self.options)
-
-    def _note_replay(self, error: BeamjaxError, monitor: Monitor) -> None:
-        """Lets `beamjax.replay` run again what failed."""
-        if error.failure is not None and error.failure.shard is not None and self.can_replay:
-            error.run, error.rounds = self, monitor.progress().rounds
-            error.add_note("beamjax.replay(error) calls its members as Python, for pdb and print.")
-
-    def _values(self, monitor: Monitor) -> dict[str, np.ndarray | Placed]:
-        """Runs the plan; its outputs by name."""
-        arguments = (self.options, monitor, self.results)
-        if self.backend != LOCAL:
-            from beamjax.pipelines.run import run_plan
-
-            if self.workers is not None and not open_placements(self.plan):
-                return self.workers.run(self.plan, self.inputs, *arguments)
-            return run_plan(self.plan, self.inputs, self.backend, *arguments)
-        if self.options.checkpoint is None:
-            return evaluate(self.plan, self.inputs, self.options, monitor, results=self.results)
-        from beamjax.pipelines.run import local_checkpointer
-
-        with local_checkpointer(self.plan, self.inputs, self.options) as checkpointer:
-            return evaluate(
-                self.plan, self.inputs, self.options, monitor, checkpointer, self.results
-            )
-
-    def plan_facts(self) -> PlanFacts:
-        """What `explain` shows of the plan."""
-        notes = self.planned.notes
-        return facts_of(self.planned, self.call.arguments, self.options, notes, self.runner)
-
-    def prediction(self) -> tuple[dict[str, float], str]:
-        """Predicted seconds by step, and what would be quicker."""
-        predicted = prediction(self.plan, self.options, self.runner)
-        return predicted.by_name(), predicted.advice
+def finish(call: Call, job: JobRun) -> Any:
+    """Runs a call as a job, and gives the tree that its function returns."""
+    with call.files, job.recorded():
+        return job.returned(collect(call, execute(call, job.monitor)))
 
 
 def prepare(
@@ -235,54 +156,157 @@ def prepare(
     options: Options,
     snapshot: bool = False,
     workers: SessionWorkers | None = None,
-) -> PreparedRun:
-    """Stages and plans a call, chooses where it runs, and checks that it can.
+) -> Call:
+    """Stages and plans a call, and chooses where it runs.
 
     Members of unknown number are counted first, if the program needs their number. With `snapshot`,
     the caller may write to its arrays before the run is over. `workers` are those of a session.
     """
-    call = _concrete_call(fn, args)
-    can_replay = not call.has_streams
-    if options.checkpoint is not None:
-        _refuse_streams_with_checkpoint(call)
+    flat = stage("run", fn, args)
     with contextlib.ExitStack() as files:
-        if call.has_streams and _must_count(call, runner, options):
-            args = files.enter_context(counted(args, runner, options, local=runner == LOCAL))
-            call = flatten_call(fn, args)
-        planned = plan_for(call, options)
-        plan = _with_recipe(planned.plan, call, options)
-        inputs = bind_inputs(plan, call.arguments)
-        warn_of_changes(call.arguments, plan.x64, stacklevel=4)
-        if snapshot:
-            inputs = inputs.snapshot()
-        if options.small_work == "here" and _is_small(plan, options, _name_of(runner)):
-            runner = LOCAL
-        name, read = _name_of(runner), sources_of(inputs.values)
-        options = with_fitting_threads(plan, read, options, name)
-        check_memory(plan, read, options, topology.Workers.of(name, options))
-        results = _materialized_outputs(planned, plan, options)
-        return PreparedRun(
-            planned, plan, call, inputs, runner, options, results, files.pop_all(), can_replay,
-            workers,
-        )  # fmt: skip
+        known = files.enter_context(with_lengths(flat, runner, options))
+        call = plan(known, runner, options)
+        warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)
+        inputs = call.values.snapshot() if snapshot else call.inputs
+        call = choose_runner(replace(call, inputs=inputs, can_replay=not flat.has_streams))
+        return replace(call, files=files.pop_all(), workers=workers)
 
 
-def _name_of(runner: Any) -> str:
-    return runner if isinstance(runner, str) else type(runner).__name__
+def stage(
+    front: str, fn: Callable[..., Any], args: Sequence[Any], abstract: bool = False
+) -> FlatCall:
+    """A call with its arguments flattened.
+
+    Raises:
+      StagingError: JAX traces the call, or an argument has no value and may not be `abstract`.
+    """
+    flat = flatten_call(fn, args)
+    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat.arguments})
+    refuse_compilation(front, fn)
+    for argument in flat.arguments:
+        if not abstract and isinstance(argument.value, jax.ShapeDtypeStruct):
+            raise StagingError(
+                f"{argument.path}: found a jax.ShapeDtypeStruct, expected an array or a source; "
+                "only beamjax.transform takes abstract arguments, for values of a PCollection"
+            )
+    return flat
 
 
-def _is_small(plan: Plan, options: Options, runner: str) -> bool:
-    """Whether a plan is predicted to be quicker in this process than on its runner."""
-    return prediction(plan, options, runner).is_small
+def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) -> Call:
+    """Plans a call, as other processes run it.
+
+    Args:
+      flat: the call; an argument whose value is None is an array that nobody has.
+      runner: the user's.
+      options: of the run.
+      unroll: whether loops and branches are unrolled, for graphs without a driver.
+    """
+    planned = plan_for(flat, options, unroll)
+    found = planned.plan
+    if any(body.python for body in found.bodies.values()):
+        # Not in the cache of plans, which must not keep the user's function.
+        recipe = Recipe(make_plan, flat, options, found.choices, unroll)
+        found = replace(found, recipe=recipe)
+    given = all(argument.value is not None for argument in flat.arguments)
+    inputs = bind_inputs(found, flat.arguments) if given else None
+    return Call(flat, runner, options, planned, found, inputs)
 
 
-def _materialized_outputs(planned: Planned, plan: Plan, options: Options) -> MaterializedOutputs:
-    """Which results stay in files, by their paths in the tree that the function returns."""
-    tree = planned.staged.out_tree
+def choose_runner(call: Call) -> Call:
+    """Chooses where a call runs and where its results go, and checks that its memory is enough."""
+    if call.options.small_work == "here" and call.prediction().is_small:
+        call = replace(call, backend=LOCAL)
+    sources = sources_of(call.values.values)
+    options = with_fitting_threads(call.plan, sources, call.options, call.runner)
+    check_memory(call.plan, sources, options, topology.Workers.of(call.runner, options))
+    tree = call.planned.staged.out_tree
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in found]
-    return materialized_outputs(plan, paths, options, kept_numbers(keyed_outputs(tree, options)))
+    kept = kept_numbers(keyed_outputs(tree, options))
+    results = materialized_outputs(call.plan, paths, options, kept)
+    return replace(call, options=options, results=results)
+
+
+def execute(call: Call, monitor: Monitor) -> Values:
+    """Runs the plan of a call; its outputs by name."""
+    with call.results.cleared(), with_lapack_threads():
+        try:
+            values = _execute(call, monitor)
+        except BeamjaxError as error:
+            if call.can_replay and error.failure is not None and error.failure.shard is not None:
+                error.run, error.rounds = call, monitor.progress().rounds
+                error.add_note(
+                    "beamjax.replay(error) calls its members as Python, for pdb and print."
+                )
+            raise
+    monitor.letters.warn()
+    return values
+
+
+def _execute(call: Call, monitor: Monitor) -> Values:
+    plan, inputs, options, results = call.plan, call.values, call.options, call.results
+    if call.backend != LOCAL:
+        from beamjax.pipelines.run import run_plan
+
+        if call.workers is not None and not open_placements(plan):
+            return call.workers.run(plan, inputs, options, monitor, results)
+        return run_plan(plan, inputs, call.backend, options, monitor, results)
+    if options.checkpoint is None:
+        return evaluate(plan, inputs, options, monitor, results=results)
+    from beamjax.pipelines.run import local_checkpointer
+
+    with local_checkpointer(plan, inputs, options) as checkpointer:
+        return evaluate(plan, inputs, options, monitor, checkpointer, results)
+
+
+def collect(call: Call, values: Values) -> Any:
+    """The tree that the function returns, of the outputs of its plan."""
+    plan, staged = call.plan, call.planned.staged
+    leaves = []
+    for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
+        leaf = _output(plan, output, values, call.values)
+        if not isinstance(leaf, Placed):
+            leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
+        leaves.append(leaf)
+    result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
+    return with_tables(result, call.results, call.backend, call.options)
+
+
+def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
+    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
+    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
+    return Inputs(plan, [*values, *plan.constants])
+
+
+def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
+    """One output as `jax.jit` would give it, or the handle to its files."""
+    with with_x64(plan.x64):
+        if output.input is not None:
+            value = inputs.values[output.input]
+            return value if isinstance(value, jax.Array) else _device_array(inputs, output.input)
+        if output.value is None:
+            constant = output.constant
+            assert constant is not None
+            return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
+        array, spec = values[output.value], plan.values[output.value]
+        if output.members is not None:
+            array = array[slice(*output.members)]
+        if isinstance(array, Placed):
+            return array
+        if spec.placement is not None:
+            array = np.moveaxis(array, 0, output.axis)
+        # On the CPU, device_put may share the array's memory, which may belong to an argument.
+        put = jax.device_put(array) if is_immutable(array) else jax.numpy.array(array)
+        return wrap(put, spec.key_impl)
+
+
+def _device_array(inputs: Inputs, index: int) -> Any:
+    value = inputs.values[index]
+    if not isinstance(value, tuple):
+        return jax.numpy.asarray(value)
+    source, leaf = value
+    return wrap(jax.numpy.asarray(inputs.whole(index)), source.leaves[leaf].key_impl)
 
 
 def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:
@@ -368,118 +392,20 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
                 f"{name}: found 'drop' in the options of transform, which does not report "
                 "dropped members; drop elements of your own pipeline before, or use beamjax.run"
             )
-    call = _flat_call("transform", fn, args)
-    planned = plan_for(call, parsed, unroll=True)
-    for output in keyed_outputs(planned.staged.out_tree, parsed):
+    call = plan(stage("transform", fn, args, abstract=True), LOCAL, parsed, unroll=True)
+    out_tree = call.planned.staged.out_tree
+    for output in keyed_outputs(out_tree, parsed):
         raise StagingError(
             f"result{output.path}: found reduce_by_key without a number of keys, which transform "
             "does not have; return the keys and values, and use Beam's CombinePerKey, or "
             "beamjax.run"
         )
-    plan = _with_recipe(planned.plan, call, parsed, unroll=True)
-    warn_of_changes(call.arguments, plan.x64, stacklevel=3)
-    inputs = bind_inputs(plan, call.arguments).snapshot()
-    check_memory(plan, sources_of(inputs.values), parsed, topology.Workers.of("", parsed))
+    warn_of_changes(call.flat.arguments, call.plan.x64, stacklevel=3)
+    inputs = call.values.snapshot()
+    check_memory(call.plan, sources_of(inputs.values), parsed, topology.Workers.of("", parsed))
     groups = [
         jax.tree_util.tree_structure(arg)
         for arg in args
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree_util.tree_leaves(arg))
     ]
-    return PlanTransform(plan, inputs, planned.staged.out_tree, groups, parsed)
-
-
-def plan_of(fn: Callable[..., Any], args: Sequence[Any], options: Options) -> tuple[Plan, Inputs]:
-    """The plan of `fn(*args)` and its inputs, as other processes run it; raises as `run` does."""
-    call = _concrete_call(fn, args)
-    plan = _with_recipe(plan_for(call, options).plan, call, options)
-    return plan, bind_inputs(plan, call.arguments)
-
-
-def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
-    """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
-    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
-    return Inputs(plan, [*values, *plan.constants])
-
-
-def _refuse_streams_with_checkpoint(call: FlatCall) -> None:
-    stream = next((argument for argument in call.arguments if argument.is_stream), None)
-    if stream is not None:
-        raise OptionsError(
-            f"checkpoint: {stream.path} is a source of unknown length, of which no run can know on "
-            "the next start that its members are still the same; write them to files of known "
-            "length (beamjax.from_npy) for a run that can go on, or leave out the option"
-        )
-
-
-def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:
-    """Whether sources of unknown length have to be counted before the program can run."""
-    reading = choose(call, functools.partial(plan_for, options=options))
-    if reading.counted_because or runner == LOCAL:
-        return bool(reading.counted_because)
-    from beamjax.pipelines.tables.spool import open_on_workers
-
-    streams = [argument.value for argument in call.arguments if argument.is_stream]
-    return not open_on_workers(streams, runner, options)
-
-
-def _with_recipe(plan: Plan, call: FlatCall, options: Options, unroll: bool = False) -> Plan:
-    """The plan as other processes need it; a cached one must not keep the user's function."""
-    if not any(body.python for body in plan.bodies.values()):
-        return plan
-    return replace(plan, recipe=Recipe(make_plan, call, options, plan.choices, unroll))
-
-
-def output_array(
-    plan: Plan, output: Output, values: Mapping[str, np.ndarray | Placed], inputs: Inputs
-) -> Any:
-    """One output as `jax.jit` would give it, or the handle to its files."""
-    with with_x64(plan.x64):
-        if output.input is not None:
-            value = inputs.values[output.input]
-            return value if isinstance(value, jax.Array) else _device_array(inputs, output.input)
-        if output.value is None:
-            constant = output.constant
-            assert constant is not None
-            return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
-        array, spec = values[output.value], plan.values[output.value]
-        if output.members is not None:
-            array = array[slice(*output.members)]
-        if isinstance(array, Placed):
-            return array
-        if spec.placement is not None:
-            array = np.moveaxis(array, 0, output.axis)
-        # On the CPU, device_put may share the array's memory, which may belong to an argument.
-        put = jax.device_put(array) if is_immutable(array) else jax.numpy.array(array)
-        return wrap(put, spec.key_impl)
-
-
-def _with_weak_type(leaf: Any, weak: bool, x64: bool) -> Any:
-    return leaf if isinstance(leaf, Placed) else with_weak_type(leaf, weak, x64)
-
-
-def _device_array(inputs: Inputs, index: int) -> Any:
-    value = inputs.values[index]
-    if not isinstance(value, tuple):
-        return jax.numpy.asarray(value)
-    source, leaf = value
-    return wrap(jax.numpy.asarray(inputs.whole(index)), source.leaves[leaf].key_impl)
-
-
-def _flat_call(front: str, fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
-    """A call with its arguments flattened; raises StagingError if JAX traces it."""
-    call = flatten_call(fn, args)
-    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in call.arguments})
-    refuse_compilation(front, fn)
-    return call
-
-
-def _concrete_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
-    """A call whose arguments have values, flattened; raises StagingError if one has none."""
-    call = _flat_call("run", fn, args)
-    for argument in call.arguments:
-        if isinstance(argument.value, jax.ShapeDtypeStruct):
-            raise StagingError(
-                f"{argument.path}: found a jax.ShapeDtypeStruct, expected an array or a source; "
-                "only beamjax.transform takes abstract arguments, for values of a PCollection"
-            )
-    return call
+    return PlanTransform(call.plan, inputs, out_tree, groups, parsed)

@@ -6,7 +6,6 @@ All of these show the facts of the plan, `beamjax.diagnostics.fact_types.PlanFac
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from beamjax import execution
 from beamjax import reading as reading_of
 from beamjax.call_checks import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
-from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
-from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning
 from beamjax.interpreters.cutting import cut as _split
 from beamjax.interpreters.cutting.remat import Decisions
@@ -198,23 +196,15 @@ def explain(
     call = call.with_arguments([_as_array(argument) for argument in call.arguments])
     if stage != "plan":
         return Explanation(stage, _stage_text(call, stage, parsed))
-    planned, notes = _planned(call, parsed)
-    name = runner if isinstance(runner, str) else type(runner).__name__
-    given = all(argument.value is not None for argument in call.arguments)
-    inputs = bind_inputs(planned.plan, call.arguments) if given else None
-    facts = facts_of(planned, call.arguments, parsed, notes, name, inputs)
+    notes = None
+    if call.has_streams:
+        reading = reading_of.choose(call, parsed)
+        notes = reading_of.notes(call, reading)
+        if reading.planned is None:
+            call = reading_of.with_number(call, reading.number)
+    planned = execution.plan(call, runner, parsed)
+    facts = planned.facts(notes, cached=True)
     return Explanation(stage, plan_text(facts), facts, planned.plan.choices)
-
-
-def _planned(call: _stage.FlatCall, options: Options) -> tuple[planning.Planned, tuple[str, ...]]:
-    """Returns the plan of a call, and notes of how its arguments are read."""
-    plan = functools.partial(planning.plan_for, options=options)
-    if not call.has_streams:
-        planned = plan(call)
-        return planned, planned.notes
-    reading = reading_of.choose(call, plan)
-    planned = reading.planned or plan(reading_of.with_number(call, reading.number))
-    return planned, reading_of.notes(call, reading)
 
 
 def _as_array(argument: Argument) -> Argument:

@@ -8,25 +8,22 @@ is known, the program is staged with it, and all passes read the files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from beamjax.errors import PlacementError
+from beamjax.call import LOCAL
+from beamjax.errors import OptionsError, PlacementError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.planning import Planned
-from beamjax.interpreters.staging.stage import FlatCall, declared_sizes
+from beamjax.interpreters.planning import Planned, plan_for
+from beamjax.interpreters.staging.stage import Argument, FlatCall, declared_sizes
 from beamjax.interpreters.staging.unknown_sizes import SOME_NUMBER, UnknownSizeError
 from beamjax.options import Options
 from beamjax.plan.one_pass import obstacle
-from beamjax.sources.source_base import Source, StreamSource
+from beamjax.sources.source_base import Source
 from beamjax.sources.streams.spool import spooled_here
-
-Planner = Callable[[FlatCall], Planned]
-"""Makes the plan of a call."""
-
 
 TRIALS = 5
 """Numbers of members with which a program is tried that can't be staged with an unknown one.
@@ -50,14 +47,14 @@ class Reading:
     number: int = SOME_NUMBER
 
 
-def choose(call: FlatCall, plan: Planner) -> Reading:
+def choose(call: FlatCall, options: Options) -> Reading:
     """Decides how the sources of unknown length among the arguments of a call are read.
 
     Raises:
       Exception: of the function, if it does not depend on the number of members.
     """
     try:
-        planned = plan(call)
+        planned = plan_for(call, options)
     except UnknownSizeError as error:
         return Reading(error.reason)
     except Exception as error:  # of any kind: it may be that of a size that does not fit
@@ -66,7 +63,7 @@ def choose(call: FlatCall, plan: Planner) -> Reading:
         failures: dict[int, str] = {}
         for number in numbers[:TRIALS]:
             try:
-                plan(with_number(call, number))
+                plan_for(with_number(call, number), options)
             except Exception as other:
                 failures[number] = _told(other)
             else:
@@ -95,13 +92,14 @@ def _told(error: Exception) -> str:
 
 def with_number(call: FlatCall, n: int) -> FlatCall:
     """A call with this number of members in place of an unknown one."""
+    return call.with_arguments([_with_number(argument, n) for argument in call.arguments])
 
-    def known(aval: Any) -> Any:
-        if not any(map(is_unknown, getattr(aval, "shape", ()))):
-            return aval
-        return jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype)
 
-    return call.with_arguments([replace(a, aval=known(a.aval)) for a in call.arguments])
+def _with_number(argument: Argument, n: int) -> Argument:
+    aval = argument.aval
+    if not any(map(is_unknown, getattr(aval, "shape", ()))):
+        return argument
+    return replace(argument, aval=jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype))
 
 
 def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
@@ -117,24 +115,53 @@ def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def counted(
-    args: Sequence[Any], runner: Any, options: Options, local: bool
-) -> Iterator[Sequence[Any]]:
-    """The arguments of a call with their sources of unknown length in files, while it lasts.
+def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
+    """A call as it can be planned for a run: its sources are counted first where that is needed.
+
+    Raises:
+      OptionsError: a source of unknown length, with the option `checkpoint`.
+      SourceError: as `counted`.
+    """
+    stream = next((argument for argument in call.arguments if argument.is_stream), None)
+    if stream is not None and options.checkpoint is not None:
+        raise OptionsError(
+            f"checkpoint: {stream.path} is a source of unknown length, of which no run can know on "
+            "the next start that its members are still the same; write them to files of known "
+            "length (beamjax.from_npy) for a run that can go on, or leave out the option"
+        )
+    if stream is None or not _must_count(call, runner, options):
+        yield call
+        return
+    with counted(call, runner, options) as known:
+        yield known
+
+
+def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:
+    """Whether sources of unknown length have to be counted before the program can run."""
+    reading = choose(call, options)
+    if reading.counted_because or runner == LOCAL:
+        return bool(reading.counted_because)
+    from beamjax.pipelines.tables.spool import open_on_workers
+
+    streams = [argument.value for argument in call.arguments if argument.is_stream]
+    return not open_on_workers(streams, runner, options)
+
+
+@contextlib.contextmanager
+def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
+    """A call with its sources of unknown length in files, while it lasts.
 
     Args:
-      args: of the call.
-      runner: of Beam, whose workers read them.
+      call: the function and its arguments.
+      runner: of Beam, whose workers read them; with "local", this process does.
       options: `work_folder`, and those of Beam.
-      local: whether this process reads them, and not the runner.
 
     Raises:
       SourceError: a source can't be read, or has no member.
     """
-    leaves, tree = jax.tree_util.tree_flatten(tuple(args), is_leaf=lambda x: isinstance(x, Source))
-    streams = {id(leaf): leaf for leaf in leaves if isinstance(leaf, StreamSource)}
+    streams = {id(a.value): a.value for a in call.arguments if a.is_stream}
     files: contextlib.AbstractContextManager[Sequence[Source]]
-    if local:
+    if runner == LOCAL:
         files = spooled_here(list(streams.values()), options)
     else:
         from beamjax.pipelines.tables.spool import spooled
@@ -142,8 +169,14 @@ def counted(
         files = spooled(list(streams.values()), runner, options)
     with files as found:
         known: dict[int, Source] = dict(zip(streams, found, strict=True))
+        arguments = [
+            replace(_with_number(a, len(known[id(a.value)])), value=known[id(a.value)])
+            if a.is_stream
+            else a
+            for a in call.arguments
+        ]
         try:
-            yield jax.tree_util.tree_unflatten(tree, [known.get(id(x), x) for x in leaves])
+            yield call.with_arguments(arguments)
         except PlacementError as error:
             lengths = [f"{streams[key]!r} has {len(known[key])} members" for key in streams]
             raise PlacementError(

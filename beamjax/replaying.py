@@ -15,8 +15,9 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._text import hint, listed
+from beamjax.call import LOCAL, Call
 from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
-from beamjax.execution import LOCAL, PreparedRun, bind_inputs
+from beamjax.execution import bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
 from beamjax.interpreters.lowering.map_bodies import map_body
 from beamjax.interpreters.planning import Planned, make_plan
@@ -128,14 +129,12 @@ def _call_of(
     if fn is None:
         error = _error_of(failed) if isinstance(failed, Job) else failed
         run = getattr(error, "run", None)
-        if not (
-            isinstance(error, BeamjaxError) and isinstance(run, PreparedRun) and run.can_replay
-        ):
+        if not (isinstance(error, BeamjaxError) and isinstance(run, Call) and run.can_replay):
             raise JobError(
                 f"replay: found {failed!r:.200} without the function of the job, expected it and "
                 "its arguments: beamjax.replay(folder, fn, *args)"
             )
-        restaged = _Restaged(run.call, run.options, run.inputs.values)
+        restaged = _Restaged(run.flat, run.options, run.values.values)
         yield restaged, _Found(error.failure, error.rounds, run.plan.shard_sizes)
         return
     parsed = parse_options(options)
@@ -147,8 +146,7 @@ def _call_of(
     call = flatten_call(fn, args)
     with contextlib.ExitStack() as files:
         if call.has_streams:
-            args = files.enter_context(counted(args, LOCAL, parsed, local=True))
-            call = flatten_call(fn, args)
+            call = files.enter_context(counted(call, LOCAL, parsed))
         yield _Restaged(call, parsed), found
 
 

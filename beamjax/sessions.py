@@ -8,9 +8,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from beamjax.call import LOCAL
 from beamjax.errors import OptionsError
-from beamjax.execution import LOCAL, prepare, run_options
-from beamjax.jobs.job import run_work
+from beamjax.execution import finish, prepare, run_options
+from beamjax.jobs.job import JobRun
 
 IDLE_SECONDS = 600.0
 """Default time without a call after which a session gives its workers back."""
@@ -56,7 +57,8 @@ class Session:
         """
         found = run_options(self._options if options is None else options, keep, self._runner)
         found = replace(found, beam=self._options.beam)
-        return run_work(prepare(fn, args, self._runner, found, workers=self._workers))
+        call = prepare(fn, args, self._runner, found, workers=self._workers)
+        return finish(call, JobRun(call))
 
     def close(self) -> None:
         """Ends the workers. Closing twice is the same as closing once."""

@@ -12,19 +12,17 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from beamjax.bodies.python_bodies import with_settings_of_here
-from beamjax.diagnostics.fact_types import PlanFacts
+from beamjax.call import Call
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
-from beamjax.jobs.display import Display, display_for
+from beamjax.jobs.display import display_for
 from beamjax.jobs.recording import Recording, save_report, watched
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
-from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.steps import Plan
 from beamjax.storage import files, records
 from beamjax.telemetry import termination
 from beamjax.telemetry.job_folder import JobFolder
@@ -47,37 +45,6 @@ class JobState(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     LOST = "lost"
-
-
-class Work(Protocol):
-    """What a job does: a call that is planned, with its arguments."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan to be run."""
-        ...
-
-    @property
-    def runner(self) -> str:
-        """The name of the runner."""
-        ...
-
-    @property
-    def options(self) -> Options:
-        """The options of the run."""
-        ...
-
-    def compute(self, monitor: Monitor) -> Any:
-        """Runs the plan under a monitor, and gives the tree that the function returns."""
-        ...
-
-    def plan_facts(self) -> PlanFacts:
-        """What `explain` shows of the plan."""
-        ...
-
-    def prediction(self) -> tuple[Mapping[str, float], str]:
-        """`predicted` and `advice` of `Progress`."""
-        ...
 
 
 class Job:
@@ -289,127 +256,120 @@ def _release(
     outcome.add_done_callback(ended)
 
 
-def launch_work(work: Work) -> Job:
-    """Does the work in a thread of this process."""
-    folder, keep = _folder_of(work, needed=True)
-    assert folder is not None
-    folder.begin(_describe(work), work.options.overwrite)
-    monitor = _monitor(work, folder)
-    outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+class JobRun:
+    """One run of a call as a job: its folder, if it has any, and what follows it.
 
-    @with_settings_of_here
-    def execute() -> Any:
-        shown = display_for(work.options, launched=True)
-        return _execute(work, monitor, shown, save=True, record=True)
+    Args:
+      call: what is run.
+      launched: whether a thread runs it, and the caller has a handle.
 
-    def target() -> None:
-        try:
-            value = execute()
-        except BaseException as error:
-            _tell_where(folder, keep, error)
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(value)
+    Attributes:
+      monitor: of the run.
+    """
 
-    job = _Launched(folder, monitor, outcome, keep)
-    cancel = functools.partial(_cancel, folder, monitor)
-    termination.cancel_at_end(outcome, cancel, lambda: folder.end("cancelled"))
-    threading.Thread(target=target, name=f"beamjax {work.plan.name}").start()
-    return job
+    def __init__(self, call: Call, launched: bool = False):
+        options = call.options
+        self._call = call
+        self._launched = launched
+        self._display = display_for(options, launched)
+        self._records = launched or bool(
+            options.job_folder or options.keep_folder or options.report
+        )
+        self._folder: JobFolder | None = None
+        if options.job_folder is not None:
+            self._folder = JobFolder(options.job_folder)
+        elif self._records or self._display is not None:
+            parent = options.work_folder or tempfile.gettempdir()
+            self._folder = JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}"))
+        letters = DeadLetters(options.drop_limit, options.dead_letters)
+        seconds, advice = {}, ""
+        if self._folder is not None:
+            predicted = call.prediction()
+            seconds, advice = predicted.by_name(), predicted.advice
+        self.monitor = Monitor(
+            call.plan, self._folder, letters, seconds, advice, strict=options.strict
+        )
+        self._recording: Recording | None = None
+        if self._folder is not None and self._records:
+            self._recording = Recording(self._folder, self.monitor, call)
 
+    def keeps_folder(self, error: BaseException | None) -> bool:
+        """Whether the folder stays when the run has ended so."""
+        options = self._call.options
+        if options.job_folder is not None or options.keep_folder == "always":
+            return True
+        return options.keep_folder == "failed" and error is not None and not _is_cancel(error)
 
-def run_work(work: Work) -> Any:
-    """Does the work in this thread, and returns the result."""
-    with termination.cancelling():
-        return _run_work(work)
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Runs what is in its context as the job, whose folder says how it goes and ends."""
+        with contextlib.ExitStack() as stack:
+            if not self._launched:
+                stack.enter_context(termination.cancelling())
+            folder, options = self._folder, self._call.options
+            if folder is None:
+                yield
+                return
+            if not self._launched:
+                self._begin()
+            failed: BaseException | None = None
+            try:
+                with contextlib.ExitStack() as inner:
+                    if self._recording is not None:
+                        inner.enter_context(self._recording.going_on())
+                    inner.enter_context(
+                        watched(folder, self.monitor, self._display, self._recording)
+                    )
+                    yield
+                folder.end("done")
+            except BaseException as error:
+                failed = error
+                with contextlib.suppress(Exception):  # the error itself matters more
+                    folder.end("cancelled" if _is_cancel(error) else "failed", error)
+                if self.keeps_folder(error):
+                    error.add_note(f"The folder of the job is kept: {folder.path}")
+                raise
+            finally:
+                save_report(folder, options)
+                if not self._launched and not self.keeps_folder(failed):
+                    folder.remove()
 
+    def _begin(self) -> None:
+        assert self._folder is not None
+        described = {"name": self._call.plan.name, "runner": self._call.runner}
+        self._folder.begin(described, self._call.options.overwrite)
 
-def _run_work(work: Work) -> Any:
-    display = display_for(work.options, launched=False)
-    options = work.options
-    record = bool(options.job_folder or options.keep_folder or options.report)
-    folder, keep = _folder_of(work, needed=record or display is not None)
-    if folder is None:
-        return work.compute(_monitor(work))
-    folder.begin(_describe(work), work.options.overwrite)
-    failed: BaseException | None = None
-    try:
-        return _execute(work, _monitor(work, folder), display, save=keep(None), record=record)
-    except BaseException as error:
-        failed = error
-        _tell_where(folder, keep, error)
-        raise
-    finally:
-        if not keep(failed):
-            folder.remove()
+    def returned(self, value: Any) -> Any:
+        """Records the result of the run, and gives it."""
+        if self._recording is not None:
+            self._recording.returned(value)
+        if self._folder is not None and (self._launched or self.keeps_folder(None)):
+            write_result(self._folder, value, self._call.plan.x64)
+        return value
 
+    def in_thread(self, run: Callable[[], Any]) -> Job:
+        """Calls `run`, which runs the job, in a thread; gives the handle of the job."""
+        self._begin()
+        assert self._folder is not None
+        folder, monitor = self._folder, self.monitor
+        outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        run = with_settings_of_here(run)
 
-def _folder_of(
-    work: Work, needed: bool
-) -> tuple[JobFolder | None, Callable[[BaseException | None], bool]]:
-    """The folder of a job, if it has any, and whether to keep it when it has ended so."""
-    options = work.options
-    if options.job_folder is not None:
-        return JobFolder(options.job_folder), lambda error: True
-    kept = options.keep_folder
+        def target() -> None:
+            try:
+                value = run()
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
 
-    def keep(error: BaseException | None) -> bool:
-        failed = error is not None and not _is_cancel(error)
-        return kept == "always" or (kept == "failed" and failed)
-
-    if not needed and kept is None:
-        return None, keep
-    parent = options.work_folder or tempfile.gettempdir()
-    return JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}")), keep
-
-
-def _tell_where(
-    folder: JobFolder, keep: Callable[[BaseException | None], bool], error: BaseException
-) -> None:
-    if keep(error):
-        error.add_note(f"The folder of the job is kept: {folder.path}")
-
-
-def _monitor(work: Work, folder: JobFolder | None = None) -> Monitor:
-    options = work.options
-    letters = DeadLetters(options.drop_limit, options.dead_letters)
-    if folder is None:
-        return Monitor(work.plan, None, letters, strict=options.strict)
-    return Monitor(work.plan, folder, letters, *work.prediction(), strict=options.strict)
-
-
-def _describe(work: Work) -> dict[str, Any]:
-    return {"name": work.plan.name, "runner": work.runner}
+        job = _Launched(folder, monitor, outcome, self.keeps_folder)
+        cancel = functools.partial(_cancel, folder, monitor)
+        termination.cancel_at_end(outcome, cancel, lambda: folder.end("cancelled"))
+        threading.Thread(target=target, name=f"beamjax {self._call.plan.name}").start()
+        return job
 
 
 def _is_cancel(error: BaseException) -> bool:
     cancels = (JobCancelledError, KeyboardInterrupt, SystemExit)
     return isinstance(error, cancels) or termination.requested()
-
-
-def _execute(
-    work: Work, monitor: Monitor, display: Display | None, save: bool, record: bool
-) -> Any:
-    """Does the work, and writes its result or its error into the folder of the monitor."""
-    folder = monitor.folder
-    assert folder is not None
-    kept = Recording(folder, monitor, work.plan, work.options, work.plan_facts) if record else None
-    try:
-        with contextlib.ExitStack() as stack:
-            if kept is not None:
-                stack.enter_context(kept.going_on())
-            with watched(folder, monitor, display, kept):
-                value = work.compute(monitor)
-            if kept is not None:
-                kept.returned(value)
-            if save:
-                write_result(folder, value, work.plan.x64)
-    except BaseException as error:
-        with contextlib.suppress(Exception):  # the error itself matters more
-            folder.end("cancelled" if _is_cancel(error) else "failed", error)
-        raise
-    else:
-        folder.end("done")
-        return value
-    finally:
-        save_report(folder, work.options)

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from beamjax._version import __version__
+from beamjax.call import Call
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.jobs.display import Display
 from beamjax.jobs.report import ABOUT, CHECKSUMS, COURSE, About, Course, Curve, read_report
@@ -48,24 +49,13 @@ class Recording:
     Args:
       folder: the folder of the job.
       monitor: the monitor of the run.
-      plan: the plan.
-      options: the options of the run.
-      facts: returns the facts of the plan.
+      call: what is run.
     """
 
-    def __init__(
-        self,
-        folder: JobFolder,
-        monitor: Monitor,
-        plan: Plan,
-        options: Options,
-        facts: Callable[[], PlanFacts],
-    ):
+    def __init__(self, folder: JobFolder, monitor: Monitor, call: Call):
         self._folder = folder
         self._monitor = monitor
-        self._plan = plan
-        self._options = options
-        self._facts = facts
+        self._call = call
         self._timeline = Timeline()
         self._timeline.add(Progress())
         self._curves: tuple[Curve, ...] = ()
@@ -103,7 +93,7 @@ class Recording:
     def returned(self, value: Any) -> None:
         """Records the result of the run."""
         with contextlib.suppress(Exception):
-            self._curves = tuple(curves(self._plan, value))
+            self._curves = tuple(curves(self._call.plan, value))
 
     def _write(self) -> None:
         with self._lock:
@@ -120,11 +110,11 @@ class Recording:
         plan: PlanFacts | None = None
         fingerprint: Fingerprint = {}
         with contextlib.suppress(Exception):
-            plan = self._facts()
+            plan = self._call.facts()
         with contextlib.suppress(Exception):
-            fingerprint = plan_fingerprint(self._plan, self._options)
+            fingerprint = plan_fingerprint(self._call.plan, self._call.options)
         lines = {} if plan is None else source_lines(plan)
-        return About(shown_options(self._options), machine(), plan, lines, fingerprint)
+        return About(shown_options(self._call.options), machine(), plan, lines, fingerprint)
 
 
 @contextlib.contextmanager
