@@ -40,15 +40,21 @@ class BeamjaxError(Exception):
       failure: where on a worker it was, or None if it was not on a worker.
       run: what `beamjax.replay` runs again, in the process that called `run`; otherwise None.
       rounds: the rounds of loops that were over by then.
+      replay_hint: how to replay it, which is the end of the message; "" if that is not possible.
     """
 
     failure: Failure | None = None
     run: Any = None
     rounds: int = 0
+    replay_hint: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, [super().__str__(), self.replay_hint]))
 
     def __reduce__(self) -> Any:
         """For other processes: without `run`, which holds the user's function and data."""
-        return type(self), self.args, {k: v for k, v in vars(self).items() if k != "run"}
+        here = ("run", "replay_hint")
+        return type(self), self.args, {k: v for k, v in vars(self).items() if k not in here}
 
 
 class OutsideProgramError(BeamjaxError, RuntimeError):

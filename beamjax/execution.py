@@ -236,9 +236,9 @@ def execute(call: Call, monitor: Monitor) -> Values:
         except BeamjaxError as error:
             if call.can_replay and error.failure is not None and error.failure.shard is not None:
                 error.run, error.rounds = call, monitor.progress().rounds
-                error.add_note(
-                    "beamjax.replay(error) calls its members as Python, for pdb and print."
-                )
+                folder = call.options.job_folder
+                how = "error" if folder is None else f"{folder!r}, fn, *args"
+                error.replay_hint = f"To debug it as Python: beamjax.replay({how})"
             raise
     monitor.letters.warn()
     return values

@@ -81,7 +81,13 @@ def _wait(job: Job, folder: str | None) -> Any:
         return job.result()
     except BeamjaxError as error:
         if error.run is not None and folder is not None:
-            error.add_note(f"beamjax jobs replay {shlex.quote(folder)} --pdb debugs them here.")
+            replay = f"beamjax jobs replay {shlex.quote(folder)} --pdb"
+            error.replay_hint = f"To debug it as Python: {replay}"
+        elif error.run is not None:
+            error.replay_hint = (
+                "To debug it as Python, add --job_folder=FOLDER; then: "
+                "beamjax jobs replay FOLDER --pdb"
+            )
         raise
     except KeyboardInterrupt:
         click.echo("beamjax: cancelling the job", err=True)

@@ -89,7 +89,8 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     return asdict(known) | {
         # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
-        "message": str(error)[:MAX_TEXT],
+        # How to replay it depends on the process that reads the record.
+        "message": str(error).removesuffix(getattr(error, "replay_hint", "")).rstrip()[:MAX_TEXT],
         "members": list(known.members) if known.members else None,
         "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",
         "traceback": known.traceback or text[-MAX_TEXT:],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -115,6 +116,10 @@ class Progress:
 
     def __repr__(self) -> str:
         return f"<Progress {in_words(self)}>"
+
+    def _repr_html_(self) -> str:
+        done = "" if self.fraction is None else f' value="{self.fraction:.3f}"'
+        return f"<progress{done}></progress> {html.escape(in_words(self))}"
 
     @property
     def measured(self) -> dict[str, float]:

@@ -68,6 +68,8 @@ def test_lines_come_every_ten_seconds(capsys, monkeypatch):
         found += [second] * bool(capsys.readouterr().err)
     assert found == [10, 20]
     assert repr(Progress()) == "<Progress starting: 0 members, 0/s>"
+    assert Progress(step="<b>")._repr_html_().startswith("<progress></progress> &lt;b&gt;: ")
+    assert HALF._repr_html_() == f'<progress value="0.500"></progress> {TEXT}'
     lines.close()
     assert capsys.readouterr() == ("", f"beamjax: {TEXT}\n")
 
