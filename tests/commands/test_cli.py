@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
-from beamjax._text import closest, hint, listed
+from beamjax._text import listed
 from beamjax.commands import answers, cli
 from beamjax.commands.answers import Answer
 from beamjax.commands.calls import find_target, functions_of
@@ -22,7 +22,6 @@ from beamjax.commands.functions import run
 from beamjax.errors import Failure, JobCancelledError, OptionsError, WorkerError
 from beamjax.options import OWN, beam_flags
 from beamjax.pipelines.clusters import flink_cluster
-from beamjax.pipelines.runners.options import check_flags
 
 HERE = "programs_here.py:"
 
@@ -101,15 +100,6 @@ def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
     assert cli.main(["run", *LOSS, "--runner=local", "--", "--shard_sise=9"]) == 0
 
 
-def test_flags_that_only_a_server_may_know():
-    for known in (["--direct_num_workers=2", "--streaming"], ["--experiments", "b"]):
-        check_flags(known, "local")
-        check_flags(known, "FlinkRunner")
-    check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")
-    with pytest.raises(OptionsError, match="did you mean 'parallelism'"):
-        check_flags(["--paralelism=3"], "FlinkRunner")
-
-
 def test_a_reader_that_has_enough():
     code = "import sys; from beamjax.commands import cli; sys.exit(cli.main(['jobs', 'list']))"
     process = subprocess.Popen(
@@ -156,7 +146,7 @@ def test_functions_by_their_names(folder):
         (folder / "json.py").write_text(f"def fn():\n    return {number}\n")
         assert find_target("json.py:fn")() == number
     assert "dumps" in functions_of(json)
-    # Its own come before those that it imports, such as `closest`.
+    # Its own come before those that it imports, such as `Answer`.
     assert functions_of(sys.modules[__name__])[0] == "completed"
 
 
@@ -183,6 +173,7 @@ def test_functions_that_are_not_there(folder, capsys):
         with pytest.raises(OptionsError) as raised:
             find_target(text)
         assert message in str(raised.value)
+    assert listed(map(str, range(14))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"
     (folder / "bad_here.py").write_text("import json\nimport nobody_knows_this\n")
     with pytest.raises(ModuleNotFoundError, match="nobody_knows_this"):
         find_target("bad_here:fn")
@@ -191,13 +182,6 @@ def test_functions_that_are_not_there(folder, capsys):
     assert 'bad_here.py", line 2, in <module>' in text
     assert "ModuleNotFoundError: No module named 'nobody_knows_this'" in text
     assert "importlib" not in text
-
-
-def test_suggestions():
-    for name, found in (("wieghts", "weights"), ("Weights", "weights"), ("zzz", None)):
-        assert closest(name, ["weights", "x"]) == found
-        assert hint(name, ["weights"]) == (f"; did you mean {found!r}?" if found else "")
-    assert listed(map(str, range(14))) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"
 
 
 # --- answers

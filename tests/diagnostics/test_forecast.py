@@ -90,12 +90,9 @@ def test_each_rate_is_charged_for_what_it_is_about(loop, starts):
     assert seconds(call=2.0) == pytest.approx(starts * cost.calls * 2)
 
 
-def test_executables_take_time_to_compile():
-    assert 0.05 < predicted(plan_of(mean, X)).compile < 1.0
-
-
 def test_rounds_branches_and_gathers_are_counted():
     once, many = predicted(plan_of(mean, X)), predicted(plan_of(rounds, W, X))
+    assert 0.05 < once.compile < 1.0
     step = {step.step: step for step in many.steps}["map_clients_0"]
     assert (step.rounds, many.guessed) == (6, False)
     assert step.read == pytest.approx(6 * once.steps[0].read)
@@ -275,10 +272,6 @@ def test_what_is_predicted_is_beside_what_was_measured(runner):
     for name, factor in progress.factors.items():
         assert factor == progress.measured[name] / progress.predicted[name]
     assert progress.measured["(total)"] == pytest.approx(progress.seconds - progress.done.compile)
-    assert progress.steps["map_clients_0"].members == 6 * N
-    for part in ("members", "compute"):
-        total = sum(getattr(tally, part) for tally in progress.steps.values())
-        assert total == pytest.approx(getattr(progress.done, part))
 
 
 # --- the machine

@@ -96,34 +96,3 @@ def test_the_command_measures_and_writes_a_page(tmp_path):
     assert {"A direct", "A exact"} <= {line["key"] for line in written["bar"]}
     running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(os.getpid())]
     assert not [line for line in running if b"benchmarks.suite.server" in line]
-
-
-# --- the bar
-
-
-def rows_of(**seconds):
-    rows = [{"way": way.replace("_", "-"), "seconds": value} for way, value in seconds.items()]
-    return {"rows": rows}
-
-
-def test_the_bar_on_numbers_that_are_known():
-    from benchmarks.suite import bar
-
-    cases = {
-        "A": rows_of(jit=0.2, loop=0.1, local=0.11, direct=1.2),
-        "B": rows_of(jit=1.0, loop=0.5, local=0.5, direct=0.6, batch=1.3),
-        "G": rows_of(
-            loop=0.1, local=9.0, direct=9.0, dask_2=1.0, local_plain=7.0, direct_plain=6.0
-        ),
-        "L": rows_of(loop=11.0, local=11.0, direct=12.0, dask_2=11.5, ray_2=13.0),
-    }
-    met = {line["key"]: line["met"] for line in bar.lines(cases)}
-    assert met == {
-        "A direct": False, "A local": False, "A jit": True, "A jit-direct": False,
-        "B direct": True, "B local": True, "B jit": True, "B jit-direct": True, "B batch": True,
-        "G exact": True, "G exact-direct": False, "L dask-2": False, "L ray-2": True,
-    }  # fmt: skip
-    standings = {(case, way): ratio for case, way, ratio in bar.standings(cases)}
-    assert standings["G", "dask-2"] == pytest.approx(1 / 9)
-    assert all(bar.reasons().values())
-    assert bar.exact_over_plain(cases) == {"G": {"local": (9.0, 7.0), "direct": (9.0, 6.0)}}
