@@ -262,7 +262,6 @@ def test_arguments_that_are_no_data_yet():
 # --- options and runners
 
 FLAGS = [
-    ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
     ({"shard_sise": 8}, "found 'shard_sise', expected an option.*did you mean 'shard_size'"),
     (["--memroy=2GiB"], "found 'memroy'.*did you mean 'memory'"),
     (["--paralelism=3"], "found 'paralelism'.*did you mean 'parallelism'"),
@@ -270,6 +269,7 @@ FLAGS = [
     (["--direct_num_worker=2"], "found 'direct_num_worker'.*mean 'direct_num_workers'"),
 ]
 VALUES = [
+    ({"shard_size": 12}, "shard_size: found 12, expected a positive multiple of 8"),
     (["--direct_running_mode=fast"], "does not take these flags.*direct_running_mode.*'fast'"),
     (["--direct_num_workers=two"], "does not take these flags.*direct_num_workers.*'two'"),
 ]
