@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from jax.extend import core as jex
 
+from beamjax.bodies.jaxprs import equations_inside
+
 
 @dataclass(eq=False, slots=True)
 class Var:
@@ -208,6 +210,16 @@ def _copied(eqn: Eqn) -> Eqn:
         case BranchEqn(branches=branches):
             return replace(eqn, branches=tuple(block.copied() for block in branches))
     return eqn
+
+
+def with_nested(eqn: Any) -> Iterator[Any]:
+    """An equation, of a program or of a jaxpr, and all that its blocks and jaxprs hold."""
+    yield eqn
+    structure = eqn.structure if isinstance(eqn, MemberEqn) else eqn
+    for block in getattr(structure, "blocks", ()):
+        for inner in block.eqns:
+            yield from with_nested(inner)
+    yield from equations_inside(eqn)
 
 
 def effects_of(*blocks: FlatBlock) -> frozenset[Any]:

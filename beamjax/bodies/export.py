@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax.extend import core as jex
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax.bodies.counts import counts
+from beamjax.bodies.jaxprs import equations, working_bytes
 from beamjax.bodies.python_bodies import python_function
 from beamjax.bodies.transfer_time import from_device
-from beamjax.bodies.working_memory import working_bytes
 from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan.steps import Body, Plan, Server, ValueType
@@ -160,13 +159,8 @@ _CUSTOM_CALL = re.compile(r'stablehlo\.custom_call @"?([\w.$]+)')
 
 def _user_targets(jaxpr: Any) -> set[str]:
     """The targets of `jax.ffi.ffi_call`, which a process has once it imported the user's module."""
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "ffi_call":
-            found.add(eqn.params["target_name"])
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found |= _user_targets(getattr(inner, "jaxpr", inner))
-    return found
+    calls = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "ffi_call")
+    return {eqn.params["target_name"] for eqn in calls}
 
 
 # Types that `jax.export` can't write, and those that stand for them at the border of a body.

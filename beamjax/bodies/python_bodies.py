@@ -26,7 +26,7 @@ import cloudpickle
 import jax
 
 from beamjax import _compat
-from beamjax.bodies.working_memory import working_bytes
+from beamjax.bodies.jaxprs import working_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.options.choices import Choices

@@ -9,9 +9,10 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
+from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn, with_nested
 from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
@@ -111,36 +112,24 @@ def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
         inputs are computed once for all members, so they do not count.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
-    known = dict(zip(jaxpr.invars, own or [True] * len(jaxpr.invars), strict=True))
     total = Cost()
-    for eqn in jaxpr.eqns:
-        ins = [not hasattr(atom, "val") and known.get(atom, False) for atom in eqn.invars]
+
+    def apply(eqn: Any, ins: list[bool]) -> list[bool]:
+        nonlocal total
         mine = own is None or any(ins) or not eqn.invars
-        known.update(dict.fromkeys(eqn.outvars, mine))
         if mine:
             total += _operation(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars, ins)
+        return [mine] * len(eqn.outvars)
+
+    constants = [False] * len(jaxpr.constvars)
+    evaluate(jaxpr, constants, own or [True] * len(jaxpr.invars), apply, lambda _: False)
     return total
-
-
-def waits_for_data(closed: Any) -> bool:
-    """Whether a jaxpr holds a loop whose number of rounds depends on data."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    return any(
-        eqn.primitive.name == "while" or any(map(waits_for_data, jex.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def stage_waits_for_data(stage: MapStage) -> bool:
     """Whether a pass holds a loop whose number of rounds depends on data."""
-    return any(_eqn_waits(emission.eqn) for emission in stage.emissions)
-
-
-def _eqn_waits(eqn: Eqn) -> bool:
-    if eqn.primitive.name == "while" or any(map(waits_for_data, jex.jaxprs_in_params(eqn.params))):
-        return True
-    structure = eqn.structure if isinstance(eqn, MemberEqn) else eqn
-    return any(_eqn_waits(inner) for block in structure.blocks for inner in block.eqns)
+    eqns = (eqn for emission in stage.emissions for eqn in with_nested(emission.eqn))
+    return any(eqn.primitive.name == "while" for eqn in eqns)
 
 
 def _operation(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend import core as jex
-
 from beamjax import _compat
+from beamjax.bodies.jaxprs import equations_inside
 from beamjax.errors import StagingError
 from beamjax.interpreters.cutting.stages import (
     BranchStage,
@@ -83,21 +82,15 @@ def _check(program: PlacedProgram, stage: Stage) -> None:
 
 def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
     """Checks the jaxprs inside an equation."""
-    if any(_mentions(sub) for sub in jex.jaxprs_in_params(eqn.params)):
+    # A symbolic dimension, as a value or in a shape.
+    if any(
+        inner.primitive.name == _compat.DIM_AS_VALUE
+        or any(_symbolic(shape_of(var)) for var in inner.outvars)
+        for inner in equations_inside(eqn)
+    ):
         what = "reads the number of members in a loop, a branch or a function inside of it"
         instead = "or read it before, as in n = jnp.float32(x.shape[0])"
         raise _refusal(program, eqn, what, [], instead)
-
-
-def _mentions(jaxpr: Any) -> bool:
-    """Whether a jaxpr holds a symbolic dimension, as a value or in a shape."""
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(
-        eqn.primitive.name == _compat.DIM_AS_VALUE
-        or any(_symbolic(shape_of(var)) for var in eqn.outvars)
-        or any(map(_mentions, jex.jaxprs_in_params(eqn.params)))
-        for eqn in eqns
-    )
 
 
 def _refusal(

@@ -21,8 +21,9 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import scan_counts
+from beamjax.bodies.jaxprs import changed_params, evaluate
 from beamjax.interpreters.cutting.stages import MapStage
-from beamjax.interpreters.program import Eqn, MemberEqn
+from beamjax.interpreters.program import Eqn, with_nested
 
 # --- layout
 
@@ -49,16 +50,15 @@ def with_channels_last(
 
 def _convolves(eqn: Any) -> bool:
     """Whether an equation is a convolution, or holds one."""
-    if eqn.primitive.name == "conv_general_dilated":
-        return True
-    structure = eqn.structure if isinstance(eqn, MemberEqn) else eqn
-    blocks = [block.eqns for block in getattr(structure, "blocks", ())]
-    inner = [getattr(each, "jaxpr", each).eqns for each in jex.jaxprs_in_params(eqn.params)]
-    return any(map(_convolves, (each for some in [*blocks, *inner] for each in some)))
+    return any(each.primitive.name == "conv_general_dilated" for each in with_nested(eqn))
 
 
 def _closed(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(_open(closed.jaxpr), closed.consts)
+
+
+def _either(jaxpr: Any) -> Any:
+    return _closed(jaxpr) if isinstance(jaxpr, jex.ClosedJaxpr) else _open(jaxpr)
 
 
 def _open(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
@@ -69,23 +69,8 @@ def _open(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
         elif eqn.primitive.name == "conv_general_dilated":
             eqns += _laid_out(eqn) if _can_be(eqn) else [eqn]
         else:
-            eqns.append(eqn.replace(params={k: _param(v) for k, v in eqn.params.items()}))
+            eqns.append(eqn.replace(params=changed_params(eqn.params, _either)))
     return jaxpr.replace(eqns=eqns)
-
-
-def _param(value: Any) -> Any:
-    match value:
-        case jex.ClosedJaxpr():
-            return _closed(value)
-        case jex.Jaxpr():
-            return _open(value)
-        case tuple():
-            return type(value)(map(_param, value)) if _holds_jaxprs(value) else value
-    return value
-
-
-def _holds_jaxprs(values: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, jex.ClosedJaxpr | jex.Jaxpr) for value in values)
 
 
 def _can_be(eqn: Any) -> bool:
@@ -138,37 +123,35 @@ Own = list[bool]
 """For each value, whether it differs between members."""
 
 
+class _Found(Exception):
+    """There is a convolution whose input and kernel both differ between members."""
+
+
 def convolves_by_member(stage: MapStage) -> bool:
     """Whether a pass holds a convolution whose input and kernel both differ between members."""
-    return any(
-        _flow(emission.eqn.params["jaxpr"], [axis is not None for axis in emission.rule.in_axes])[0]
-        for emission in stage.emissions
-        if emission.eqn.primitive.name == "bj_map"
-    )
+    try:
+        for eqn, rule in ((emission.eqn, emission.rule) for emission in stage.emissions):
+            if eqn.primitive.name == "bj_map":
+                _flow(eqn.params["jaxpr"], [axis is not None for axis in rule.in_axes])
+    except _Found:
+        return True
+    return False
 
 
-def _flow(closed: Any, own: Sequence[bool]) -> tuple[bool, Own]:
-    """Whether a jaxpr holds such a convolution, and which of its outputs differ between members."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    env = dict(zip(jaxpr.invars, own, strict=True))
-    read = lambda atom: not hasattr(atom, "val") and env.get(atom, False)
-    for eqn in jaxpr.eqns:
-        ins = list(map(read, eqn.invars))
-        if eqn.primitive.name == "conv_general_dilated" and all(ins):
-            return True, []
-        found, outs = _through(eqn, ins)
-        if found:
-            return True, []
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return False, list(map(read, jaxpr.outvars))
+def _flow(closed: Any, own: Sequence[bool]) -> Own:
+    """Which outputs of a jaxpr differ between members, given which of its inputs do."""
+    constants = [False] * len(getattr(closed, "jaxpr", closed).constvars)
+    return evaluate(closed, constants, own, _through, lambda _: False)
 
 
-def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
+def _through(eqn: Any, ins: Own) -> Own:
     """Like `_flow`, for one equation."""
+    if eqn.primitive.name == "conv_general_dilated" and all(ins):
+        raise _Found
     inner = list(jex.jaxprs_in_params(eqn.params))
     everything = [any(ins)] * len(eqn.outvars)
     if not inner or not any(ins):
-        return False, everything
+        return everything
     match eqn.primitive.name:
         case "scan":
             fixed, carried = scan_counts(eqn)
@@ -180,24 +163,20 @@ def _through(eqn: Any, ins: Own) -> tuple[bool, Own]:
         case "cond":
             ins = ins[1:]
     flows = [_flow(j, ins if _arity(j) == len(ins) else [True] * _arity(j)) for j in inner]
-    if any(found for found, _ in flows):
-        return True, []
     # If a jaxpr has other numbers of operands or results, they can't be matched to the equation's.
     if all(_arity(j) == len(ins) and len(outs) == len(eqn.outvars)
-           for j, (_, outs) in zip(inner, flows, strict=True)):  # fmt: skip
-        return False, [any(outs) for outs in zip(*(outs for _, outs in flows), strict=True)]
-    return False, everything
+           for j, outs in zip(inner, flows, strict=True)):  # fmt: skip
+        return [any(outs) for outs in zip(*flows, strict=True)]
+    return everything
 
 
-def _rounds(jaxpr: Any, consts: Own, carried: Own, given: Own) -> tuple[bool, Own]:
+def _rounds(jaxpr: Any, consts: Own, carried: Own, given: Own) -> Own:
     """Like `_flow`, for a loop: repeats rounds until no further carried value differs."""
     while True:
-        found, outs = _flow(jaxpr, [*consts, *carried, *given])
-        if found:
-            return True, []
+        outs = _flow(jaxpr, [*consts, *carried, *given])
         after = [a or b for a, b in zip(carried, outs[: len(carried)], strict=True)]
         if after == carried:
-            return False, [*carried, *outs[len(carried) :]]
+            return [*carried, *outs[len(carried) :]]
         carried = after
 
 

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend import core as jex
-
+from beamjax.bodies.jaxprs import nbytes_of, peak_bytes
 from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
-from beamjax.interpreters.dimensions import is_unknown, known_size
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
@@ -210,17 +209,17 @@ def _counted(n: Any) -> int:
 
 def _read(stage: MapStage, n: int) -> float:
     """Bytes that a pass reads per member."""
-    return sum(_nbytes(var.aval) for var, _ in stage.operands) / n
+    return sum(nbytes_of(var.aval) for var, _ in stage.operands) / n
 
 
 def _moved(stage: MapStage, n: int) -> float:
     """Bytes that a pass reads and returns per member."""
-    return _read(stage, n) + sum(_nbytes(var.aval) for var in stage.results) / n
+    return _read(stage, n) + sum(nbytes_of(var.aval) for var in stage.results) / n
 
 
 def _reduced(stage: MapStage) -> int:
     """Bytes that a shard gives to reductions."""
-    return sum(_nbytes(var.aval) for eqn in stage.reductions for var in eqn.outputs)
+    return sum(nbytes_of(var.aval) for eqn in stage.reductions for var in eqn.outputs)
 
 
 def _contracts(stage: MapStage) -> bool:
@@ -237,34 +236,7 @@ def _bytes_at_once(emission: Emission, n: int) -> float:
     """Working memory per member of one equation, without its operands, in bytes."""
     eqn = emission.eqn
     if eqn.primitive.name == "bj_map":
-        return _body_bytes(eqn.params["jaxpr"])
+        return peak_bytes(eqn.params["jaxpr"])
     if isinstance(emission.rule, MemberwiseRule):
-        return sum(_nbytes(var.aval) for var in eqn.outputs) / n
+        return sum(nbytes_of(var.aval) for var in eqn.outputs) / n
     return 0
-
-
-def _body_bytes(closed: Any) -> int:
-    """Peak bytes of the live values in a body, where each is freed after its last use."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _is_var(v)}
-    last.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_var(v)})
-    made: set[Any] = set()
-    alive = peak = 0
-    for i, eqn in enumerate(jaxpr.eqns):
-        inner = max(map(_body_bytes, jex.jaxprs_in_params(eqn.params)), default=0)
-        alive += sum(_nbytes(v.aval) for v in eqn.outvars)
-        made.update(eqn.outvars)
-        peak = max(peak, alive + inner)
-        for v in {v for v in eqn.invars if _is_var(v) and v in made and last[v] == i}:
-            alive -= _nbytes(v.aval)
-    return peak
-
-
-def _is_var(atom: Any) -> bool:
-    return not hasattr(atom, "val")
-
-
-def _nbytes(aval: Any) -> int:
-    if not hasattr(aval, "shape"):
-        return 0
-    return known_size(aval.shape) * aval.dtype.itemsize

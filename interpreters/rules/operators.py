@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from beamjax.bodies.jaxprs import equations
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
@@ -49,10 +50,8 @@ def _mapped(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
 def _asks_for_vmap(closed: Any) -> bool:
     """Whether a body holds something that may behave differently without vmap."""
     return any(
-        eqn.effects
-        or eqn.primitive.name in ("custom_vmap_call", "pure_callback")
-        or any(map(_asks_for_vmap, jex.jaxprs_in_params(eqn.params)))
-        for eqn in getattr(closed, "jaxpr", closed).eqns
+        eqn.effects or eqn.primitive.name in ("custom_vmap_call", "pure_callback")
+        for eqn in equations(closed)
     )
 
 

@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax.bodies.jaxprs import equations, evaluate
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
 from beamjax.interpreters.staging.flatten import CALLED
 from beamjax.interpreters.staging.simplify import prune
@@ -61,7 +62,7 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
             reductions.setdefault(mapped, []).append(eqn)
     new: dict[Eqn, list[Eqn]] = {}
     for mapped, reduced in reductions.items():
-        if _has_product(mapped.params["jaxpr"].jaxpr):
+        if any(map(_is_product, equations(mapped.params["jaxpr"]))):
             new.update(_contracted(mapped, reduced))
     block.eqns[:] = itertools.chain.from_iterable(new.get(eqn, [eqn]) for eqn in block.eqns)
     return changed or bool(new)
@@ -84,10 +85,6 @@ def _is_linear(reduction: Eqn) -> bool:
         return False
     # The sum of a narrow dtype may be infinite where the mean is not.
     return reduction.primitive.name == "bj_reduce_sum" or dtype.itemsize >= 4
-
-
-def _has_product(jaxpr: jex.Jaxpr) -> bool:
-    return any(map(_is_product, jaxpr.eqns)) or any(map(_has_product, jex.subjaxprs(jaxpr)))
 
 
 def _is_product(eqn: Any) -> bool:
@@ -265,18 +262,12 @@ def _value(x: Any) -> Any:
 
 
 def _evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
-    jaxpr = getattr(closed, "jaxpr", closed)  # remat holds an open jaxpr, which has no constants.
-    env = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
+    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
         with _compat.context_of(eqn):
-            results = _apply(eqn, list(map(read, eqn.invars)))
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            return _apply(eqn, inputs)
+
+    constants = getattr(closed, "consts", ())  # remat holds an open jaxpr, which has none.
+    return evaluate(closed, constants, args, apply, lambda atom: atom.val)
 
 
 def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:

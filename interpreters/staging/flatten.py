@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax.bodies.jaxprs import equations_inside, evaluate
 from beamjax.errors import StagingError
 from beamjax.interpreters import dimensions
 from beamjax.interpreters.program import (
@@ -114,27 +115,16 @@ class Inliner:
         return inliner
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
-        # The jaxpr of remat is open, so it has no constants.
-        jaxpr = getattr(closed, "jaxpr", closed)
-        constants = [self.constant(value) for value in getattr(closed, "consts", ())]
-        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, constants, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom: Any) -> Atom:
-            return atom if isinstance(atom, jex.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
+        def apply(eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
             line = user_line(eqn) or caller
-            inputs = [read(v) for v in eqn.invars]
             inner, operands = _called(eqn, inputs)
             if inner is not None:
-                env.update(zip(eqn.outvars, self.inline(inner, operands, line), strict=True))
-                continue
-            if eqn.primitive.name in IDENTITIES:
-                env.update(zip(eqn.outvars, inputs, strict=True))
-                continue
-            env.update(zip(eqn.outvars, self.equation(eqn, inputs, line), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+                return self.inline(inner, operands, line)
+            return inputs if eqn.primitive.name in IDENTITIES else self.equation(eqn, inputs, line)
+
+        # The jaxpr of remat is open, so it has no constants.
+        constants = [self.constant(value) for value in getattr(closed, "consts", ())]
+        return evaluate(closed, constants, arguments, apply, lambda literal: literal)
 
     def equation(self, eqn: Any, inputs: list[Atom], line: str) -> Sequence[Atom]:
         """Appends one equation, or the equations that it is inlined to."""
@@ -386,8 +376,4 @@ def _line(eqn: Any) -> str:
 
 def contains_placed_operators(eqn: Any) -> bool:
     """Whether the jaxprs of an equation hold a placed operator."""
-    return any(
-        is_placed_operator(inner.primitive) or contains_placed_operators(inner)
-        for sub in jex.jaxprs_in_params(eqn.params)
-        for inner in getattr(sub, "jaxpr", sub).eqns
-    )
+    return any(is_placed_operator(inner.primitive) for inner in equations_inside(eqn))

@@ -12,21 +12,22 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from beamjax.bodies.jaxprs import changed_params, jaxprs
+
 FLOAT0 = jax.dtypes.float0
 BOOL = np.dtype("bool")
 
 
 def without_float0(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """The same function with bools instead of float0, also in the jaxprs of its equations."""
-    return _Retyped().closed(closed) if _holds_float0(closed.jaxpr) else closed
+    return _Retyped().either(closed) if _holds_float0(closed) else closed
 
 
-def _holds_float0(jaxpr: Any) -> bool:
-    variables = [*jaxpr.constvars, *jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    return any(map(_is_float0, variables)) or any(
-        _holds_float0(getattr(inner, "jaxpr", inner))
-        for eqn in jaxpr.eqns
-        for inner in jex.jaxprs_in_params(eqn.params)
+def _holds_float0(closed: jex.ClosedJaxpr) -> bool:
+    return any(
+        _is_float0(var)
+        for jaxpr in jaxprs(closed)
+        for var in (*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))
     )
 
 
@@ -41,8 +42,11 @@ class _Retyped:
         self.new_var = jex.gensym()
         self.names: dict[Any, Any] = {}
 
-    def closed(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        return jex.ClosedJaxpr(self.jaxpr(closed.jaxpr), list(map(as_bool, closed.consts)))
+    def either(self, value: Any) -> Any:
+        """A jaxpr, closed or open."""
+        if isinstance(value, jex.Jaxpr):
+            return self.jaxpr(value)
+        return jex.ClosedJaxpr(self.jaxpr(value.jaxpr), list(map(as_bool, value.consts)))
 
     def jaxpr(self, jaxpr: Any) -> Any:
         return jaxpr.replace(
@@ -56,7 +60,7 @@ class _Retyped:
         return eqn.replace(
             invars=list(map(self.atom, eqn.invars)),
             outvars=list(map(self.atom, eqn.outvars)),
-            params={name: self.param(value) for name, value in eqn.params.items()},
+            params={k: self.dtype(v) for k, v in changed_params(eqn.params, self.either).items()},
         )
 
     def atom(self, atom: Any) -> Any:
@@ -67,14 +71,10 @@ class _Retyped:
             return jex.Literal(as_bool(atom.val), aval)
         return self.names.setdefault(atom, self.new_var(aval))
 
-    def param(self, value: Any) -> Any:
-        """A parameter of an equation: a jaxpr, some jaxprs, or a dtype."""
-        if isinstance(value, jex.ClosedJaxpr):
-            return self.closed(value)
-        if isinstance(value, jex.Jaxpr):
-            return self.jaxpr(value)
+    def dtype(self, value: Any) -> Any:
+        """A parameter of an equation; also one of several dtypes."""
         if type(value) in (tuple, list):
-            return type(value)(map(self.param, value))
+            return type(value)(map(self.dtype, value))
         return BOOL if isinstance(value, np.dtype) and value == FLOAT0 else value
 
 

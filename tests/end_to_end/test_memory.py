@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.bodies.working_memory import working_bytes
+from beamjax.bodies.jaxprs import working_bytes
 from beamjax.errors import OptionsError, StagingError
 from beamjax.options import parse_options
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
-from beamjax.interpreters.cutting.cost import GATHERED, GUESSED_ROUNDS, body_cost, waits_for_data
+from beamjax.interpreters.cutting.cost import GATHERED, GUESSED_ROUNDS, body_cost
 from beamjax.plan.cost import Cost, Rates
 
 
@@ -98,13 +98,12 @@ def test_rounds_and_branches():
     assert cost_of(fn(10), SQUARE) == once.times(10)
     branch = lambda p, x: lax.cond(p, lambda x: x @ x, lambda x: x, x)
     assert 2 * 8**3 <= cost_of(branch, True, SQUARE).flops < 2 * 2 * 8**3
-    assert not waits_for_data(jax.make_jaxpr(fn(3))(SQUARE))
+    assert not cost_of(fn(3), SQUARE).guessed
     waits = lambda x: lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c @ c, x)
-    found = cost_of(waits, SQUARE)
-    assert found.guessed
-    assert found.flops >= GUESSED_ROUNDS * 2 * 8**3
     for body in (waits, jax.jit(waits)):
-        assert waits_for_data(jax.make_jaxpr(body)(SQUARE))
+        found = cost_of(body, SQUARE)
+        assert found.guessed
+        assert found.flops >= GUESSED_ROUNDS * 2 * 8**3
 
 
 costs = st.builds(Cost, *[st.integers(0, 10**9).map(float)] * 3, st.booleans())

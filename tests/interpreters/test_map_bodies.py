@@ -12,6 +12,7 @@ from jax.extend import core as jex
 
 import beamjax as bj
 from beamjax.bodies.export import load_body
+from beamjax.bodies.jaxprs import equations
 from beamjax.interpreters.lowering import masks
 from beamjax.interpreters.lowering import shard_size as sizing
 from beamjax.interpreters.lowering.convolutions import with_channels_last
@@ -283,21 +284,15 @@ LAYOUTS = {
 }
 
 
-def convolutions(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "conv_general_dilated":
-            yield eqn.params
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from convolutions(getattr(inner, "jaxpr", inner))
-
-
 def rewritten(function, *arguments):
     """The function, the same with other layouts, and the convolutions of this."""
     closed = jax.make_jaxpr(function)(*arguments)
     eqns = [Eqn(e.primitive, e.params, [], [], "") for e in closed.jaxpr.eqns]
     before = jex.jaxpr_as_fun(closed)
     after = with_channels_last(before, [v.aval for v in closed.jaxpr.invars], eqns)
-    return before, after, list(convolutions(jax.make_jaxpr(after)(*arguments).jaxpr))
+    eqns = equations(jax.make_jaxpr(after)(*arguments))
+    convolved = [eqn.params for eqn in eqns if eqn.primitive.name == "conv_general_dilated"]
+    return before, after, convolved
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -333,6 +328,12 @@ def test_convolutions_are_found_in_whatever_holds_them():
         before, after, (params,) = rewritten(function, *arguments)
         assert tuple(params["dimension_numbers"].lhs_spec) == (0, 3, 1, 2), name
         np.testing.assert_allclose(after(*arguments)[0], before(*arguments)[0], atol=1e-5)
+    kernel = jnp.full((1, 1, 3, 3), -0.1).at[0, 0, 1, 1].set(1)
+    solve = lambda x: jax.scipy.sparse.linalg.cg(lambda v: convolution()(v, kernel), x, maxiter=3)
+    before, after, found = rewritten(solve, normal(1, 1, 5, 5))
+    assert {tuple(params["dimension_numbers"].lhs_spec) for params in found} == {(0, 3, 1, 2)}
+    image = normal(1, 1, 5, 5)
+    np.testing.assert_allclose(after(image)[0], before(image)[0], atol=1e-5)
     # What libraries do not compute stays, and a function without convolutions.
     ints = np.ones((6, 3, 5, 5), np.int32), np.ones((2, 3, 9, 8), np.int32)
     _, _, (params,) = rewritten(lambda k, x: convolution()(x, k), *ints)
