@@ -1,11 +1,15 @@
 """The job of resident workers: when it is started again."""
 
+import subprocess
+import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from beamjax.errors import WorkerError
-from beamjax.pipelines.resident import job
+from beamjax.pipelines.resident import job, mailbox
 
 
 @pytest.fixture
@@ -65,3 +69,30 @@ def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, t
         assert found._starts == 2
         found.check(True)  # the workers of this start take a while
         assert found._starts == 2
+
+
+LAUNCHER = """
+import sys, time
+from beamjax.pipelines.resident.mailbox import FileMailbox
+mailbox = FileMailbox(sys.argv[1], b"secret")
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_ends_with_its_launcher(monkeypatch, tmp_path):
+    monkeypatch.setattr(mailbox, "LAUNCHER_SECONDS", 0.1)
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert launcher.stdout.readline() == b"ready\n"
+        end = mailbox.FileWorker(str(tmp_path), b"secret")
+        worker = threading.Thread(target=lambda: list(end.tasks()), daemon=True)
+        worker.start()
+        time.sleep(1)
+        assert worker.is_alive()
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    worker.join(60)
+    assert not worker.is_alive()
