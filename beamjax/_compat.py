@@ -49,7 +49,7 @@ CALLING_CONVENTIONS = (
 
 
 def versions() -> dict[str, str]:
-    """Of jax and jaxlib."""
+    """The versions of jax and jaxlib."""
     return {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
@@ -60,7 +60,7 @@ def minor(version: str) -> tuple[int, ...]:
 
 def backends_started() -> bool:
     """Whether JAX has opened its devices; it reads the environment when it does."""
-    # Without the lock of JAX, which may be held for ever in a process that was forked.
+    # Without the lock of JAX, which may be held forever in a process that was forked.
     return bool(xla_bridge._backends)
 
 
@@ -75,8 +75,8 @@ def cpu_client(threads: int, devices: int) -> Any:
     before = os.environ.get(_XLA_THREADS)
     os.environ[_XLA_THREADS] = str(threads)
     try:
-        # A client that is asynchronous computes in its own threads: here it would be one after the
-        # other for all threads of Python.
+        # An asynchronous client computes in its own threads, which would compute sequentially for
+        # all threads of Python.
         return xla_client.make_cpu_client(asynchronous=False, num_devices=devices)
     finally:
         if before is None:
@@ -111,9 +111,9 @@ def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None
 
 @contextlib.contextmanager
 def callback_errors() -> Iterator[list[BaseException]]:
-    """Collects what functions raise that compiled code calls on the host.
+    """Collects the errors of functions that compiled code calls on the host.
 
-    XLA hands on only their text, but JAX logs them before.
+    XLA passes on only their text, but JAX logs them before.
     """
     found: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""What `run`, `launch`, `transform`, `explain` and `verify` check of how they are called."""
+"""Checks of the arguments of `run`, `launch`, `transform`, `explain` and `verify`."""
 
 from __future__ import annotations
 

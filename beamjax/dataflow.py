@@ -15,7 +15,7 @@ class DryRun:
     """A job that was not sent.
 
     Attributes:
-      job: what Dataflow would be sent, as JSON: machines, experiments, images, options.
+      job: the job that Dataflow would receive, as JSON: machines, experiments, images, options.
       pipeline: of the job, a protocol buffer `org.apache.beam.model.pipeline.v1.Pipeline`.
       files: bytes of each file that would be written to the work folder, by name.
     """

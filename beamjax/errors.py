@@ -12,15 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a failure on a worker.
+    """A failure on a worker.
 
     Attributes:
-      step: name of the step of the plan, "" if it is not known.
+      step: name of the step of the plan, "" if it is unknown.
       shard: number of the shard, or None if it was no work on a shard.
       members: first and last member of the shard, or None.
       worker: host and process id, "" where the failure was in this process.
       traceback: as text, of the worker; "" where the failure was in this process.
-      time: when it was, in seconds since the epoch; 0 if it is not known.
+      time: the time of the failure, in seconds since the epoch; 0 if it is unknown.
       others: further failures of the same pipeline, those of retries included.
     """
 
@@ -37,9 +37,9 @@ class BeamjaxError(Exception):
     """Base of all errors raised by beamjax.
 
     Attributes:
-      failure: where on a worker it was, or None if it was not on a worker.
+      failure: the failure on a worker, or None if it was not on a worker.
       run: what `beamjax.replay` runs again, in the process that called `run`; otherwise None.
-      rounds: the rounds of loops that were over by then.
+      rounds: the rounds of loops that were complete by then.
       replay_hint: how to replay it, which is the end of the message; "" if that is not possible.
     """
 
@@ -52,7 +52,7 @@ class BeamjaxError(Exception):
         return "\n".join(filter(None, [super().__str__(), self.replay_hint]))
 
     def __reduce__(self) -> Any:
-        """For other processes: without `run`, which holds the user's function and data."""
+        """Pickles the error without `run`, which holds the user's function and data."""
         here = ("run", "replay_hint")
         return type(self), self.args, {k: v for k, v in vars(self).items() if k not in here}
 

@@ -109,8 +109,8 @@ def launch(
     (`from_npy`), which are not copied. The object of a `from_random_access` and the function of a
     `from_chunks` are called while the job runs.
 
-    The job lives in a folder: `options={"job_folder": ...}`, or a temporary one that goes with the
-    handle. Any process can look on there, see `open_job`.
+    The job has a folder: `options={"job_folder": ...}`, or a temporary one that is removed with the
+    handle. Any process can follow the job there, see `open_job`.
 
     Args:
       fn: as for `run`, and likewise the other arguments.
@@ -310,7 +310,7 @@ def _device_array(inputs: Inputs, index: int) -> Any:
 
 
 def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:
-    """A pipeline of Beam, to be filled by you, on a runner as `run` has it.
+    """An empty Beam pipeline of your own, on a runner that beamjax sets up as for `run`.
 
         with beamjax.pipeline("PrismRunner") as mine:
             members = mine | beam.io.ReadFromText("rows.csv") | beam.Map(parse)
@@ -379,7 +379,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     if parsed.checkpoint is not None:
         raise OptionsError(
             "checkpoint: found a folder in the options of transform, which does not drive rounds; "
-            "leave it away, or use beamjax.run"
+            "leave it out, or use beamjax.run"
         )
     if parsed.keep is not None or parsed.results_folder is not None:
         raise OptionsError(

@@ -1,4 +1,4 @@
-"""What users of beamjax name. `beamjax` has all of it, and imports it when it is first named."""
+"""The public names of beamjax. The package `beamjax` imports them when one is first used."""
 
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError

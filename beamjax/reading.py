@@ -26,9 +26,9 @@ from beamjax.sources.source_base import Source
 from beamjax.sources.streams.spool import spooled_here
 
 TRIALS = 5
-"""Numbers of members with which a program is tried that can't be staged with an unknown one.
+"""Numbers of members for which a program is traced if it can't be staged with an unknown one.
 
-Each is a trace of it. Where they do not show whether the number is at fault, the members are
+Each costs a trace. If the traces do not show whether the number is the reason, the members are
 counted, and the program is staged with their real number."""
 
 
@@ -103,7 +103,7 @@ def _with_number(argument: Argument, n: int) -> Argument:
 
 
 def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
-    """What an error message says of the sources of unknown length of a call."""
+    """A sentence on the sources of unknown length of a call, for error messages."""
     paths = dict.fromkeys(argument.path for argument in call.arguments if argument.is_stream)
     what = f"{', '.join(paths)}: the number of members is unknown. They are read once"
     if not reading.counted_because:

@@ -109,7 +109,7 @@ class _Restaged:
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of a job: its failure, and the rounds that were over by then.
+    """The failure of a job, and the rounds that were complete by then.
 
     `sizes` and `shard_sizes` are those of its placements, as far as they are known.
     """
@@ -161,7 +161,7 @@ def _error_of(job: Job) -> BaseException | None:
 
 
 def _found_in(folder: JobFolder, job: Job) -> _Found:
-    """What a folder says of its job."""
+    """The record of a job in its folder."""
     about = folder.read("about") or {}
     recorded: Mapping[str, str] = about.get("fingerprint") or {}
     sizes, shard_sizes = (

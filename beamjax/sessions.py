@@ -1,4 +1,4 @@
-"""`session`: calls of programs, one after the other, on workers that stay."""
+"""`session`: consecutive calls of programs on resident workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from beamjax.execution import finish, prepare, run_options
 from beamjax.jobs.job import JobRun
 
 IDLE_SECONDS = 600.0
-"""Default time without a call after which a session gives its workers back."""
+"""Default seconds without a call after which a session ends its workers."""
 
 
 class Session:
-    """Workers that stay between calls; see `session`."""
+    """Resident workers for consecutive calls; see `session`."""
 
     def __init__(self, runner: Any, options: Any, idle_seconds: float):
         if not (isinstance(idle_seconds, int | float) and idle_seconds > 0):
@@ -47,8 +47,8 @@ class Session:
         Args:
           fn: as for `beamjax.run`.
           *args: likewise.
-          options: of this run, in the place of those of the session. The options of Beam are those
-            of the session in any case.
+          options: options of this run, which replace those of the session. Options of Beam always
+            come from the session.
           keep: as for `beamjax.run`.
 
         Raises:
@@ -80,7 +80,8 @@ class Session:
 def session(
     runner: Any = "DirectRunner", options: Any = None, idle_seconds: float = IDLE_SECONDS
 ) -> Session:
-    """Workers that stay between calls, so that a call costs milliseconds and not a pipeline.
+    """Opens workers that stay between calls, so that a call costs milliseconds instead of a
+    pipeline.
 
         with beamjax.session("FlinkRunner", options={...}) as s:
             for batch in batches:

@@ -1,1 +1,1 @@
-"""The bodies of steps: a JAX function to StableHLO and back to a callable, in any process."""
+"""The bodies of steps: exports JAX functions to StableHLO, and loads them in any process."""

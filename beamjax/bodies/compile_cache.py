@@ -14,14 +14,14 @@ _lock = threading.Lock()
 
 
 def use_compile_cache(folder: str) -> None:
-    """Has JAX keep in a folder what this process compiles from now on, and look there before.
+    """Lets JAX use a folder as its cache of executables in this process, from now on.
 
     Args:
       folder: absolute path, or a URL that JAX knows.
     """
     settings: dict[str, Any] = {
         "jax_compilation_cache_dir": folder,
-        # What takes less than a second counts too, where there are many processes.
+        # Executables that compile in less than a second count too, as there may be many processes.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_enable_compilation_cache": True,
     }
@@ -30,5 +30,5 @@ def use_compile_cache(folder: str) -> None:
             return
         for name, value in settings.items():
             jax.config.update(name, value)
-        # It looks at its settings once, when it first compiles.
+        # JAX reads the settings of its cache once, at its first compilation.
         compilation_cache.reset_cache()

@@ -16,14 +16,14 @@ _EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 
 
 class CompileClock:
-    """What one thread spends on making executables.
+    """The compilations of one thread.
 
     Attributes:
-      seconds: that it has traced, lowered and compiled.
-      executables: that it has compiled, or found in a cache on disk.
-      cache_hits: those of them that it has found there.
-      cache_misses: those that it has looked for there, and compiled.
-      since: when it began to compile what it is compiling, by `time.monotonic`; else None.
+      seconds: seconds of tracing, lowering and compiling.
+      executables: the number of executables that were compiled, or found in a cache on disk.
+      cache_hits: the executables that were found in the cache.
+      cache_misses: the executables that the cache lacked, and that were compiled.
+      since: the start of the compilation under way, by `time.monotonic`; None without one.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def compile_clock() -> CompileClock:
 def compile_seconds() -> float:
     """Seconds that this thread has traced, lowered and compiled since the first call of this.
 
-    Only differences mean anything. What is traced within something else counts twice, so a
-    difference may exceed the time between its two ends.
+    Only differences mean anything. Nested traces count twice, so a difference may exceed the
+    elapsed time.
     """
     return compile_clock().seconds

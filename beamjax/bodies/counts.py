@@ -1,4 +1,4 @@
-"""What each thread counts of its own work, for meters that it carries along."""
+"""Counters that each thread has of its own work, which meters read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class Counts(threading.local):
-    """Of one thread. Only differences mean anything.
+    """The counters of one thread. Only differences mean anything.
 
     Attributes:
       bodies_loaded: bodies of steps that were read from their bytes.

@@ -207,8 +207,8 @@ def load_body(
       key: of the body in its plan.
       body: with an artefact for the default platform of this process, or run as Python.
       members: how many a body that runs as Python is called with; the others have fixed shapes.
-      device: with those beside which a body computes that holds a mesh; None for JAX's own. It is
-        the caller, which chooses the device of any other body.
+      device: with those beside which a body computes that holds a mesh; None for JAX's own. For any
+        other body, the caller chooses the device.
 
     Raises:
       WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
@@ -238,7 +238,7 @@ def load_body(
                     f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
                     "use the same version of jax on the workers as where the program is launched"
                 ) from error
-            if len(_loaded) >= MAX_LOADED:  # the oldest goes, so that a worker can live for long
+            if len(_loaded) >= MAX_LOADED:  # the oldest is removed, to bound the memory of a worker
                 _loaded.pop(next(iter(_loaded)))
             call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
             several = body.devices > 1
@@ -252,7 +252,7 @@ _on_several = threading.Lock()
 def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[..., Any]:
     """The compiled function of a body that holds a mesh: each device has all operands and results.
 
-    Threads take turns: devices that wait for each other in two computations may wait for ever.
+    One thread at a time computes: devices of two computations could wait for each other forever.
     """
     found = jax.local_devices() if device is None else device.client.local_devices()
     if len(found) < body.devices:

@@ -193,8 +193,8 @@ class Recipe:
       make_plan: `interpreters.planning.make_plan`, which workers call again.
       call: a `FlatCall` of `interpreters.staging.stage`, with or without the arguments' values.
       options: those that planning depends on.
-      choices: shard sizes and loops of the plan, which another process must not choose anew: there
-        nothing is exported, and what the rules choose depends on that.
+      choices: shard sizes and loops of the plan. Another process must not choose them again: it
+        exports nothing, and the rules depend on exported bodies.
       unroll: whether its scans are written out.
       settings: of JAX.
     """
@@ -226,7 +226,7 @@ class Recipe:
         try:
             recipe = _dumps((self.make_plan, call, options, self.unroll, dict(self.settings)))
             nodes = _nodes()
-        except Exception as error:  # of any kind: objects say so as they like
+        except Exception as error:  # objects raise errors of any type
             fn = self.call.fn
             raise StagingError(
                 f"{_where(fn)}: a step runs as Python on the workers, so the function must "
@@ -240,7 +240,7 @@ class Recipe:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same where a function is pickled and where it is read."""
+    """The versions that must be equal where a function is pickled and where it is read."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"jax": jax.__version__, "python": python}
 
@@ -267,7 +267,7 @@ def _dimension(text: str) -> Any:
 
 @functools.cache
 def _scope() -> Any:
-    """Of all dimensions that are read in this process, so that equal ones are equal."""
+    """The scope of all dimensions read in this process, so that equal ones compare equal."""
     return jax.export.SymbolicScope()
 
 

@@ -28,7 +28,7 @@ def transfer_seconds() -> float:
 
 @contextlib.contextmanager
 def transferring() -> Iterator[None]:
-    """What is done here is moving values; within itself it counts once."""
+    """A context whose time counts as moving values; nested ones count once."""
     begun = time.perf_counter()
     _local.depth += 1
     try:
@@ -48,8 +48,8 @@ def is_copied(device: jax.Device | None) -> bool:
 
 
 def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
-    """What a body is called with on a device that needs copies; they are there when this returns,
-    since the body would wait for them before all else.
+    """Copies the arguments of a body to a device that needs copies, and waits for them, as the body
+    would.
     """
     with transferring():
         copies: Sequence[Any] = jax.block_until_ready(jax.device_put(list(arrays), device))
@@ -57,7 +57,7 @@ def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]
 
 
 def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
-    """What a body gave, as NumPy arrays; the time that it takes to compute is not counted."""
+    """The results of a body as NumPy arrays; waiting for their computation does not count."""
     jax.block_until_ready(outs)
     with transferring():
         return [np.asarray(out) for out in outs]

@@ -1,4 +1,4 @@
-"""How a command ends: text or JSON on stdout, errors on stderr, an exit status."""
+"""The output of a command: text or JSON on stdout, errors on stderr, an exit status."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass
 class Answer:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
       data: for `--json`; tuples and numbers that are not finite are converted.

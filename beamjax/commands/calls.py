@@ -23,7 +23,8 @@ from beamjax.options import OWN, RULES, Options, parse_options, split_flags, sum
 
 EXPECTED = "module:function or file.py:function"
 MAP_BYTES = 16 * 2**20
-"""Bytes from which workers read an .npy file themselves where the program uses it as placed."""
+"""Bytes of an .npy file above which workers read it themselves, if the program uses it as
+placed."""
 RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 HELP = """\b
@@ -83,7 +84,7 @@ class CallCommand(click.Command):
         return super().parse_args(ctx, args[:cut])
 
     def answer_to(self, argv: list[str]) -> Answer:
-        """What a command line finds, without its flags --json and --traceback."""
+        """The result of a command line, without its flags --json and --traceback."""
         context = self.make_context(argv[0], argv[1:])
         params = {k: v for k, v in context.params.items() if k not in ("as_json", "full")}
         with context:

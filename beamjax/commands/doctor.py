@@ -30,12 +30,12 @@ RUNNERS = ("PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      name: what.
+      name: what was checked.
       status: `OK`, `WARNING`, `MISSING` or `ABSENT`.
-      found: there.
+      found: what the check found.
       remedy: what to do about it; "" if nothing is wrong.
     """
 
@@ -178,7 +178,7 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
     "export and compile": (probe_body, "install jax and jaxlib again"),
     "run on DirectRunner": (probe_run, "install apache-beam again"),
 }
-"""What is tried, and what to do if it fails."""
+"""Checks that are tried, with what to do if one fails."""
 
 
 def check_probe(name: str) -> Finding:
@@ -193,7 +193,7 @@ def check_probe(name: str) -> Finding:
 
 
 def check_speed() -> Finding:
-    """How fast this machine is; measured if it never was."""
+    """The rates of this machine; they are measured if they never were."""
     from beamjax.commands.measure import calibrated
 
     known = calibrated()

@@ -1,4 +1,4 @@
-"""The commands on what runs left in folders: `jobs` of any process, and the `cache`."""
+"""The commands on folders of runs: `jobs` of any process, and the `cache`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _holds_job(folder: str) -> bool:
 
 
 def _summary(folder: JobFolder) -> dict[str, Any]:
-    """What is known of a job without its result."""
+    """A summary of a job without its result."""
     from beamjax.telemetry.progress import in_words
 
     described = folder.describe()
@@ -257,7 +257,7 @@ def diff(job: str, other: str) -> Answer:
 
 
 def read_command(folder: JobFolder) -> tuple[list[str], str] | None:
-    """The words after `beamjax` that started a job, and in which folder; None if none did."""
+    """The command line after `beamjax` that started a job, and its folder; None without one."""
     from beamjax.storage import records
 
     found = folder.read("command")

@@ -34,7 +34,7 @@ _RUNS = 5
 
 
 def calibrated() -> Calibration:
-    """That of this machine, measured if it never was, in less than a second."""
+    """The rates of this machine, which are measured, in less than a second, if they never were."""
     found = calibration()
     if not found.measured:
         with on_device(compute_device(XLA_THREADS)):
@@ -47,11 +47,11 @@ def calibrated() -> Calibration:
 def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, float, float]:
     """Rates of computing, bytes a second that are read, and bytes of partials that are merged.
 
-    What is timed looks like what bodies do, and is counted as they are.
+    The timed functions resemble bodies, and their cost is counted in the same way.
     """
 
     def usually(function: Callable[[], Any], runs: int = _RUNS) -> float:
-        """Seconds of a function, not the first time, and not at best."""
+        """A typical time of a function in seconds, without its first call."""
         function()
         times = []
         for _ in range(runs):
@@ -75,7 +75,7 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, floa
     dense, cost = timed(_descend, np.ones((8, 64, 256), float32), np.ones((8, 64), float32))
     flops = cost.flops / max(dense - cost.extra / extra, dense / 2)
     copied = usually(lambda: large.copy())
-    partial = np.ones(1 << 20, float32)  # smaller ones take no time to speak of
+    partial = np.ones(1 << 20, float32)  # smaller ones take too little time to measure
 
     def merge() -> None:
         accumulator = make_accumulator("sum", float32, partial.size, mode="exact")
@@ -95,12 +95,12 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, floa
 
 
 def _near(found: float, usual: float) -> float:
-    """What was found, if it can be; a machine that others use too may say anything."""
+    """The measured rates within bounds: on a shared machine, measurements may be far off."""
     return min(max(found, usual / MAX_UNUSUAL), usual * MAX_UNUSUAL)
 
 
 def _shards_run() -> Callable[[], Any]:
-    """A run in this process of many shards that hardly compute."""
+    """Times a run in this process of many shards that compute little."""
 
     @program(members=None)
     def total(x: jax.Array) -> Any:
@@ -123,7 +123,7 @@ def _double(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _pass_through(weights: jax.Array) -> jax.Array:
-    """Reads more than the cache holds, and makes little, so that no memory is to be had for it."""
+    """Reads more than the cache holds, and returns little, so that allocation takes no time."""
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         return total + weights @ jnp.full(weights.shape[1], i, jnp.float32)
@@ -146,7 +146,7 @@ def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @jax.jit
 def _loose(numbers: jax.Array) -> jax.Array:
-    """What is no matrix product: a few random numbers of each member, and functions of them."""
+    """Operations besides matrix products: random numbers of each member, and functions of them."""
     key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
 
     def one(number: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def _loose(numbers: jax.Array) -> jax.Array:
 
 @jax.jit
 def _many(x: jax.Array) -> jax.Array:
-    """Operations so small that their number counts; in a loop over less XLA makes one of all."""
+    """Operations so small that their number decides; XLA would fuse fewer of them into one."""
 
     def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return x[::-1] * (1 + 1e-9 * jnp.sum(x)), None

@@ -35,63 +35,64 @@ class Options:
     Attributes:
       shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member, or by
         `probe`.
-      member_loop: how a shard is computed: "vmap" for all of its members at once, "loop" for one
-        after the other, "batches" for some at once. None chooses by the bodies, or by `probe`.
+      member_loop: how a shard is computed: "vmap" for all of its members at once, "loop" for each
+        of them sequentially, "batches" for some at once. None chooses by the bodies, or by `probe`.
       member_batch: members at once for "batches", a multiple of 8 of which shards have a whole
         number; None chooses by the bytes of a member.
       probe: whether shard size and loop are chosen by timing the bodies of long passes on made-up
         data: True for passes of any length, False for none; None where it pays. What was found is
         remembered, by program, machine and version of JAX.
-      plan: what `explain(...).save_choices(path)` wrote: shard sizes and loops are those, and so
-        are the bits. A path, or None.
+      plan: a file that `explain(...).save_choices(path)` wrote. The run takes its shard sizes and
+        loops, and so gives the same bits. A path, or None.
       reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
         for any order; "fast" adds in float64, with no promise about the last bits.
-      platforms: of the workers: "cpu", "cuda", "rocm", "tpu". None means `require_platform`, and
-        without it that of this process.
+      platforms: the platforms of the workers: "cpu", "cuda", "rocm", "tpu". None means
+        `require_platform`, or without it the platform of this process.
       callbacks: whether steps that JAX can't export, most of which call back to the host
         (`jax.debug.print`, `jax.pure_callback`, ...), may run as Python, for which the function
         travels to other processes by cloudpickle; False refuses them. A call is made once a
         member, but again if Beam retries a bundle.
-      work_folder: where values too big for a Beam element live while a pipeline runs: a path or
+      work_folder: a folder for values too big for a Beam element while a pipeline runs: a path or
         URL that this process and all workers reach. None makes a temporary folder here.
-      recompute: which placed values a later pass makes again, and which are kept for it:
-        "elementwise" makes again what elementwise operations give, "nothing" keeps all,
-        "everything" stores none that can be rematerialized, bodies of `map_fn` included. None is
-        "elementwise", except where the other way is predicted to be clearly faster.
-      merge_fan_out: groups in which the partials of a pass are merged side by side, before those of
-        the groups are; 1 for none. None chooses the number with the least predicted time, from
-        bytes and workers.
-      small_work: "here" lets a run whose predicted work is shorter than what its runner takes for
-        a pipeline run in this process instead; "runner" does not.
+      recompute: which placed values later passes rematerialize, and which are stored for them:
+        "elementwise" rematerializes results of elementwise operations, "nothing" stores all values,
+        "everything" stores only those that can't be rematerialized, so bodies of `map_fn` run
+        again. None is "elementwise", except where the other way is predicted to be clearly faster.
+      merge_fan_out: the number of groups in which the partials of a pass are merged concurrently,
+        before the results of the groups are merged; 1 for none. None chooses the number with the
+        least predicted time, from bytes and workers.
+      small_work: "here" runs a program in this process if its predicted work is shorter than the
+        overhead of a pipeline on the runner; "runner" always uses the runner.
       gather_limit: bytes past which staging refuses to gather a placed value to the server; None
         gathers whatever an operation needs. `explain` shows what is gathered, and why.
       job_folder: a folder for the records of the job and its result, from which `open_job` reads
-        them in any process: a path or URL that this process and all workers reach. It is kept;
-        values live below it while the job runs, unless there is a `work_folder`. None makes a
-        temporary folder where one is needed.
-      overwrite: whether a job may replace one that is done in its `job_folder`, with its result. A
-        job that failed, was cancelled or is lost is replaced in any case, one that runs in none.
+        them in any process: a path or URL that this process and all workers reach. beamjax does not
+        remove it. Values are stored below it while the job runs, unless there is a `work_folder`.
+        None makes a temporary folder where one is needed.
+      overwrite: whether a job may replace one that is done in its `job_folder`, with its result.
+        Jobs that failed, were cancelled or are lost are always replaced, running jobs never.
       keep_folder: "failed" keeps a temporary folder, and all values in it, if the job fails;
         "always" in any case. The error says where it is.
-      progress: whether to show on stderr how far `run` or `launch` is: a bar in terminals and
+      progress: whether to show the progress of `run` or `launch` on stderr: a bar in terminals and
         notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
         two seconds in a terminal or a notebook, and nothing else.
-      report: a file, by path or URL, for a page of HTML on what `run` or `launch` did, written when
-        it has ended, in whatever way.
+      report: a file, by path or URL, for an HTML page on the run, written when it has ended, even
+        if it failed.
       require_platform: "cpu", "gpu" (which is "cuda" or "rocm"), "cuda", "rocm" or "tpu": a worker
         where JAX computes on something else fails when it starts, with the reason.
-      device_memory_fraction: of the memory of each device, which JAX may take on a worker, from 0
-        to 1. None leaves it as the worker's environment has it.
-      preallocate: whether JAX takes this memory at once. None as before.
+      device_memory_fraction: the share, from 0 to 1, of the memory of each device that JAX may take
+        on a worker. None leaves the setting of the worker's environment.
+      preallocate: whether JAX takes this memory when it starts. None leaves the setting of the
+        worker's environment.
       local_devices: how many devices of a worker compute, each a shard at a time. None means all
         of an accelerator, and one of a CPU. The bits do not depend on it.
       local_threads: how many threads compute shards with runner="local", or on DirectRunner with
-        its one worker in this process. None takes one for each core, and one or none for shards
-        that are computed in no time or on all cores by XLA; 1 computes them one after the other.
-        The bits do not depend on it.
-      xla_threads: among how many threads XLA divides one computation on a CPU, in all processes of
-        the run. The bits depend on this number, and not on the cores of a machine, so it is the
-        same on every machine. LAPACK computes with one thread.
+        its one worker in this process. None takes one for each core, but at most one for shards
+        that are very short or that XLA computes on all cores; 1 computes shards sequentially. The
+        bits do not depend on it.
+      xla_threads: the number of threads among which XLA divides one computation on a CPU, in all
+        processes of the run. The bits depend on this number, and not on the cores of a machine, so
+        it is the same on every machine. LAPACK computes with one thread.
       strict: True fails a run whose results were computed on machines that may give other bits:
         other processors, or versions of JAX. False only reports it.
       compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
@@ -99,25 +100,24 @@ class Options:
         then, those of the rest of this process included. No other user may write there, and
         machines of one type share it. None leaves JAX's settings as they are, such as
         JAX_COMPILATION_CACHE_DIR in the environment.
-      cache: a folder, by path or URL, in which what shards are reduced to is kept, so that later
-        runs compute only the shards whose members, bodies or server values have changed; with the
-        same bits. It holds the 10 GiB that were used last. No other user may write there. None
-        keeps nothing.
-      shard_timeout: seconds that it may take to read a shard, or to compute it; longer, and the run
-        fails with a `WorkerError`. Seconds in which JAX compiles do not count. None for any time.
+      cache: a folder, by path or URL, for the partials of shards, so that later runs compute only
+        the shards whose members, bodies or server values have changed, with the same bits. It holds
+        the 10 GiB that were used last. No other user may write there. None stores nothing.
+      shard_timeout: seconds that reading or computing a shard may take; after that, the run fails
+        with a `WorkerError`. Compiling does not count. None sets no limit.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
-        around placed operators, and from which it goes on if it was stopped. It is for one run: the
-        same plan and inputs. None saves nothing.
+        around placed operators, and from which a stopped run continues. The folder belongs to one
+        run: the same plan and inputs. None saves nothing.
       checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
         pipeline.
       memory: of a worker process: bytes, or a text such as "2GiB" or "500MB". A program that may
-        take more, by the estimate of `explain`, is refused before it starts; and less is kept of
-        blocks that were decoded and of server values. None refuses nothing.
+        take more, by the estimate of `explain`, is refused before it starts; and caches of decoded
+        blocks and of server values are smaller. None refuses nothing.
       on_error: "raise" fails the run where a member can't be read, or a body raises an error for
         it; "drop" leaves such members out: of all reductions of this pass and of those that follow
-        it, where means are over the rest. Their placed results, and their places in what is
-        gathered, are NaN, or 0 where there is no NaN. What the program computes from the number of
-        members by itself (`jnp.mean`, the gradient of a mean) goes on with all of them.
+        it, where means are over the rest. Their placed results, and their rows in gathered values,
+        are NaN, or 0 if the dtype has no NaN. What the program computes from the number of members
+        by itself (`jnp.mean`, the gradient of a mean) still counts all of them.
       on_nonfinite: "keep" computes with NaN and infinity, as JAX does; "raise" fails the run where
         they are in a value of a member that is reduced over the members, gathered to the server or
         returned; "drop" leaves such a member out likewise.
@@ -130,7 +130,7 @@ class Options:
       results_folder: for these files, by path or URL, a folder for each result in it. None takes
         one in `job_folder`, or a temporary one that goes with the handles, in `work_folder` if
         there is one.
-      beam: what is handed on to Beam: a PipelineOptions, or flags.
+      beam: the options that are passed to Beam: a PipelineOptions, or flags.
     """
 
     shard_size: int | None = _option(None, rules.eights, planning=True)
@@ -179,13 +179,13 @@ class Options:
 
     @property
     def scratch_folder(self) -> str | None:
-        """Where files of this process may be; None for the usual place of temporary files."""
+        """A folder for files of this process; None for the usual folder of temporary files."""
         folder = self.work_folder
         return folder if folder is not None and os.path.isdir(folder) else None
 
     @property
     def keeps_files(self) -> bool:
-        """Whether files of a run are read by others than its workers: people, or a later run."""
+        """Whether files of a run are read by users or later runs, not only by its workers."""
         return bool(self.checkpoint or self.keep_folder)
 
     @property
@@ -339,7 +339,7 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def beam_flags(beam: Any) -> dict[str, Any]:
-    """What is asked of Beam, by name; of `Options.beam`, a `PipelineOptions` or flags."""
+    """The options for Beam by name, from `Options.beam`, a `PipelineOptions` or flags."""
     if hasattr(beam, "get_all_options"):
         found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
         return found

@@ -1,4 +1,4 @@
-"""What a plan is fixed to: shard sizes, and how the members of a shard are computed, as data.
+"""The choices of a plan as data: shard sizes, and how the members of a shard are computed.
 
 Choices are what a rule, a probe or a user decided. They are written as JSON, so that another
 process makes the same plan, and so the same bits.
@@ -21,7 +21,8 @@ RECOMPUTE = ("elementwise", "nothing", "everything")
 """Which placed values later passes rematerialize."""
 FORMAT = 1
 MULTIPLE = 8
-"""Members that are computed at once have the same bits in any place if they come in eights."""
+"""Batches are multiples of this: then the bits of a member do not depend on its row in the
+batch."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Vectorization:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was timed: a pass with shards of a size, computed in a way.
+    """A measurement of a pass, for a shard size and a vectorization.
 
     Attributes:
       step: name of the pass.
@@ -200,7 +201,7 @@ def read_choices(path: str | os.PathLike[str]) -> Choices:
 
 
 def write_json(path: str | os.PathLike[str], record: Any) -> None:
-    """Writes a file of JSON, at once or not at all.
+    """Writes a file of JSON atomically.
 
     Raises:
       OSError: it can't be written.

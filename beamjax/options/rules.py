@@ -1,4 +1,4 @@
-"""What the value of an option may be: how it is read, and what an error says was expected."""
+"""The rules for the values of options: how each is read, and what its errors expect."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ memory = Rule(
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
-"""What `require_platform` may be, and which platforms it means."""
+"""The values of `require_platform`, and the platforms that each means."""
 
 
 def _platforms(found: Any) -> tuple[str, ...]:

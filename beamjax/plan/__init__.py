@@ -1,1 +1,1 @@
-"""The plan: what beamjax runs, as data, and what can be computed from a plan alone."""
+"""The plan that beamjax runs, as data, and functions of a plan alone."""

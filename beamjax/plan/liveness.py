@@ -86,7 +86,7 @@ def live_at(block: Block, position: Position) -> set[str]:
     live = live_before(block.steps[index + 1 :], block.outputs).difference(made(step))
     match step:
         case Loop() if inner:
-            # A resumed round reads its entries of the sliced values anew.
+            # A resumed round reads its entries of the sliced values again.
             read = live_at(step.block, tuple(inner)) - {value.param for value in step.sliced}
             return live | used_by_rounds(step) | read
         case Loop():

@@ -65,7 +65,7 @@ class FanOut:
     merged: int = 0
 
     def text(self, size: str) -> str:
-        """A line for people; `size` is `nbytes` as text."""
+        """A line for the user; `size` is `nbytes` as text."""
         where = "files" if self.in_files else "memory"
         pieces = "1 piece" if self.pieces == 1 else f"{self.pieces} pieces"
         groups = f", each in {self.groups} groups before" if self.groups > 1 else ""

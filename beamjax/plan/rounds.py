@@ -10,9 +10,8 @@ from beamjax.plan.steps import Plan, is_straight
 def is_resident(plan: Plan, options: Options) -> bool:
     """Whether a run is on the resident workers of one Beam job, rather than one pipeline.
 
-    Rounds and branches are, as their next step depends on values, and so is what a checkpoint
-    saves.
-    Members of unknown number are read from a stream, and thus in a pipeline.
+    Loops and branches need resident workers, as their next step depends on values; so do
+    checkpoints. Streams of unknown length need a pipeline.
     """
     needs_driver = not is_straight(plan.steps) or options.checkpoint is not None
     return needs_driver and not open_placements(plan)
