@@ -125,9 +125,9 @@ def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[Flat
     stream = next((argument for argument in call.arguments if argument.is_stream), None)
     if stream is not None and options.checkpoint is not None:
         raise OptionsError(
-            f"checkpoint: {stream.path} is a source of unknown length, of which no run can know on "
-            "the next start that its members are still the same; write them to files of known "
-            "length (beamjax.from_npy) for a run that can go on, or leave out the option"
+            f"checkpoint: {stream.path} is a source of unknown length, and a resumed run can't "
+            "check that its members are still the same; write them to files of known length "
+            "(beamjax.from_npy), or leave out the option"
         )
     if stream is None or not _must_count(call, runner, options):
         yield call
