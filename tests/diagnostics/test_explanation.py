@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from explained import check_explanation, check_mermaid
-from programs import CASES, N, W, X, Y
+from programs import PROGRAMS, W, rnd
 
 import beamjax
 from beamjax import sources
@@ -18,6 +18,9 @@ from beamjax.diagnostics.facts import exactness
 from beamjax.diagnostics.text import _escaped
 from beamjax.errors import OptionsError, StagingError
 from beamjax.explanation import STAGES, explain
+
+N = 7
+X, Y = rnd(N, 5, 3, seed=1), rnd(N, 5, seed=2)
 
 
 def line_of(marker):
@@ -131,7 +134,7 @@ def test_abstract_arguments_are_placed_as_arrays_are():
     facts = explain(total, *abstract).facts
     assert [fact.read for fact in facts.inputs] == ["whole, abstract", "by shards, abstract"]
     assert facts.steps == explain(total, W, X).facts.steps
-    fn, args = CASES["keys_as_results"].build(beamjax)
+    fn, args = PROGRAMS["keys_as_results"].build(beamjax)
     assert "key<" in section(explain(fn, *args), "inputs")
 
 

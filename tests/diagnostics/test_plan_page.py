@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import N, X
 
 import beamjax as bj
 from beamjax.diagnostics.fact_types import ChoiceFact
@@ -17,7 +16,7 @@ from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of, text_page
 from beamjax.diagnostics.text import human_seconds
 from beamjax.errors import SourceError
 from beamjax.telemetry.progress import Tally
-from tests.diagnostics.test_explanation import W, rounds
+from tests.diagnostics.test_explanation import N, W, X, rounds
 
 EVIL = '<script>alert("it\'s")</script> & </title> <!-- ]]> \u2028 λ'
 

@@ -4,28 +4,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from helpers import assert_close
 from jax.experimental import checkify
 from jax.experimental.checkify import all_checks, check, float_checks, index_checks, user_checks
 from jax.experimental.jet import jet
-from programs import step_kinds
+from programs import N, reference, step_kinds
 
 import beamjax as bj
 
-N = 11  # One full shard of 8 and a short one.
 X = jnp.arange(2.0 * N).reshape(N, 2)
-
-
-class Operators:
-    """What a program is without beamjax."""
-
-    map_fn = staticmethod(lambda fn, x: jax.vmap(fn)(*(x if isinstance(x, tuple) else (x,))))
-    reduce_sum = staticmethod(lambda x: jnp.sum(x, axis=0))
-    reduce_mean = staticmethod(lambda x: jnp.mean(x, axis=0))
-    reduce_max = staticmethod(lambda x: jnp.max(x, axis=0))
-    broadcast = staticmethod(lambda x: jnp.broadcast_to(x, (N, *jnp.shape(x))))
-    reduce = staticmethod(lambda fn, x: functools.reduce(fn, [x[i] for i in range(N)]))
 
 
 def total(body):
@@ -120,51 +108,36 @@ CASES = {
     "reduction by a function": (no_logarithm, float_checks),
     "leaves": (several_leaves, user_checks | float_checks),
 }
+WITHOUT_ERROR = ("no error", "other category", "user, none", "user, switched off")
 
 
 def ways(program):
     """All ways to run a transformed program."""
     options = {"shard_size": 8}
-    return {
-        "jit": jax.jit(program),
-        "local": lambda *args: bj.run(program, *args, runner="local", options=options),
-        "DirectRunner": lambda *args: bj.run(program, *args, options=options),
-    }
-
-
-def differences(found, expected, **tolerance):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    close = functools.partial(np.allclose, **tolerance, equal_nan=True)
-    return [f"{a} != {b}" for a, b in pairs if a.dtype != b.dtype or not close(a, b)]
+    yield jax.jit(program)
+    for runner in ("local", "DirectRunner"):
+        yield functools.partial(bj.run, program, runner=runner, options=options)
 
 
 def first_line(error):
     """The message, without the places in the user's code."""
-    return None if error is None else error.splitlines()[0]
+    message = error.get()
+    return None if message is None else message.splitlines()[0]
 
 
 @pytest.mark.versions
-def test_the_error_that_vmap_gives():
-    faults, messages = [], set()
-    for name, (fn, errors) in CASES.items():
-        plain = checkify.checkify(functools.partial(fn, Operators), errors=errors)
-        error, expected = jax.jit(plain)(X)
-        message = first_line(error.get())
-        messages.add(message)
-        program = bj.program(clients=N)(functools.partial(fn, bj))
-        for way, run in ways(checkify.checkify(program, errors=errors)).items():
-            try:
-                error, found = run(X)
-            except Exception as failure:  # Of any kind: all cases are reported.
-                faults.append(f"{name} by {way}: {failure!r:.300}")
-                continue
-            if first_line(error.get()) != message:
-                faults.append(f"{name} by {way}: {error.get()}, expected {message}")
-            wrong = differences(found, expected, rtol=1e-4)
-            faults += [f"{name} by {way}: {difference}" for difference in wrong]
-    assert faults == []
-    assert len(messages) > 9, messages
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_that_vmap_gives(name):
+    fn, errors = CASES[name]
+    plain = checkify.checkify(functools.partial(fn, reference), errors=errors)
+    error, expected = jax.jit(plain)(X)
+    assert (first_line(error) is None) == (name in WITHOUT_ERROR)
+    program = bj.program(clients=N)(functools.partial(fn, bj))
+    for run in ways(checkify.checkify(program, errors=errors)):
+        raised, found = run(X)
+        assert first_line(raised) == first_line(error)
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert "Gather" not in step_kinds(checkify.checkify(program, errors=errors), X)
 
 
 def test_indices_of_a_member():
@@ -179,11 +152,6 @@ def test_without_checkify_a_check_is_an_error_as_with_vmap():
     program = bj.program(clients=N)(lambda x: bj.map_fn(checked(5.0), x))
     with pytest.raises(ValueError, match="not functionalized"):
         jax.jit(program)(X)
-
-
-def test_no_member_is_gathered():
-    program = bj.program(clients=N)(functools.partial(total(two_checks), bj))
-    assert "Gather" not in step_kinds(checkify.checkify(program, errors=user_checks), X)
 
 
 # --- jet: Taylor series
@@ -223,18 +191,17 @@ def through_jit(ops, w, x):
     return jax.jit(lambda w, x: mapped(ops, w, x))(w, x)
 
 
+SERIES_OF = mapped, summed, with_ints, broadcast, constant_members, through_jit
+
+
 @pytest.mark.versions
-def test_the_series_that_vmap_gives():
-    faults = []
+@pytest.mark.parametrize("fn", SERIES_OF, ids=lambda fn: fn.__name__)
+def test_the_series_that_vmap_gives(fn):
     with jax.numpy_dtype_promotion("standard"):  # `jet` multiplies terms of integers by floats.
-        for fn in (mapped, summed, with_ints, broadcast, constant_members, through_jit):
-            plain = lambda w, x, fn=fn: jet(functools.partial(fn, Operators), (w, x), SERIES)
-            program = bj.program(clients=N)(functools.partial(fn, bj))
-            series = lambda w, x, program=program: jet(program, (w, x), SERIES)
-            expected = jax.jit(plain)(W, U)
-            for way, run in {"eager": series, **ways(series)}.items():
-                wrong = differences(run(W, U), expected, rtol=1e-4, atol=1e-5)
-                faults += [f"{fn.__name__} by {way}: {difference}" for difference in wrong]
-        total = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sin, x)))
-        assert "Gather" not in step_kinds(lambda x: jet(total, (x,), (SERIES[1],)), U)
-    assert faults == []
+        plain = lambda w, x: jet(functools.partial(fn, reference), (w, x), SERIES)
+        program = bj.program(clients=N)(functools.partial(fn, bj))
+        series = lambda w, x: jet(program, (w, x), SERIES)
+        expected = jax.jit(plain)(W, U)
+        for run in (series, *ways(series)):
+            assert_close(run(W, U), expected, rtol=1e-4, atol=1e-5)
+        assert "Gather" not in step_kinds(series, W, U)

@@ -19,7 +19,7 @@ import pytest
 from cluster_runners import params, smoke
 from helpers import assert_close, assert_same_bits
 from listeners import IS_TOLD, Watch, for_others
-from programs import CASES
+from programs import PROGRAMS
 
 import beamjax as bj
 from beamjax.commands import cli
@@ -30,6 +30,7 @@ from beamjax.pipelines.runners import prism
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
+BUILT = [name for name, case in PROGRAMS.items() if case.eqns is not None]
 EVERY = params("prism", "flink")
 ALL = params("prism", "flink", "flink-embedded", "spark")
 N = 12
@@ -43,7 +44,7 @@ def runner(request, started):
 
 @functools.cache
 def built(name):
-    return CASES[name].build(bj)
+    return PROGRAMS[name].build(bj)
 
 
 def on(runner, fn, *args, **flags):
@@ -92,7 +93,7 @@ def test_passes_gathers_and_lanes(runner):
 @pytest.mark.parametrize("runner", ALL, indirect=True)
 def test_nobody_else_reaches_the_servers(runner):
     """Prism, those of the cluster, and those that Beam opens while a pipeline runs, also here."""
-    fn, args = built(next(iter(CASES)))
+    fn, args = built(next(iter(BUILT)))
     on(runner, fn, *args)
     folder = runner.options.get("flink_cluster")
     if folder is not None:
@@ -125,14 +126,14 @@ def assert_runs(runner, name):
     assert_close(found, jax.jit(fn)(*args))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("runner", params("prism", "flink", "spark"), indirect=True)
 def test_a_program_gives_the_bits_of_the_plan_and_what_jit_gives(runner, name):
     assert_runs(runner, name)
 
 
-FEW = "plain grad_server scan_of_rounds while_of_rounds two_placements keys_placed \
-callback_in_body affine_maps_in_order".split()
+FEW = "plain grad_server scan_over_rounds while_on_a_reduced_value two_placements keys_as_results \
+body_host affine_maps_in_order".split()
 
 
 @pytest.mark.parametrize("name", FEW)

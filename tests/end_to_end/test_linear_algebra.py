@@ -1,6 +1,5 @@
 """The linear algebra of JAX in bodies and on the server: all that `jit` computes here."""
 
-import functools
 import inspect
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 import numpy as np
 import pytest
+from helpers import assert_close
 
 import beamjax as bj
 
@@ -100,35 +100,12 @@ def test_all_that_jit_computes():
     for runner in ("local", "DirectRunner"):
         # LAPACK as JAX calls it is not safe in several threads: in fresh processes, `jit` alone
         # computes another value for one of these functions in about one of 75 first calls.
-        for _ in range(3):
+        for left in (2, 1, 0):
+            found = bj.run(program, members(), runner=runner, options={"shard_size": 8})
             try:
-                found = bj.run(program, members(), runner=runner, options={"shard_size": 8})
-            except bj.errors.BeamjaxError as error:
-                raise AssertionError(refused(fns) or str(error)) from None
-            if not (differing := faults(found, expected)):
+                assert_close(found, expected, rtol=1e-3, atol=1e-3)
                 break
-            expected = jax.jit(program)(members())
-        assert differing == []
-
-
-def faults(found, expected):
-    """Paths of leaves that differ, all of them."""
-    places = [path for path, _ in jax.tree.leaves_with_path(expected)]
-    pairs = zip(places, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    close = functools.partial(np.allclose, rtol=1e-3, atol=1e-3, equal_nan=True)
-    return [
-        f"{jax.tree_util.keystr(path)}: {a} != {b}"
-        for path, a, b in pairs
-        if (a.dtype, a.shape) != (b.dtype, b.shape) or not close(a, b)
-    ]
-
-
-def refused(fns):
-    """What is said about each function that no plan can be made of."""
-    reasons = {}
-    for name, fn in fns.items():
-        try:
-            bj.explain(in_both_places({name: fn}), members())
-        except bj.errors.BeamjaxError as error:
-            reasons[name] = str(error).splitlines()[0]
-    return reasons
+            except AssertionError:
+                if not left:
+                    raise
+                expected = jax.jit(program)(members())

@@ -220,38 +220,27 @@ def is_same(found, expected):
     return True
 
 
+@bj.program(clients=N)
+def shifted(x, zeros):
+    return bj.map_fn(lambda v, zero: v + zero, (x, zeros))
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_closed_over_arrays_have_the_values_of_the_first_call(runner):
-    x, wrong = np.arange(N, dtype=np.float32), []
-    for name, make in CLOSURES.items():
-        c = aligned((3,), [1, 2, 3])
-        program = bj.program(clients=N)(make(c))
-        first = jax.tree.map(np.array, bj.run(program, x, runner=runner))
-        expected = jax.tree.map(np.array, jax.jit(program)(x))
-        c *= 2
-        again = bj.run(program, x, runner=runner)
-        fresh = bj.program(clients=N)(make(c))
-        checks = [is_same(found, expected) for found in (first, again)]
-        checks.append(is_same(bj.run(fresh, x, runner=runner), jax.jit(fresh)(x)))
-        if not all(checks):
-            wrong.append((name, checks))
-    assert wrong == []
-
-
-def test_a_launched_job_has_the_closed_over_values_of_its_launch():
-    @bj.program(clients=N)
-    def shifted(x, zeros):
-        return bj.map_fn(lambda v, zero: v + zero, (x, zeros))
-
+def test_closed_over_arrays_have_the_values_of_the_first_call_or_of_the_launch(runner):
     x, wrong = np.arange(N, dtype=np.float32), []
     for name, make in CLOSURES.items():
         c, gate = aligned((3,), [1, 2, 3]), Gate()
         program = bj.program(clients=N)(make(c))
+        first = jax.tree.map(np.array, bj.run(program, x, runner=runner))
         expected = jax.tree.map(np.array, jax.jit(program)(x))
         gated = lambda x, zeros, program=program: program(shifted(x, zeros))
-        job = bj.launch(gated, x, gate.source(), runner="local")
-        c[:] = 7
+        job = bj.launch(gated, x, gate.source(), runner=runner)
+        c *= 2
         gate.open.set()
-        if not is_same(job.result(), expected):
-            wrong.append(name)
+        again = bj.run(program, x, runner=runner)
+        fresh = bj.program(clients=N)(make(c))
+        checks = [is_same(found, expected) for found in (first, again, job.result())]
+        checks.append(is_same(bj.run(fresh, x, runner=runner), jax.jit(fresh)(x)))
+        if not all(checks):
+            wrong.append((name, checks))
     assert wrong == []

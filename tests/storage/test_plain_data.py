@@ -10,7 +10,7 @@ import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import CASES
+from programs import PROGRAMS
 
 import beamjax as bj
 from beamjax._text import MemberBytes
@@ -70,8 +70,8 @@ def test_values_come_back():
 
 
 def test_facts_of_plans():
-    for name in [name for name in CASES if CASES[name].eqns is not None][::15]:
-        fn, args = CASES[name].build(bj)
+    for name in [name for name in PROGRAMS if PROGRAMS[name].eqns is not None][::15]:
+        fn, args = PROGRAMS[name].build(bj)
         facts = bj.explain(fn, *args).facts
         assert from_plain(PlanFacts, plain(facts), "here") == facts, name
 

@@ -1,42 +1,119 @@
-"""Trainers as people publish them: what they keep from round to round, some of it placed.
+"""Training: idioms of a few lines, and trainers as people publish them.
 
-A trainer is a function of one round, `step(state, *batch) -> (state, metrics)`, with a first state
-and the batches of some rounds.
+A trainer gives a function of one round, `step(state, *batch) -> (state, metrics)`, and its
+arguments; what it keeps from round to round is placed in part. The types of its state stay the
+same, or a round would be staged anew each time.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx, struct
+from flax import linen, nnx, struct
 
 import beamjax as drjax
+from programs.table import KEY, W, X, Y, add, built, rnd
+from programs.table import N as CLIENTS
+
+# --- idioms
+
+
+@built(promotes=True)
+def fedavg(ops):
+    """Federated averaging with weights, and an optax optimizer on the server."""
+    optimizer = optax.adam(0.1)
+
+    @ops.program(placements={"clients": CLIENTS})
+    def prog(w, state, x, y, examples):
+        def delta(x, y):
+            local = lambda w, _: (w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(w), None)
+            return w - jax.lax.scan(local, w, None, length=3)[0]
+
+        mean = ops.reduce_weighted_mean(ops.map_fn(delta, (x, y)), examples)
+        updates, state = optimizer.update(mean, state)
+        return optax.apply_updates(w, updates), state
+
+    return prog, (W, optimizer.init(W), X, Y, jnp.arange(1.0, CLIENTS + 1))
+
+
+@built(promotes=True)
+def linen_and_momentum(ops):
+    model, optimizer = linen.Dense(4), optax.sgd(1e-2, momentum=0.9)
+    params = model.init(jax.random.key(1), X[0])
+
+    @ops.program(placements={"clients": CLIENTS})
+    def prog(params, state, x):
+        value = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
+        grads = ops.reduce_mean(ops.map_fn(lambda x: jax.grad(value)(params, x), x))
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    return prog, (params, optimizer.init(params), X)
+
+
+@built()
+def k_means(ops):
+    @ops.program(placements={"clients": CLIENTS})
+    def prog(centres, points):
+        def assign(points):
+            distance = jnp.sum((points[:, None] - centres[None]) ** 2, -1)
+            nearest = jnp.argmin(distance, 1)
+            sums = jax.ops.segment_sum(points, nearest, 2)
+            return sums, jax.ops.segment_sum(jnp.ones(6), nearest, 2)
+
+        sums, counts = ops.reduce_sum(ops.map_fn(assign, points))
+        return sums / jnp.maximum(counts, 1.0)[:, None]
+
+    return prog, (rnd(2, 3, seed=9), rnd(CLIENTS, 6, 3, seed=8))
+
+
+@built()
+def private_sum(ops):
+    """Clipped gradients, summed, with noise that is drawn once on the server."""
+
+    @ops.program(placements={"clients": CLIENTS})
+    def prog(w, key, x, y):
+        def clipped(x, y):
+            grads = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(w)
+            return grads / jnp.maximum(1.0, jnp.linalg.norm(grads))
+
+        total = ops.reduce_sum(ops.map_fn(clipped, (x, y)))
+        return total + 0.1 * jax.random.normal(key, total.shape)
+
+    return prog, (W, KEY, X, Y)
+
+
+@built()
+def monte_carlo(ops):
+    """No input but a key: each member draws its own numbers, or the server draws those of all."""
+
+    @ops.program(placements={"clients": CLIENTS})
+    def prog(key):
+        draw = lambda i: jnp.maximum(jax.random.normal(jax.random.fold_in(key, i), (8,)), 0.0)
+        payoff = ops.map_fn(lambda i: jnp.mean(draw(i)), jnp.arange(CLIENTS))
+        split = ops.map_fn(jax.random.normal, jax.random.split(key, CLIENTS))
+        drawn = ops.reduce_sum(jax.random.normal(key, (CLIENTS, 3)))
+        return ops.reduce_mean(payoff), ops.reduce_mean(payoff**2), drawn, split
+
+    return prog, (KEY,)
+
 
 N, B, S, V, E, L = 20, 2, 5, 11, 4, 4  # replicas, rows of one, tokens, words, features, layers
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 program = functools.partial(drjax.program, placements={"diloco": N})
 
 
-class Trainer(NamedTuple):
-    """`build()` gives a step, its first state, and the other arguments of each round."""
+def trainer(plan="maps 1"):
+    """Adds the first round of a trainer."""
 
-    build: Callable[[], tuple[Callable[..., Any], Any, list[tuple[Any, ...]]]]
-    passes: int
-
-
-TRAINERS: dict[str, Trainer] = {}
-
-
-def trainer(passes):
-    def add(build):
-        TRAINERS[build.__name__] = Trainer(build, passes)
+    def decorate(build):
+        add(build.__name__, lambda ops: build(), plan=plan, own=True, promotes=True)
         return build
 
-    return add
+    return decorate
 
 
 # --- models and data
@@ -152,7 +229,12 @@ ADAM = optax.chain(
 )
 
 
-@trainer(passes=3)
+def inner_after_a_step():
+    """The next step sends and receives."""
+    return Inner.create(ADAM, parameters()).replace(step=jnp.ones((), jnp.int32))
+
+
+@trainer("maps 3, branches 1")
 def diloco():
     @program()
     def step(state, batch, rng):
@@ -163,73 +245,7 @@ def diloco():
         state = jax.lax.cond(state.step % 2 == 0, synchronize, lambda s: s, state)
         return state, typed_mean(metrics)
 
-    rounds = [(batch_of(N * B, i), key(i)) for i in range(2)]
-    return step, outer_state(Inner.create(ADAM, parameters())), rounds
-
-
-def fragment_of(tree, number):
-    """A fragment is every other layer, or all that is not in a layer."""
-    if number == 0:
-        return {k: v for k, v in tree.items() if k != "layers"}
-    return jax.tree.map(lambda x: x[np.arange(number - 1, L, 2)], tree["layers"])
-
-
-def with_fragment(tree, number, fragment):
-    if number == 0:
-        return tree | fragment
-    rows = np.arange(number - 1, L, 2)
-    layers = jax.tree.map(lambda x, new: x.at[rows].set(new), tree["layers"], fragment)
-    return tree | {"layers": layers}
-
-
-def fragment_step(number, state):
-    """The outer step of one fragment."""
-    outer = fragment_of(state.params, number)
-    inner = state.inner_state.params
-    if number:
-        rows = np.arange(number - 1, L, 2)
-        inner = jax.tree.map(lambda x: x[:, rows], inner["layers"])
-    else:
-        inner = fragment_of(inner, 0)
-    mean = drjax.reduce_mean(jax.tree.map(lambda x, y: x[None] - y, outer, inner))
-    trace, empty = state.outer_opt_state
-    part = (optax.TraceState(fragment_of(trace.trace, number)), empty)
-    updates, (moved, _) = OUTER.update(mean, part, outer)
-    params = with_fragment(state.params, number, optax.apply_updates(outer, updates))
-    trace = optax.TraceState(with_fragment(trace.trace, number, moved.trace))
-    return state.replace(params=params, outer_opt_state=(trace, empty))
-
-
-def fragment_to_replicas(number, state):
-    def mixed(inner, fragment):
-        mine = fragment_of(inner.params, number)
-        fragment = jax.tree.map(lambda x, y: 0.5 * x + 0.5 * y, mine, fragment)
-        return inner.replace(params=with_fragment(inner.params, number, fragment))
-
-    outer = drjax.broadcast(fragment_of(state.params, number))
-    return state.replace(inner_state=drjax.map_fn(mixed, (state.inner_state, outer)))
-
-
-@trainer(passes=7)
-def streaming_diloco():
-    def one_of(fn, number, state):
-        return jax.lax.switch(number % 3, [functools.partial(fn, i) for i in range(3)], state)
-
-    @program()
-    def step(state, batch, rng):
-        keys = jax.random.split(rng, N)
-        replicas = (state.inner_state, among_replicas(batch), keys)
-        inner, metrics = drjax.map_fn(train_step, replicas)
-        now = inner.step[0]
-        state = state.replace(inner_state=inner, step=now)
-        send = functools.partial(one_of, fragment_step, now)
-        state = jax.lax.cond(now > 0, send, lambda s: s, state)
-        receive = functools.partial(one_of, fragment_to_replicas, now - 1)
-        state = jax.lax.cond(now - 1 > 0, receive, lambda s: s, state)
-        return state, typed_mean(metrics)
-
-    rounds = [(batch_of(N * B, i), key(i)) for i in range(3)]
-    return step, outer_state(Inner.create(ADAM, parameters())), rounds
+    return step, (outer_state(inner_after_a_step()), batch_of(N * B), key(0))
 
 
 class Network(nnx.Module):
@@ -243,7 +259,7 @@ class Network(nnx.Module):
         return self.head(self.drop(jnp.tanh(self.dense(self.embed(tokens)))))
 
 
-@trainer(passes=2)
+@trainer("maps 2")
 def modules_with_generators():
     """A state of `nnx` with counters of its generators; the metrics of each replica by masks."""
     graph, weights, rest = nnx.split(Network(nnx.Rngs(0, dropout=1)), nnx.Param, ...)
@@ -269,53 +285,26 @@ def modules_with_generators():
         return state | {"params": drjax.broadcast(mean)}, metrics
 
     state = stacked({"params": weights, "rest": rest, "opt": tx.init(weights)})
-    return step, state, [(batch_of(N * B, i),) for i in range(2)]
-
-
-# --- rounds of local steps
-
-
-@trainer(passes=1)
-def skipped_if_not_finite():
-    """Half precision with a scale of the loss, which falls where gradients are not finite."""
-
-    @program()
-    def step(state, batch):
-        params, scale = state
-
-        def gradient(params, batch):
-            grads = jax.grad(lambda p: scale * loss(p, batch, jnp.bfloat16))(params)
-            finite = jax.tree.map(lambda g: jnp.all(jnp.isfinite(g)), grads)
-            return grads, jnp.all(jnp.stack(jax.tree.leaves(finite)))
-
-        grads, finite = drjax.map_fn(gradient, (drjax.broadcast(params), among_replicas(batch)))
-        fine = drjax.reduce_all(finite)
-        mean = jax.tree.map(lambda g: g / scale, drjax.reduce_mean(grads))
-        moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
-        params = jax.tree.map(functools.partial(jnp.where, fine), moved, params)
-        return (params, jnp.where(fine, scale * 2, scale / 2)), fine
-
-    rounds = [(batch_of(N * B, i),) for i in range(2)]
-    return step, (parameters(), jnp.float32(2.0**120)), rounds
+    return step, (state, batch_of(N * B))
 
 
 # --- optimizers whose state is the replicas' own
 
-OPTIMIZERS = {
-    "injected schedule": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.exponential_decay(0.1, 2, 0.5)
-    ),
-    "every other step": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-    "partitioned": lambda: optax.partition(
-        {"fast": optax.sgd(0.1), "slow": optax.adam(1e-3)},
-        {"embed": "fast", "layers": {"w": "slow", "scale": "fast"}, "head": "fast"},
-    ),
-}
+
+def optimizer_of_several():
+    """A schedule that is injected, and steps that are taken every other time."""
+    schedule = optax.exponential_decay(0.1, 2, 0.5)
+    fast = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
+    slow = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2).gradient_transformation()
+    layers = {"w": "slow", "scale": "fast"}
+    parts = {"embed": "fast", "layers": layers, "head": "slow"}
+    return optax.partition({"fast": fast, "slow": slow}, parts)
 
 
-def with_optimizer(name):
+@trainer()
+def weighed_replicas():
     """A replica takes part with probability 1/2, and weighs as many rows as its number."""
-    optimizer = OPTIMIZERS[name]()
+    optimizer = optimizer_of_several()
 
     def local(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -333,9 +322,4 @@ def with_optimizer(name):
         return (mean, states), (drjax.reduce_mean(values), drjax.reduce_sum(picked))
 
     params = parameters()
-    rounds = [(batch_of(N * B, i), key(i)) for i in range(2)]
-    return step, (params, stacked(optimizer.init(params))), rounds
-
-
-for name in OPTIMIZERS:
-    TRAINERS[name] = Trainer(functools.partial(with_optimizer, name), passes=1)
+    return step, ((params, stacked(optimizer.init(params))), batch_of(N * B), key(0))

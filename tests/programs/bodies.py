@@ -1,4 +1,7 @@
-"""Whatever JAX can do in a body, on each runner: tree, types and values of `jit`, equal bits."""
+"""Whatever JAX can do in a body, on members of all types: in a map and, summed, in a reduction.
+
+A body is a function of `W` and of placed arguments.
+"""
 
 import collections
 import dataclasses
@@ -8,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
-from helpers import assert_close
 from jax import lax
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec
-from programs import run_everywhere, sin_jvp, sin_vjp
 
 import beamjax as bj
-
-N = 11  # One full shard of 8 and a short one.
+from programs.table import N, add, built, case, sin_jvp, sin_vjp
 
 
 def normal(*shape):
@@ -27,16 +27,22 @@ X = normal(3)
 W = jnp.asarray([0.5, -1.0, 2.0])
 INTS = jnp.arange(3 * N, dtype="int32").reshape(N, 3) * 7 % 11
 
-CASES = {}
-"""By name, bodies that share placed arguments: a function of `W` and those, and the arguments."""
 
+def bodies(*placed, **facts):
+    """Adds the program that maps a body over members."""
 
-def bodies(*placed):
-    def add(function):
-        CASES[function.__name__] = function, placed
-        return function
+    def decorate(body):
+        def build(ops):
+            @ops.program(placements={"clients": N})
+            def prog(w, placed):
+                return ops.map_fn(functools.partial(body, w), placed)
 
-    return add
+            return prog, (W, placed)
+
+        add(f"body_{body.__name__}", build, **facts)
+        return body
+
+    return decorate
 
 
 # --- derivatives and control flow
@@ -153,7 +159,56 @@ def transformations(w, x):
 def host(w, x):
     double = lambda v: np.asarray(v) * 2
     jax.debug.callback(lambda v: None, x)
+    jax.debug.print("{}", x)
     return jax.pure_callback(double, x, x, vmap_method="expand_dims") + w
+
+
+@built()
+def printed_on_the_server(ops):
+    def prog(x):
+        total = ops.reduce_sum(x)
+        jax.debug.print("{}", total[0])
+        return total
+
+    return ops.program(placements={"clients": N})(prog), (X,)
+
+
+@bodies(normal(5, 3))
+def signals(w, x):
+    gram = x.T @ x + jnp.eye(3)
+    values = jnp.linalg.eigvalsh(gram), jnp.linalg.svd(x, compute_uv=False)
+    return values, jnp.abs(jnp.fft.fft(x)), jnp.convolve(x[:, 0], x[:, 1])
+
+
+# --- members that see each other
+
+
+@built(plan="maps 2")
+def collectives_in_body(ops):
+    def body(v):
+        sums = v * lax.psum(v, "clients"), v - lax.pmean(v, "clients")
+        extremes = lax.pmax(v, "clients") - lax.pmin(v, "clients")
+        return *sums, extremes, v * lax.axis_index("clients").astype(v.dtype)
+
+    def prog(x):
+        y = ops.map_fn(body, x)
+        return y, ops.reduce_sum(y)
+
+    return ops.program(placements={"clients": N})(prog), (X,)
+
+
+@built(plan="maps 1, gathers 1")
+def all_gather_in_body(ops):
+    prog = lambda x: ops.map_fn(lambda v: lax.all_gather(v, "clients")[::2] @ v, x)
+    return ops.program(placements={"clients": N})(prog), (X,)
+
+
+@built(plan="maps 4, loops 1")
+def rounds_in_body(ops):
+    """Rounds that take the mean over the members: the first rows are carried."""
+    one = lambda c, r: (c + lax.pmean(c * r, "clients"), c)
+    prog = lambda x: ops.map_fn(lambda v: lax.scan(one, v[0], v), x)
+    return ops.program(placements={"clients": N})(prog), (normal(5, 3),)
 
 
 # --- keys of other kinds
@@ -162,6 +217,7 @@ def host(w, x):
 @bodies(
     jax.random.split(jax.random.PRNGKey(5), N),
     *[jax.random.split(jax.random.key(5, impl=impl), N) for impl in ("rbg", "unsafe_rbg")],
+    plan="",
 )
 def other_keys(w, *keys):
     return [(jax.random.normal(k, (2,)), jax.random.split(k)) for k in keys]
@@ -213,7 +269,7 @@ def trees(w, pair, point, custom, nothing):
     return Pair(pair.right, pair.left * w), Point(point.at * len(point.unit)), swapped, nothing
 
 
-@bodies(X)
+@bodies(X, plan="")
 def no_results(w, x):
     return None
 
@@ -221,101 +277,6 @@ def no_results(w, x):
 @bodies(jnp.zeros((N, 0, 3)), X)
 def zero_sizes(w, x, y):
     return x, jnp.sum(x), x.reshape(3, 0) @ jnp.ones((0, 2)), y[:0]
-
-
-# --- the table
-
-
-def program_of(*names):
-    @bj.program(clients=N)
-    def prog(w, placed):
-        return {
-            name: bj.map_fn(functools.partial(CASES[name][0], w), placed[name]) for name in names
-        }
-
-    return prog, W, {name: CASES[name][1] for name in names}
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    "names",
-    [("derivatives", "control_flow"), ("transformations", "trees"), ("other_keys", "zero_sizes"),
-     ("host", "no_results", "sorting"), ("dtypes",)],
-    ids=lambda names: names[0],
-)  # fmt: skip
-def test_several_maps(names):
-    jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
-    run_everywhere(*program_of(*names), shard_size=8)
-
-
-# --- 64 bits
-
-
-def widened(x):
-    kinds = {"f": "float64", "i": "int64", "c": "complex128"}
-    return x.astype(kinds.get(np.dtype(x.dtype).kind, x.dtype))
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("name", "control_flow sorting transformations host".split())
-def test_bodies_in_64_bits(name):
-    with jax.enable_x64(True):
-        prog, w, placed = program_of(name)
-        args = jax.tree.map(widened, (w, placed))
-        run_everywhere(prog, *args, shard_size=8, beam=name == "host")
-
-
-@pytest.mark.versions
-def test_types_of_64_bits():
-    with jax.enable_x64(True):
-        xs = {name: of_dtype(name) for name in ("float64", "complex128", "int64", "uint64")}
-
-        @bj.program(clients=N)
-        def prog(xs, scalar, y):
-            body = lambda v: (v * 2, v @ v, v.real.astype("float32"), v + scalar)
-            each = lambda x: (bj.map_fn(body, x), bj.reduce_sum(x), bj.reduce_mean(x))
-            scaled = jax.tree.map(lambda y: y * scalar, y)
-            return jax.tree.map(each, xs), bj.broadcast(y), scaled
-
-        row = {name: x[0] / 3 if name == "float64" else x[0] for name, x in xs.items()}
-        run_everywhere(prog, xs, 3, row, rtol=1e-14, atol=1e-14, shard_size=8)
-
-
-# --- reductions and broadcasts of every type
-
-REDUCE = {op: getattr(bj, f"reduce_{op}") for op in "sum mean max min prod any all".split()}
-
-
-def compiles(reduce, x):
-    try:
-        jax.jit(bj.program(clients=N)(reduce)).lower(x).compile()
-    except (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-        return False
-    return True
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *OTHERS])
-def test_reductions_and_broadcasts(dtype):
-    x = of_dtype(dtype)
-    reduce = {op: fn for op, fn in REDUCE.items() if compiles(fn, x)}
-    if dtype not in ("int2", "uint2", "float8_e8m0fnu", "float4_e2m1fn"):
-        assert {"sum", "max", "min"} & set(reduce)
-    # Of single bytes `jit` rounds each sum, or overflows before it divides; a run does not.
-    single = ["mean", "sum"] if dtype.startswith("float") else ["mean"]
-    exact = {op: reduce.pop(op) for op in single if op in reduce and x.dtype.itemsize == 1}
-
-    @bj.program(clients=N)
-    def prog(y, x):
-        return {op: fn(x) for op, fn in reduce.items()}, bj.broadcast(y), x[:, ::-1], y
-
-    run_everywhere(prog, x[1], x, shard_size=8)
-    if dtype == "float8_e8m0fnu":  # It has no zero.
-        return
-    for op, fn in exact.items():
-        found = bj.run(bj.program(clients=N)(fn), x, runner="local", options={"shard_size": 8})
-        expected = getattr(np, op)(np.asarray(x).astype(np.float64), axis=0).astype(found.dtype)
-        assert_close(found, jnp.asarray(expected), rtol=1e-6, atol=0)
 
 
 # --- the function that is run
@@ -340,26 +301,72 @@ def seeded(s, x):
 FUNCTIONS = {
     "partial": (functools.partial(scaled_sum, 2), W, X),
     "static_argnums": (functools.partial(jax.jit(scaled_sum, static_argnums=0), 3), W, X),
-    "weak integers": (functools.partial(scaled_sum, 1), 3, INTS),
-    "numpy": (functools.partial(scaled_sum, 2), np.float32(2), np.asarray(X)),
-    "weak results": (weak_results, 2.5, X),
-    "random seeds": (seeded, 7, X),
-}
+    "weak_integers": (functools.partial(scaled_sum, 1), 3, INTS),
+    "numpy_arguments": (functools.partial(scaled_sum, 2), np.float32(2), np.asarray(X)),
+    "weak_results": (weak_results, 2.5, X),
+    "random_seeds": (seeded, 7, X),
+    "not_finite": (
+        functools.partial(scaled_sum, 1), W, X.at[2, 0].set(jnp.nan).at[3, 1].set(jnp.inf)
+    ),
+}  # fmt: skip
+for name, (fn, *args) in FUNCTIONS.items():
+    case(*args, called=name)(lambda *args, fn=fn: fn(*args))
 
 
-@pytest.mark.versions
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
-    fn, *args = FUNCTIONS[name]
-    run_everywhere(lambda *args: fn(*args), *args, shard_size=8)
+# --- types in maps, reductions and broadcasts
+
+WIDE = ["float64", "complex128", "int64", "uint64"]
+ADDED = "float16 bfloat16 float32 complex64 int4 int8 int16 int32 uint8 uint16 uint32".split()
 
 
-@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donated_arguments():
-    run = functools.partial(scaled_sum, 2)
-    expected = jax.jit(run)(2.0, X)
-    for runner in ("local", "DirectRunner"):
-        found = bj.run(
-            jax.jit(run, donate_argnums=1), 2.0, X.copy(), runner=runner, options={"shard_size": 8}
-        )
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+def of_types(names, ops):
+    """Every operator on members of each type, and a broadcast of one of them."""
+
+    @ops.program(placements={"clients": N})
+    def prog(xs, ones, keys):
+        def each(x, one):
+            y = ops.map_fn(lambda v: jnp.where(v == one, v, one), x)
+            keyed = ops.reduce_by_key(x, keys, 3)
+            reduced = ops.reduce_max(y), ops.reduce_min(x), ops.reduce_any(x != 0)
+            return ops.reduce_sum(y.astype("int32")) if x.dtype == "int4" else (
+                ops.reduce_sum(x), ops.reduce_mean(x)
+            ), keyed, reduced, y, ops.broadcast(one)  # fmt: skip
+
+        return jax.tree.map(each, xs, ones)
+
+    xs = {name: of_dtype(name) for name in names}
+    return prog, (xs, {name: x[1] for name, x in xs.items()}, jnp.arange(N) % 3)
+
+
+add("types", functools.partial(of_types, ADDED), promotes=True)
+add(
+    "wide_types", functools.partial(of_types, WIDE), promotes=True, x64=True, rtol=1e-13, atol=1e-13
+)
+
+
+@built()
+def bools(ops):
+    def prog(x):
+        totals = ops.reduce_sum(x), ops.reduce_mean(x), ops.reduce_max(x), ops.reduce_prod(x)
+        return totals, ops.map_fn(jnp.logical_not, x), ops.reduce_all(x)
+
+    return ops.program(placements={"clients": N})(prog), (X > 0,)
+
+
+# --- types that JAX batches in its own way
+
+DENSE = np.zeros((N, 4, 3), np.float32)
+DENSE[:, 1, 2], DENSE[:, 3, 0] = np.arange(N), 1
+
+
+@built()
+def sparse_members(ops):
+    @ops.program(placements={"clients": N})
+    def prog(members, one, w):
+        products = ops.map_fn(lambda m: m @ w, members)
+        twice = ops.map_fn(lambda m: m * 2, members)
+        shared = ops.map_fn(lambda m, b: m.todense() + b.todense(), (members, ops.broadcast(one)))
+        return products, twice, ops.reduce_sum(shared)
+
+    members = sparse.BCOO.fromdense(DENSE, n_batch=1)
+    return prog, (members, sparse.BCOO.fromdense(DENSE[2] + 1), jnp.arange(3.0))

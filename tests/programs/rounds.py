@@ -1,13 +1,9 @@
-"""Programs over members, as users write them: rounds, branches, solvers, tangents of integers.
+"""Rounds, branches and solvers over members, results of all kinds, and tangents of integers.
 
-A row is a program with its arguments, and what its plan gathers and scatters. `test_programs` runs
-each as `jax.jit` does, in this process and on Beam.
+Each row is a program as users write it, of the operators of beamjax.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ from jax import lax
 from jax.scipy.sparse.linalg import cg
 
 import beamjax as bj
+from programs.table import case
 
 N = 20
 RNG = np.random.default_rng(0)
@@ -23,55 +20,13 @@ X = jnp.asarray(RNG.normal(size=(N, 3)).astype(np.float32))
 Y = jnp.asarray(RNG.normal(size=N).astype(np.float32))
 W = jnp.asarray([0.5, -1.0, 2.0])
 K = jnp.arange(N)
-ROWS = jnp.asarray([3, 0, 3, 19, -1, 25])
 KEY = jax.random.key(0)
-GUARDED = {"on_error": "drop", "on_nonfinite": "drop"}
 program = bj.program(clients=N)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A function and its arguments, and what its plan has to have.
-
-    Attributes:
-      fn: the function.
-      args: its arguments.
-      gathers, scatters: how many steps bring members together, or cut a server value.
-      guarded: whether it is run with members that may be dropped, too.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    gathers: int = 0
-    scatters: int = 0
-    guarded: bool = False
-
-
-PROGRAMS: dict[str, Program] = {}
-
-
-def case(*args, **facts):
-    """Adds a function to the table, with its arguments."""
-
-    def add(fn):
-        assert fn.__name__ not in PROGRAMS
-        PROGRAMS[fn.__name__] = Program(fn, args, **facts)
-        return fn
-
-    return add
-
-
-def placed(*args, **facts):
-    """The same for a function of one placed value that a map made, and further arguments."""
-
-    def add(fn):
-        @functools.wraps(fn)
-        def prog(x, *rest):
-            return fn(bj.map_fn(jnp.tanh, x), *rest)
-
-        return case(*args, **facts)(program(prog))
-
-    return add
+def over_members(*args, **facts):
+    """Adds a program over N clients, with its arguments."""
+    return lambda fn: case(*args, **facts)(program(fn))
 
 
 @program
@@ -87,12 +42,12 @@ def curvature(p, x):
 # --- solvers
 
 
-@case(W, X, Y)
+@case(W, X, Y, plan="maps 2, loops 1")
 def conjugate_gradients(w, x, y):
     return cg(lambda p: curvature(p, x), w, maxiter=5)[0]
 
 
-@case(W, X, Y)
+@case(W, X, Y, plan="maps 3, loops 2")
 def own_solver(w, x, y):
     def solve(product, b):
         return lax.fori_loop(0, 9, lambda _, p: p - 0.03 * (product(p) - b), b)
@@ -103,8 +58,7 @@ def own_solver(w, x, y):
     return jax.value_and_grad(lambda x: solution(x).sum())(x)
 
 
-@case(KEY, X, scatters=1)
-@program
+@over_members(KEY, X, plan="maps 1, scatters 1")
 def masks_that_cancel(key, x):
     numbers = bj.map_fn(lambda v: (v * 1000).astype("int32"), x)
     masks = bj.map_fn(lambda k: jax.random.bits(k, (3,)), jax.random.split(key, N))
@@ -117,8 +71,7 @@ def masks_that_cancel(key, x):
 # --- carries of all sorts
 
 
-@case(X)
-@program
+@over_members(X, plan="maps 2, loops 1")
 def carries_of_all_types(x):
     def one(s, _):
         narrow, small, flags, z, none, empty = s
@@ -133,8 +86,7 @@ def carries_of_all_types(x):
     return lax.scan(one, (*types, None, jnp.zeros((N, 0, 3))), None, length=2)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1")
 def buffers_that_one_member_writes(w, x):
     def one(s, i):
         w, buffers = s
@@ -144,7 +96,7 @@ def buffers_that_one_member_writes(w, x):
     return lax.scan(one, (w, jnp.zeros((N, 3))), jnp.asarray([3, 7, 3]))
 
 
-@case(jnp.arange(3), W, X)
+@case(jnp.arange(3), W, X, plan="maps 1, loops 1")
 def vmap_of_rounds_of_their_own_number(counts, w, x):
     one = lambda w: w * 0.5 + bj.reduce_mean(bj.map_fn(lambda v: v * w, x))
     return jax.vmap(program(lambda n, w: lax.fori_loop(0, n, lambda _, w: one(w), w)), (0, None))(
@@ -152,7 +104,7 @@ def vmap_of_rounds_of_their_own_number(counts, w, x):
     )
 
 
-@case(W, X)
+@case(W, X, plan="maps 3, loops 3")
 def linearized_rounds(w, x):
     step = lambda c, _: (c - 0.1 * loss(c, x, Y), c)
     value, slope = jax.linearize(lambda w: lax.scan(step, w, None, length=2), w)
@@ -172,8 +124,7 @@ def clients_of_silos(w, x):
     return bj.program(silos=4)(mean)(w, silos)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1")
 def references_around_rounds(w, x):
     sums, last = jax.new_ref(jnp.zeros(3)), jax.new_ref(x * 0)
 
@@ -185,79 +136,6 @@ def references_around_rounds(w, x):
     return lax.fori_loop(0, 2, one, w), sums[...], last[...]
 
 
-# --- what a body closes over
-
-
-@case(X)
-@program
-def bodies_that_close_over_a_mean(x):
-    return bj.reduce_sum(bj.map_fn(lambda v: (v - x.mean(0)) ** 2, x))
-
-
-@placed(X, W)
-def bodies_that_close_over_few_members(x, w):
-    near = bj.map_fn(lambda v: ((v[None] - x[:4]) ** 2).sum(-1), x)
-    return near, bj.map_fn(lambda v: v * jnp.max(x @ w) + x[0] + jnp.ones(3), x)
-
-
-@case(X, gathers=1)
-@program
-def bodies_that_close_over_all_members(x):
-    return bj.map_fn(lambda v: ((v[None] - x) ** 2).sum(-1).min() + x[0].sum(), x)
-
-
-# --- single members
-
-
-@placed(X)
-def derivatives_of_rows(x):
-    total = lambda x: (x[3] ** 2).sum() + (x[2:5] ** 3).sum() + (x[ROWS] ** 2).sum()
-    return jax.grad(lambda x: total(x) + (x**2).sum())(x)
-
-
-@case(W, X, scatters=1)
-@program
-def padded_server_values(w, x):
-    """One that has all rows is cut into members; of one without rows there is nothing to read."""
-    wide = jnp.pad(jnp.outer(jnp.arange(float(N)), w), ((0, 0), (1, 2)))
-    empty = jnp.pad(jnp.zeros((0, 3)), ((0, N), (0, 0)), constant_values=2)
-    return bj.map_fn(lambda v, p, e: v * p[1:4] + e, (x, wide, empty))
-
-
-# --- NumPy along the members
-
-
-@placed(X)
-def histograms(x):
-    return jnp.histogram(x[:, 0], bins=5, range=(-1, 1)), jnp.digitize(x, jnp.linspace(-1, 1, 5))
-
-
-@placed(X, Y)
-def statistics(x, y):
-    moments = jnp.cov(x, rowvar=False), jnp.corrcoef(x.T), jnp.std(x, 0, ddof=1)
-    return *moments, jnp.average(x, 0, weights=y), jnp.linalg.solve(x.T @ x, x.T @ y)
-
-
-@placed(X)
-def matrices_of_members(x):
-    squares = jax.vmap(jnp.outer)(x, x)
-    system = squares + jnp.eye(3)[None]
-    return jnp.linalg.solve(system, x[..., None]), jnp.linalg.inv(system), jnp.linalg.det(system)
-
-
-@placed(X)
-def the_highest_members(x):
-    return x.at[lax.top_k(x[:, 0], 3)[1]].set(0.0)
-
-
-@placed(X, gathers=1)
-def what_mixes_members(x):
-    return x.at[jnp.argsort(x[:, 0])[:3]].set(0.0)
-
-
-# --- rounds and branches
-
-
 def mean_of_maps(w, x):
     return bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v * w), x))
 
@@ -265,14 +143,13 @@ def mean_of_maps(w, x):
 # --- rounds
 
 
-@case(W, X)
+@case(W, X, plan="maps 1, loops 1")
 def scan_over_rounds(w, x):
     one = program(mean_of_maps)
     return lax.scan(lambda c, _: (c - 0.1 * one(c, x), c.sum()), w, None, length=5)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1")
 def scan_with_placed_state(w, x):
     def one(carry, i):
         w, m = carry
@@ -282,8 +159,7 @@ def scan_with_placed_state(w, x):
     return lax.scan(one, (w, jnp.zeros_like(x)), jnp.arange(4))
 
 
-@case(X, scatters=1)
-@program
+@over_members(X, plan="maps 2, scatters 1, loops 1")
 def jacobian_of_scan(x):
     # vmap moves the members to axis 1, by NumPy integers in the equations.
     def last(x):
@@ -293,37 +169,32 @@ def jacobian_of_scan(x):
     return jax.jacfwd(last)(x)
 
 
-@case(X, gathers=1)
-@program
+@over_members(X, plan="maps 1, gathers 1")
 def scan_over_the_members(x):
     # One member after the other can't be distributed.
     last, running = lax.scan(lambda c, v: (jnp.tanh(c + v), c), jnp.zeros(3), x)
     return last, running, bj.reduce_sum(x)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1")
 def fori_that_swaps(w, x):
     body = lambda i, c: (c[1], c[0], c[2] + i * bj.reduce_sum(c[0]))
     return lax.fori_loop(0, 3, body, (x, x * 2, w))
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1")
 def scans_of_no_round_and_of_one(w, x):
     one = lambda c, i: (c + bj.reduce_mean(x), (c, x, i))
     return [lax.scan(one, w, jnp.ones((rounds, 2))) for rounds in (0, 1)]
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 1, loops 1")
 def constants_as_first_values(w, x):
     one = lambda c, _: ((c[0] + 1, bj.reduce_mean(x) + c[1]), c[0] * 2)
     return lax.scan(one, (0, w), None, length=3, reverse=True)
 
 
-@case(jax.random.key(3), X)
-@program
+@over_members(jax.random.key(3), X, plan="maps 2, loops 1")
 def keys_as_state(key, x):
     keys = jax.random.split(key, N)
 
@@ -337,16 +208,14 @@ def keys_as_state(key, x):
     return lax.scan(one, (key, keys), None, length=3)
 
 
-@case(W, X, gathers=1)
-@program
+@over_members(W, X, plan="maps 1, gathers 1, loops 1")
 def sorting_in_rounds(w, x):
     # The sort takes all members, and what follows stays on the server, round after round.
     one = lambda c, _: (jnp.sort(c, 0) * 0.5 + bj.reduce_mean(bj.map_fn(jnp.sin, x))[None], c[0])
     return lax.scan(one, x, None, length=3)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 2")
 def scan_in_scan(w, x):
     def outer(c, _):
         inner = lambda d, _: (d - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: v * d, c[1])), None)
@@ -359,8 +228,7 @@ def scan_in_scan(w, x):
 # --- until a condition holds
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 1, loops 1")
 def while_on_a_reduced_value(w, x):
     def one(s):
         w, _, rounds = s
@@ -370,21 +238,19 @@ def while_on_a_reduced_value(w, x):
     return lax.while_loop(lambda s: s[1] > 0.05, one, (w, jnp.float32(1.0), 0))
 
 
-@case(X)
-@program
+@over_members(X, plan="maps 2, loops 1")
 def while_that_reduces_in_its_condition(x):
     largest = lambda x: bj.reduce_max(bj.map_fn(lambda v: jnp.abs(v).sum(), x))
     one = lambda s: (bj.map_fn(lambda v: v * 0.5, s[0]), s[1] + 1)
     return lax.while_loop(lambda s: largest(s[0]) > 0.3, one, (x, 0))
 
 
-@case(X)
-@program
+@over_members(X, plan="maps 1, loops 1")
 def while_that_never_holds(x):
     return lax.while_loop(lambda s: s[1] > 0, lambda s: (bj.map_fn(jnp.sin, s[0]), s[1]), (x, 0))
 
 
-@case(jnp.abs(X @ X.T), scatters=1)
+@case(jnp.abs(X @ X.T), plan="maps 1, scatters 1, loops 1")
 @program
 def page_rank(links):
     # What a round gives is a server value, though the next one cuts it into members.
@@ -405,21 +271,19 @@ def cond_of_server_and_placed(w, x, flag):
     return lax.cond(flag, both, lambda: (w * 2, bj.broadcast(w)))
 
 
-@case(W, X, True, False)
+@case(W, X, True, False, plan="maps 4, branches 2")
 def cond_either_way(w, x, *flags):
     return [cond_of_server_and_placed(w, x, flag) for flag in flags]
 
 
-@case(W, X, False)
-@program
+@over_members(W, X, False, plan="maps 2, branches 1")
 def cond_with_constants(w, x, flag):
     other = lambda: (jnp.zeros_like(x), 1.0, x)
     taken = lambda: (bj.map_fn(lambda v: v + w, x), 2.0, x * 2)
     return lax.cond(flag, taken, other)
 
 
-@case(W, X)
-@program
+@over_members(W, X, plan="maps 2, loops 1, branches 1")
 def switch_in_rounds(w, x):
     def one(c, i):
         branches = [
@@ -432,8 +296,7 @@ def switch_in_rounds(w, x):
     return lax.scan(one, w, jnp.arange(5))
 
 
-@case(W, X, True)
-@program
+@over_members(W, X, True, plan="maps 2, loops 1, branches 1")
 def rounds_in_a_branch(w, x, flag):
     def rounds():
         one = lambda c, _: (c - 0.1 * bj.reduce_mean(bj.map_fn(lambda v: v * c, x)), x * c[None])
@@ -442,10 +305,34 @@ def rounds_in_a_branch(w, x, flag):
     return lax.cond(flag, rounds, lambda: (w, jnp.stack([x, x])))
 
 
+@over_members(X, jnp.asarray([2, 0, 3]), plan="X")
+def branches_in_a_branch(x, rounds):
+    """Of rounds that send a part of the members' state, as a trainer that streams fragments."""
+
+    def sends(part, state):
+        m, w = state
+        return m, w.at[part].add(jnp.mean(bj.reduce_mean(m[:, part])))
+
+    def receives(part, state):
+        m, w = state
+        return bj.map_fn(
+            lambda v, w: v.at[part].set(0.5 * v[part] + w[part]), (m, bj.broadcast(w))
+        ), w
+
+    def one(state, number):
+        for step in (sends, receives):
+            parts = [functools.partial(step, part) for part in range(3)]
+            chosen = lambda s, parts=parts: lax.switch(number % 3, parts, s)
+            state = lax.cond(number > 0, chosen, lambda s: s, state)
+        return state, state[1]
+
+    return lax.scan(one, (x, W), rounds)
+
+
 # --- transformed
 
 
-@case(W, X)
+@case(W, X, plan="maps 5, loops 2")
 def grad_of_placed_state(w, x):
     @program
     def loss(w, x):
@@ -460,22 +347,33 @@ def grad_of_placed_state(w, x):
     return jax.grad(loss, (0, 1))(w, x)
 
 
-@case(W, X)
+@case(W, X, plan="maps 2, branches 2")
+def grad_of_a_branch(w, x):
+    rounds = lambda w: lax.cond(w[0] > 0, lambda w: loss(w, x, Y), jnp.sum, w)
+    return jax.grad(rounds)(w), jax.grad(rounds)(-w)
+
+
+@over_members(W, jnp.stack([X, X * 4]), plan="maps 1, loops 1")
+def scan_over_placed(w, xs):
+    return lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x, Y), None), w, xs)[0]
+
+
+@case(W, X, plan="maps 1, loops 1")
 def jvp_of_a_while(w, x):
     return jax.jvp(lambda w: while_on_a_reduced_value(w, x)[0], (w,), (w,))
 
 
-@case(jnp.stack([W, W * 2]), X)
+@case(jnp.stack([W, W * 2]), X, plan="maps 3, loops 1")
 def vmap_of_rounds(ws, x):
     return jax.vmap(scan_with_placed_state, (0, None))(ws, x)
 
 
-@case(jnp.stack([W, W * 8]), X)
+@case(jnp.stack([W, W * 8]), X, plan="maps 1, loops 1")
 def vmap_of_a_while(ws, x):
     return jax.vmap(while_on_a_reduced_value, (0, None))(ws, x)
 
 
-@case(W, jnp.stack([X, X * 4]))
+@case(W, jnp.stack([X, X * 4]), plan="maps 3, loops 1")
 def vmap_of_a_while_over_placed_values(w, xs):
     return jax.vmap(while_that_reduces_in_its_condition)(xs)
 
@@ -488,25 +386,21 @@ def vmap_of_a_branch(w, x, flags):
 # --- lanes, results and names of all kinds
 
 
-@case(X)
-@program
-def every_lane(x):
-    i = (x[:, 0] * 10).astype("int32")
-    return (
-        bj.reduce_sum(x), bj.reduce_mean(i), bj.reduce_max(x), bj.reduce_min(i),
-        bj.reduce_prod(x), bj.reduce_any(x > 2), bj.reduce_all(x > -9), bj.reduce_sum(i),
-    )  # fmt: skip
+@over_members(W, X, plan="maps 1, scatters 1")
+def padded_server_values(w, x):
+    """One that has all rows is cut into members; of one without rows there is nothing to read."""
+    wide = jnp.pad(jnp.outer(jnp.arange(float(N)), w), ((0, 0), (1, 2)))
+    empty = jnp.pad(jnp.zeros((0, 3)), ((0, N), (0, 0)), constant_values=2)
+    return bj.map_fn(lambda v, p, e: v * p[1:4] + e, (x, wide, empty))
 
 
-@case(X, gathers=1)
-@program
+@over_members(X, plan="maps 2, gathers 1")
 def gathers_of_members(x):
     y = bj.map_fn(lambda v: v * 2, x)
     return y @ y.T, x[2], jnp.sort(y, axis=0), bj.reduce_sum(bj.map_fn(lambda v: y @ v, y))
 
 
-@case(X)
-@program
+@over_members(X)
 def returns_anything(x):
     keys = bj.map_fn(lambda i: jax.random.fold_in(KEY, i), jnp.arange(N))
     values = {"same": x, "three": 3.0, "none": None, "constant": np.arange(3)}
@@ -514,7 +408,7 @@ def returns_anything(x):
     return values | placed | {"flipped": bj.map_fn(jnp.sin, x).T}
 
 
-@case(X)
+@case(X, plan="maps 2")
 @bj.program({"the clients/é": N})
 def unusual_name(x):
     y = bj.map_fn(jnp.sin, x)
@@ -528,112 +422,64 @@ def zeros(*shape):
     return np.zeros(shape, jax.dtypes.float0)
 
 
-def squares(x, k):
-    return bj.reduce_sum(bj.map_fn(lambda v, i: jnp.sum(v**2) * i.astype(v.dtype), (x, k)))
+def float0_of_derivatives(x, k):
+    def squares(x, k):
+        return bj.reduce_sum(bj.map_fn(lambda v, i: jnp.sum(v**2) * i.astype(v.dtype), (x, k)))
 
-
-@case(X, K, guarded=True)
-def float0_gradient(x, k):
-    return jax.grad(program(squares), argnums=(0, 1), allow_int=True)(x, k)
-
-
-@case(X, K, guarded=True)
-def float0_gradient_in_a_body(x, k):
-    loss = lambda v, i: jnp.sum(v * i.astype(v.dtype))
-    gradient = jax.grad(loss, argnums=(0, 1), allow_int=True)
-    return program(lambda x, k: bj.map_fn(gradient, (x, k)))(x, k)
-
-
-@case(X, K, guarded=True)
-def float0_tangents(x, k):
-    fn = lambda x, k: (bj.map_fn(lambda v, i: (-v, i + 1), (x, k)), bj.reduce_sum(k))
-    return jax.jvp(program(fn), (x, k), (x, zeros(N)))
-
-
-@case(X, K, guarded=True)
-def float0_custom_jvp(x, k):
     @jax.custom_jvp
     def f(v, i):
         return v * i.astype(v.dtype)
 
     f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
-    body = lambda v, i: (f(v, i), i)
-    return jax.jvp(program(lambda x, k: bj.map_fn(body, (x, k))), (x, k), (x, zeros(N)))
-
-
-@case(X, guarded=True)
-def float0_made_in_programs(x):
-    t = zeros(2)
-    return program(
-        lambda x: (
-            bj.broadcast(zeros(3)),
-            bj.reduce_sum(x),
-            bj.map_fn(lambda v: (v * 2, t), x),
-            bj.map_fn(lambda v: (v * 2, zeros(2)), x),
-        )
-    )(x)
-
-
-@case(X, guarded=True)
-def float0_batched(x):
-    fn = program(lambda x: bj.map_fn(lambda v: (v, zeros(2)), x))
-    return jax.vmap(fn, axis_size=3, in_axes=None)(x)
-
-
-@case(X, guarded=True)
-def float0_carried_on_the_server(x):
-    @program
-    def fn(x):
-        def step(carry, _):
-            t, total = carry
-            return (t, total + bj.reduce_sum(bj.map_fn(lambda v: v * total, x))), t
-
-        return jax.lax.scan(step, (zeros(3), jnp.ones(3)), None, length=2)
-
-    return fn(x)
-
-
-@case(X, guarded=True)
-def float0_carried_by_members(x):
-    @program
-    def fn(x):
-        def step(carry):
-            i, t, y = carry
-            y, t = bj.map_fn(lambda v, u: (v * 2, u), (y, t))
-            return i + 1, t, y
-
-        return jax.lax.while_loop(lambda c: c[0] < 2, step, (0, bj.broadcast(zeros()), x))
-
-    return fn(x)
-
-
-@case(X, guarded=True)
-def float0_chosen(x):
-    @program
-    def fn(x):
-        t = bj.broadcast(zeros())
-        first = lambda: bj.map_fn(lambda v, u: (v * 2, u), (x, t))
-        return jax.lax.cond(bj.reduce_sum(x)[0] > 0, first, lambda: (x, t))
-
-    return fn(x)
-
-
-@case(X, zeros(N), zeros(3), guarded=True)
-def float0_inputs(x, placed, served):
-    body = lambda v, u: (v * 2, u, served)
-    return program(lambda x, t, s: (bj.map_fn(body, (x, t)), t, s, bj.broadcast(s)))(
-        x, placed, served
+    moved = lambda x, k: (bj.map_fn(lambda v, i: (-v, i + 1), (x, k)), bj.reduce_sum(k))
+    custom = lambda x, k: bj.map_fn(lambda v, i: (f(v, i), i), (x, k))
+    in_body = jax.grad(lambda v, i: jnp.sum(f(v, i)), argnums=(0, 1), allow_int=True)
+    return (
+        jax.grad(program(squares), argnums=(0, 1), allow_int=True)(x, k),
+        program(lambda x, k: bj.map_fn(in_body, (x, k)))(x, k),
+        [jax.jvp(program(fn), (x, k), (x, zeros(N))) for fn in (moved, custom)],
     )
 
 
-@case(X, zeros(N, 2), gathers=1, guarded=True)
-def float0_outside_of_bodies(x, t):
-    @program
-    def fn(x, t):
-        both = jax.lax.concatenate([t, t], 0)
-        return bj.reduce_sum(x), t[2], t.reshape(2 * N), both, jnp.sort(x, axis=0)
+def float0_made_in_programs(x, k):
+    made = lambda x: (bj.broadcast(zeros(3)), bj.map_fn(lambda v: (v * 2, zeros(2)), x))
+    return program(made)(x), jax.vmap(program(made), axis_size=3, in_axes=None)(x)
 
-    return fn(x, t)
+
+def float0_carried(x, k):
+    """On the server, by members, and out of a branch."""
+
+    def on_the_server(carry, _):
+        t, total = carry
+        return (t, total + bj.reduce_sum(bj.map_fn(lambda v: v * total, x))), t
+
+    def by_members(carry):
+        i, t, y = carry
+        y, t = bj.map_fn(lambda v, u: (v * 2, u), (y, t))
+        return i + 1, t, y
+
+    def fn(x):
+        t = bj.broadcast(zeros())
+        first = lambda: bj.map_fn(lambda v, u: (v * 2, u), (x, t))
+        return (
+            lax.scan(on_the_server, (zeros(3), jnp.ones(3)), None, length=2),
+            lax.while_loop(lambda c: c[0] < 2, by_members, (0, t, x)),
+            lax.cond(bj.reduce_sum(x)[0] > 0, first, lambda: (x, t)),
+        )
+
+    return program(fn)(x)
+
+
+case(X, K, guarded=True)(float0_of_derivatives)
+case(X, K, guarded=True)(float0_made_in_programs)
+case(X, K, guarded=True, plan="maps 4, loops 2, branches 1")(float0_carried)
+
+
+@over_members(X, zeros(N, 2), zeros(3), guarded=True, plan="maps 1, gathers 1")
+def float0_inputs(x, placed, served):
+    both = lax.concatenate([placed, placed], 0)
+    outside = placed[2], placed.reshape(2 * N), both, jnp.sort(x, axis=0)
+    return bj.map_fn(lambda v, u: (v * 2, u, served), (x, placed)), bj.broadcast(served), outside
 
 
 # --- placements without members
@@ -672,12 +518,14 @@ def one_placement_of_two(w, x, k):
 
 
 without_members = bj.program(clients=0)
-for name, fn in {
-    "no_members": without_members(no_operators),
-    "no_members_in_the_arguments": bj.program(clients=None)(no_operators),
-    "rounds_without_members": bj.program(clients=None)(no_rounds),
-    "gradient_without_members": without_members(no_gradient),
-    "batched_without_members": jax.vmap(without_members(no_rounds), (None,) * 3, axis_size=2),
-    "one_placement_of_two": bj.program(clients=0, others=2)(one_placement_of_two),
-}.items():
-    PROGRAMS[name] = Program(fn, EMPTY, guarded=True)
+for name, (plan, fn) in {
+    "no_members": ("", without_members(no_operators)),
+    "no_members_in_the_arguments": ("", bj.program(clients=None)(no_operators)),
+    "rounds_without_members": ("loops 1", bj.program(clients=None)(no_rounds)),
+    "gradient_without_members": ("loops 1", without_members(no_gradient)),
+    "batched_without_members": (
+        "loops 1", jax.vmap(without_members(no_rounds), (None,) * 3, axis_size=2)
+    ),
+    "one_placement_of_two": ("maps 1", bj.program(clients=0, others=2)(one_placement_of_two)),
+}.items():  # fmt: skip
+    case(*EMPTY, called=name, guarded=True, plan=plan)(fn)
