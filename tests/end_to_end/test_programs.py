@@ -182,7 +182,7 @@ def test_a_loop_makes_one_pass_a_round_and_has_its_line():
 
 def test_only_the_branch_that_is_taken_is_computed():
     _, blocks = blocks_of("rounds_in_a_branch", "Branch")
-    assert sorted(block.count("Map") for block in blocks) == [0, 1]
+    assert sorted(block.count("Loop") for block in blocks) == [0, 1]
 
 
 # --- no members

@@ -305,7 +305,7 @@ def rounds_in_a_branch(w, x, flag):
     return lax.cond(flag, rounds, lambda: (w, jnp.stack([x, x])))
 
 
-@over_members(X, jnp.asarray([2, 0, 3]), plan="X")
+@over_members(X, jnp.asarray([2, 0, 3]), plan="maps 6, loops 1, branches 4")
 def branches_in_a_branch(x, rounds):
     """Of rounds that send a part of the members' state, as a trainer that streams fragments."""
 

@@ -70,6 +70,7 @@ def exported(fn):
 
 
 MAML = counted(map=5, reduce_mean=2, size=2, broadcast=3, reduce_sum=3)
+BY_RATE = counted(map=4, reduce_mean=2, size=2, broadcast=2, reduce_sum=2)
 HESSIAN = GRAD | counted(map=4, reduce_mean=2, reduce_sum=2)
 TANGENT = counted(map=2, reduce_mean=2)
 
@@ -89,7 +90,7 @@ OF_LOSS = {
     "grad_vmap": ("maps 1", GRAD, lambda fn: jax.grad(summed(over_models(fn))), WS, X, Y),
     "hessian": ("maps 1", HESSIAN, jax.hessian),
     "maml": ("maps 3", MAML, lambda fn: jax.grad(better(fn))),
-    "by_rate": ("maps 2", MAML, by_rate),
+    "by_rate": ("maps 2", BY_RATE, by_rate),
     "jit_around": ("maps 2", GRAD, lambda fn: jax.grad(lambda *args: jax.jit(fn)(*args) ** 2)),
     "checkpoint_around": ("maps 1", GRAD, lambda fn: jax.grad(jax.checkpoint(fn))),
     "checkpoint_with_policy": ("maps 1", GRAD, lambda fn: jax.grad(saves_dots(fn))),
@@ -367,7 +368,7 @@ def keys_broadcast_and_batched(ops):
     return jax.vmap(prog, in_axes=(0, None)), (jax.random.split(KEY, 4), jnp.arange(N))
 
 
-@built(eqns=counted(map=2, reduce_sum=4, broadcast=1))
+@built(eqns=counted(map=2, reduce_sum=4, broadcast=2))
 def trees(ops):
     def body(w, d):
         pair = Pair(jnp.tanh(d["pair"].a @ w["k"]), d["pair"].b * 2.0, d["pair"].tag)
