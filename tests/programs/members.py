@@ -125,7 +125,7 @@ def sums_in_rounds(x):
     return lax.scan(step, W, length=3)[0]
 
 
-@placed(plan="X")
+@placed(plan="maps 7, loops 2, branches 1")
 def totals_in_rounds(x):
     """Rounds without placed operators, in a loop of them and in a branch."""
 
@@ -139,7 +139,7 @@ def totals_in_rounds(x):
     )
 
 
-@placed(plan="X")
+@placed(plan="maps 1, gathers 1")
 def sorted_in_rounds(x):
     def step(w, _):
         return w + jnp.sort(x * w[None], axis=0)[7] + jnp.mean(jnp.cumsum(x, 0), 0), None
