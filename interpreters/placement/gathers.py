@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,30 +35,63 @@ VIEWS = frozenset(
 )
 
 
+class _ServerCopies:
+    """Copies of equations by which the server computes placed values from gathered ones.
+
+    Args:
+      maker: takes a variable to the equation that is copied to compute it; to None for a variable
+        that the server reads as it is.
+    """
+
+    def __init__(self, maker: Callable[[Var], Eqn | None]):
+        self._maker = maker
+        self._values: dict[Var, Var] = {}
+        self._made: dict[Eqn, Eqn] = {}
+
+    def of(self, atom: Atom) -> Atom:
+        """What the server reads for a value."""
+        eqn = self._maker(atom) if isinstance(atom, Var) else None
+        if eqn is None or not isinstance(atom, Var):
+            return atom
+        if atom not in self._values:
+            inputs = list(map(self.of, eqn.inputs))
+            outputs = [Var(f"{var.name}_served", var.aval) for var in eqn.outputs]
+            self._values.update(zip(eqn.outputs, outputs, strict=True))
+            self._made[eqn] = Eqn(eqn.primitive, eqn.params, inputs, outputs, eqn.line)
+        return self._values[atom]
+
+    def add_to(self, block: FlatBlock) -> None:
+        """Adds the copies to the block, in place, each after its original."""
+        pairs = ((eqn, self._made.get(eqn)) for eqn in block.eqns)
+        block.eqns[:] = [eqn for pair in pairs for eqn in pair if eqn is not None]
+
+
 def share_gathers(program: PlacedProgram, block: FlatBlock) -> None:
     """Moves views of a placed value to the server, in place, if the value is smaller than them."""
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     views: dict[Var, set[Var]] = {}
     for eqn in block.eqns:
         for var in _gathered(program, eqn):
-            views.setdefault(_origin(var, makers), set()).add(var)
-    clones: dict[Var, Var] = {}
-    made: dict[Eqn, Eqn] = {}
-    for origin, found in views.items():
-        if sum(map(_size, found)) > _size(origin):
-            for var in found - {origin}:
-                _clone(var, origin, makers, clones, made)
-    if made:
-        block.eqns[:] = [e for eqn in block.eqns for e in (eqn, made.get(eqn)) if e is not None]
+            origin = var
+            while (view := _view(origin, makers)) is not None:
+                (origin,) = _variables(view.inputs)
+            views.setdefault(origin, set()).add(var)
+    copies = _ServerCopies(lambda var: _view(var, makers))
+    moved = {
+        var
+        for origin, found in views.items()
+        if sum(map(_size, found)) > _size(origin)
+        for var in found
+    }
     for eqn in block.eqns:
-        reads = zip(eqn.inputs, program.reads(eqn), strict=False)
         if not eqn.blocks:
             eqn.inputs = [
-                clones[atom] if along is None and isinstance(atom, Var) and atom in clones else atom
-                for atom, (_, along) in reads
+                copies.of(a) if along is None and isinstance(a, Var) and a in moved else a
+                for a, along in program.reads(eqn)
             ]
         for inner in eqn.blocks:
             share_gathers(program, inner)
+    copies.add_to(block)
 
 
 def _gathered(program: PlacedProgram, eqn: Eqn) -> Iterator[Var]:
@@ -68,38 +101,20 @@ def _gathered(program: PlacedProgram, eqn: Eqn) -> Iterator[Var]:
             yield atom
 
 
-def _origin(var: Var, makers: dict[Var, Eqn]) -> Var:
-    """The value of which `var` is a view; `var` itself if it is none."""
-    while var in makers and makers[var].primitive.name in VIEWS:
-        operands = _variables(makers[var].inputs)
-        if len(operands) != 1 or len(makers[var].outputs) != 1:
-            break
-        (var,) = operands
-    return var
+def _view(var: Var, makers: Mapping[Var, Eqn]) -> Eqn | None:
+    """The equation by which a value is a view of one other value, or None."""
+    eqn = makers.get(var)
+    if eqn is None or eqn.primitive.name not in VIEWS or len(eqn.outputs) != 1:
+        return None
+    return eqn if len(_variables(eqn.inputs)) == 1 else None
 
 
-def _variables(atoms: list[Atom]) -> list[Var]:
+def _variables(atoms: Sequence[Atom]) -> list[Var]:
     return [atom for atom in atoms if isinstance(atom, Var)]
 
 
 def _size(var: Var) -> int:
     return math.prod(var.aval.shape)
-
-
-def _clone(
-    var: Var, origin: Var, makers: dict[Var, Eqn], clones: dict[Var, Var], made: dict[Eqn, Eqn]
-) -> Var:
-    """The variable of a view that the server computes from the gathered value."""
-    if var is origin:
-        return var
-    if var not in clones:
-        eqn = makers[var]
-        (operand,) = _variables(eqn.inputs)
-        source = _clone(operand, origin, makers, clones, made)
-        clones[var] = Var(f"{var.name}_served", var.aval)
-        inputs = [source if isinstance(atom, Var) else atom for atom in eqn.inputs]
-        made[eqn] = Eqn(eqn.primitive, eqn.params, inputs, [clones[var]], eqn.line)
-    return clones[var]
 
 
 # --- runs with a guard
@@ -154,19 +169,15 @@ class _Tests:
         """Makes the equations of a block that run on the server read tests of the server."""
         self.makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
         self.tested: dict[Var, bool] = {}
-        self.clones: dict[Var, Var] = {}
-        found: list[Eqn] = []
+        copies = _ServerCopies(self.copied)
         for eqn in block.eqns:
             if not eqn.blocks and eqn not in self.program.rules:
                 eqn.inputs[:] = [
-                    self.on_server(atom, found)
-                    if self.program.place(atom) and self.is_tested(atom)
-                    else atom
+                    copies.of(atom) if self.program.place(atom) and self.is_tested(atom) else atom
                     for atom in eqn.inputs
                 ]
-            found.append(eqn)
-        block.eqns[:] = found
-        for eqn in found:
+        copies.add_to(block)
+        for eqn in block.eqns:
             for inner in eqn.blocks:
                 self.block(inner)
 
@@ -183,23 +194,13 @@ class _Tests:
             self.tested[atom] = is_test or any(map(self.is_tested, eqn.inputs))
         return self.tested[atom]
 
-    def on_server(self, atom: Atom, found: list[Eqn]) -> Atom:
-        """The same value, computed by the server from gathered floats.
+    def copied(self, var: Var) -> Eqn | None:
+        """The equation that the server computes a value by, if it does not gather the value.
 
-        Appends the new equations to `found`.
+        Values without NaN do not show which members are dropped, so they are computed from floats.
         """
-        eqn = self._maker(atom)
-        if eqn is None or not isinstance(atom, Var):
-            return atom
-        has_holes = not self.program.place(atom) or jnp.issubdtype(atom.aval.dtype, np.inexact)
-        if has_holes and not self.is_tested(atom):
-            return atom
-        if atom not in self.clones:
-            inputs = [self.on_server(each, found) for each in eqn.inputs]
-            outputs = [Var(f"{var.name}_served", var.aval) for var in eqn.outputs]
-            self.clones.update(zip(eqn.outputs, outputs, strict=True))
-            found.append(Eqn(eqn.primitive, eqn.params, inputs, outputs, eqn.line))
-        return self.clones[atom]
+        shows_holes = not self.program.place(var) or jnp.issubdtype(var.aval.dtype, np.inexact)
+        return None if shows_holes and not self.is_tested(var) else self._maker(var)
 
     def _maker(self, atom: Atom) -> Eqn | None:
         eqn = self.makers.get(atom) if isinstance(atom, Var) else None
