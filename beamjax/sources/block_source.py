@@ -105,10 +105,13 @@ def blocks_of(ends: np.ndarray, start: int, stop: int) -> Iterator[SourceBlock]:
     """The blocks that have members of a range, from where all blocks end."""
     if start == stop:
         return
-    begin = int(np.searchsorted(ends, start, side="right")) - 1
-    for number in range(begin, int(np.searchsorted(ends, stop, side="left"))):
-        if ends[number] < ends[number + 1]:
-            yield SourceBlock(number, 0, int(ends[number]), int(ends[number + 1]))
+    number = int(ends.searchsorted(start, "right")) - 1
+    first = int(ends[number])
+    while first < stop:
+        last = int(ends[number + 1])
+        if first < last:
+            yield SourceBlock(number, 0, first, last)
+        number, first = number + 1, last
 
 
 def read_blocks(

@@ -6,6 +6,7 @@ import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import ml_dtypes
@@ -178,6 +179,18 @@ def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkey
     paths = save_npy(tmp_path, {f"x{i}": np.full(N, i) for i in range(6)})
     assert [int(array[0]) for array in bj.from_npy(paths).read(0, 1)] == list(range(6))
     assert len(npy_source._MAPPED) == 3
+
+
+def test_a_read_asks_the_file_system_once_for_each_file(npz, tmp_path):
+    """Small reads take as long as a few of these calls."""
+    for source, files in (
+        (bj.from_npy(save_npy(tmp_path, {"x": X, "k": K})), 2),
+        (bj.from_npz(npz[0]), 1),
+    ):
+        source.read(0, 1)
+        with mock.patch("os.stat", wraps=os.stat) as asked:
+            source.read(3, 5)
+        assert asked.call_count == files
 
 
 def test_specs_of_npy_that_are_none(tmp_path):

@@ -15,6 +15,7 @@ import hashlib
 import io
 import lzma
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ def look(path: str) -> DataFile:
         if is_url(path):
             return DataFile(path, *_remote().status(path))
         status = os.stat(path)
-        if not os.path.isfile(path):
+        if not stat.S_ISREG(status.st_mode):
             raise SourceError(f"{path}: found a folder, expected a file, or a pattern of files.")
         return DataFile(path, status.st_size, str(status.st_mtime_ns))
 
