@@ -7,6 +7,7 @@ worker w is the file `task-w-k` and its reply the file `reply-w-k`; a worker ann
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import hmac
 import json
@@ -90,17 +91,37 @@ class Mailbox(Protocol):
         """Ends all workers, those included that join later."""
 
 
-class WorkerEnd(Protocol):
-    """A worker's end."""
+class WorkerEnd(abc.ABC):
+    """A worker's end.
 
+    Args:
+      secret: signs programs.
+    """
+
+    def __init__(self, secret: bytes):
+        self.secret = secret
+        self.name = uuid.uuid4().hex
+        self._programs: dict[str, Program] = {}
+
+    @abc.abstractmethod
     def tasks(self) -> Iterator[WorkerTask]:
         """The tasks of this worker, until it has to end."""
 
-    def program(self, name: str) -> Program:
-        """A program that was published."""
-
+    @abc.abstractmethod
     def reply(self, reply: Reply) -> None:
         """Answers the last task."""
+
+    @abc.abstractmethod
+    def _encoded(self, name: str) -> bytes:
+        """A program that was published, as bytes."""
+
+    def program(self, name: str) -> Program:
+        """A program that was published."""
+        if name not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[name] = Program.decode(self._encoded(name), self.secret)
+        return self._programs[name]
 
 
 # --- workers that are threads of this process
@@ -144,11 +165,11 @@ class MemoryMailbox:
 
     def join(self) -> MemoryWorker:
         """The end of a new worker."""
-        name = uuid.uuid4().hex
-        self._tasks[name] = queue.SimpleQueue()
-        self._new.append(Peer(name))
+        worker = MemoryWorker(self)
+        self._tasks[worker.name] = queue.SimpleQueue()
+        self._new.append(Peer(worker.name))
         self._arrived.set()
-        return MemoryWorker(self, name)
+        return worker
 
     def answer(self, name: str, reply: Reply) -> None:
         """A worker has a reply."""
@@ -156,13 +177,12 @@ class MemoryMailbox:
         self._arrived.set()
 
 
-@dataclass
-class MemoryWorker:
+class MemoryWorker(WorkerEnd):
     """The end of a worker in this process."""
 
-    mailbox: MemoryMailbox
-    name: str
-    _programs: dict[str, Program] = field(default_factory=dict)
+    def __init__(self, mailbox: MemoryMailbox):
+        super().__init__(b"")
+        self.mailbox = mailbox
 
     def tasks(self) -> Iterator[WorkerTask]:
         while not self.mailbox.stopped.is_set():
@@ -171,10 +191,8 @@ class MemoryWorker:
                 return
             yield task
 
-    def program(self, name: str) -> Program:
-        if name not in self._programs:
-            self._programs[name] = Program.decode(self.mailbox.programs[name], b"")
-        return self._programs[name]
+    def _encoded(self, name: str) -> bytes:
+        return self.mailbox.programs[name]
 
     def reply(self, reply: Reply) -> None:
         self.mailbox.answer(self.name, reply)
@@ -255,7 +273,7 @@ class FileMailbox:
         files.write(files.join(self.folder, name), data, make=False)
 
 
-class FileWorker:
+class FileWorker(WorkerEnd):
     """The end of a worker that finds its mailbox in a folder.
 
     Args:
@@ -264,10 +282,8 @@ class FileWorker:
     """
 
     def __init__(self, folder: str, secret: bytes):
+        super().__init__(secret)
         self.folder = folder
-        self.secret = secret
-        self.name = uuid.uuid4().hex
-        self._programs: dict[str, Program] = {}
         self._next = 0
         self._heard: tuple[object, float] = None, time.monotonic()
         self._write(f"worker-{self.name}", json.dumps(process_ids.this_process()).encode())
@@ -291,13 +307,8 @@ class FileWorker:
                     return
             time.sleep(_pause(self.folder, since))
 
-    def program(self, name: str) -> Program:
-        if name not in self._programs:
-            if len(self._programs) == MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            data = bytes(files.read(files.join(self.folder, f"program-{name}")))
-            self._programs[name] = Program.decode(data, self.secret)
-        return self._programs[name]
+    def _encoded(self, name: str) -> bytes:
+        return bytes(files.read(files.join(self.folder, f"program-{name}")))
 
     def reply(self, reply: Reply) -> None:
         self._write(f"reply-{self.name}-{self._next}", encode_reply(reply))
