@@ -94,9 +94,8 @@ _LIBRARY_CALLS = frozenset(
 def working_bytes(closed: Any) -> int:
     """Bytes that a compiled function needs besides its arguments, results included.
 
-    What XLA itself reports is known only once it has compiled, and leaves out what its libraries
-    take. Values of elementwise operations with one reader do not count, since XLA makes them as
-    they are read.
+    XLA reports its memory only after compiling, and without the memory of its libraries. Values of
+    elementwise operations with one reader do not count, since XLA makes them as they are read.
 
     Args:
       closed: a jaxpr, closed or not.
