@@ -26,8 +26,7 @@ from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, pla
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.liveness import made
-from beamjax.plan.one_pass import open_placements
-from beamjax.plan.rounds import is_resident
+from beamjax.plan.one_pass import is_resident, open_placements
 from beamjax.plan.steps import Map, Output, Plan, Scatter, ValueType, size_name
 from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs

@@ -15,7 +15,7 @@ from beamjax.diagnostics.topology import DIRECT, Workers
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import RESIDENT, Cost, runner_overhead
-from beamjax.plan.rounds import is_resident
+from beamjax.plan.one_pass import is_resident
 from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.shard_times import LONG_IN_BUNDLE
 

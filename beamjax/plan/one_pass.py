@@ -1,9 +1,10 @@
-"""Decides whether a plan can run in one pass over a stream of unknown length."""
+"""Decides whether a plan runs in one pass over a stream, or on resident workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from beamjax.options import Options
 from beamjax.plan.steps import (
     Branch,
     Gather,
@@ -13,6 +14,7 @@ from beamjax.plan.steps import (
     Scatter,
     Server,
     Step,
+    is_straight,
     size_name,
     walk,
 )
@@ -21,6 +23,16 @@ from beamjax.plan.steps import (
 def open_placements(plan: Plan) -> list[str]:
     """The placements whose number of members is only known once the plan has run."""
     return [placement for placement, n in plan.sizes.items() if n is None]
+
+
+def is_resident(plan: Plan, options: Options) -> bool:
+    """Whether a run is on the resident workers of one Beam job, rather than one pipeline.
+
+    Loops and branches need resident workers, as their next step depends on values; so do
+    checkpoints. Streams of unknown length need a pipeline.
+    """
+    needs_driver = not is_straight(plan.steps) or options.checkpoint is not None
+    return needs_driver and not open_placements(plan)
 
 
 def obstacle(plan: Plan, streamed: Sequence[int]) -> str:

@@ -108,11 +108,12 @@ def walk(stages: Iterable[Stage]) -> Iterator[Stage]:
     """All stages, including those in the blocks of loops and branches."""
     for stage in stages:
         yield stage
-        for block in _blocks(stage):
+        for block in blocks_of(stage):
             yield from walk(block.stages)
 
 
-def _blocks(stage: Stage) -> list[BlockStages]:
+def blocks_of(stage: Stage) -> list[BlockStages]:
+    """The blocks of a loop or a branch, in the order in which they are lowered."""
     match stage:
         case LoopStage(condition=condition, block=block):
             return [condition, block] if condition else [block]

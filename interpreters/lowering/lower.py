@@ -37,16 +37,24 @@ from beamjax.interpreters.lowering import callbacks, masks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
 from beamjax.interpreters.lowering.fused_reductions import fuse_reductions, saved_bytes
-from beamjax.interpreters.lowering.map_bodies import map_body, read, sequential_body
+from beamjax.interpreters.lowering.map_bodies import (
+    map_body,
+    sequential_body,
+)
 from beamjax.interpreters.lowering.shard_size import (
+    choose_vectorization,
     cost_of_member,
     shard_sizes,
     with_whole_blocks,
 )
-from beamjax.interpreters.lowering.vectorize import choose_vectorization
 from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
-from beamjax.interpreters.rules.sharding_rules import FunctionReductionRule, bind, draw_by_batch
+from beamjax.interpreters.rules.sharding_rules import (
+    FunctionReductionRule,
+    draw_by_batch,
+    evaluate,
+    read,
+)
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
@@ -304,9 +312,7 @@ class _Lowering:
 
         def body(*raw: jax.Array) -> list[jax.Array]:
             env = dict(zip(stage.inputs, map(wrap, raw, impls), strict=True))
-            for eqn in stage.eqns:
-                args = [read(env, atom) for atom in eqn.inputs]
-                env.update(zip(eqn.outputs, bind(eqn, args), strict=True))
+            evaluate(((eqn, None) for eqn in stage.eqns), env, None)
             return [unwrap(env[var]) for var in stage.outputs]
 
         inputs = tuple(self.served(var) for var in stage.inputs)
@@ -342,9 +348,7 @@ class _Lowering:
         sized = functools.partial(map_body, self.program, stage, buffers, impls, guard)
         if vectorization.kind != "vmap":
             batch = vectorization.batch or 1
-            sized = functools.partial(
-                sequential_body, self.program, stage, buffers, impls, guard, batch=batch
-            )
+            sized = functools.partial(sequential_body, sized, stage, buffers, guard, batch)
         self.costs[name] = cost_of_member(stage, n)
         eqns = [e.eqn for e in stage.emissions]
         full = functools.partial(sized, full=True)

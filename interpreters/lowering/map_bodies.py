@@ -20,6 +20,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     ReductionRule,
     TracedShard,
+    read,
 )
 from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.dropping import Guard
@@ -98,26 +99,26 @@ def map_body(
 
 
 def sequential_body(
-    program: PlacedProgram,
+    at_once: Callable[..., Callable[..., list[jax.Array]]],
     stage: MapStage,
     buffers: tuple[FusedBuffer, ...],
-    impls: Sequence[str | None],
     guard: Guard | None,
+    batch: int,
     size: int,
     full: bool = False,
-    batch: int = 1,
 ) -> Callable[..., list[jax.Array]]:
     """Like `map_body`, but a sequential loop over the members (or batches) of a shard.
 
     It needs working memory for one batch only.
 
     Args:
+      at_once: `map_body` of all but `size` and `full`.
       batch: members that are computed at once. If the size of a shard is no multiple of it, which
         is so for shards without padding, all members are computed at once.
     """
     if size % batch:
-        return map_body(program, stage, buffers, impls, guard, size, full)
-    single = map_body(program, stage, buffers, impls, guard, batch, full)
+        return at_once(size, full)
+    single = at_once(batch, full)
     rounds = size // batch
     heads = 2 if guard is None else 3
     broadcasts = heads + len(stage.broadcasts)
@@ -169,11 +170,6 @@ def can_run_sequentially(stage: MapStage, buffers: Sequence[FusedBuffer]) -> boo
 
 def _rows(x: jax.Array, i: Any, batch: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, batch * i, batch)
-
-
-def read(env: Mapping[Var, Any], atom: Atom) -> Any:
-    """The value of an atom on the server."""
-    return env[atom] if isinstance(atom, Var) else atom.val
 
 
 def _read_placed(env: Mapping[tuple[Var, int], Any], atom: Atom, axis: int) -> Any:

@@ -1,4 +1,5 @@
-"""Chooses the number of members per shard.
+"""Chooses the number of members per shard, and whether they are computed at once (vmap), in batches
+or sequentially.
 
 On a CPU, a shard should be as large as fits in the second-level cache. More than 64 members only
 help if members are tiny, because then the overhead per call dominates. For tiny members, shards
@@ -19,11 +20,14 @@ from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.callbacks import reason_for_python
+from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.options import Options
+from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import USUAL, Cost
+from beamjax.plan.steps import FusedBuffer
 
 CACHE_BYTES = 1 << 20
 """Assumed size of the second-level cache of a core, in bytes."""
@@ -200,6 +204,69 @@ def largest_size(stage: MapStage, n: int, limit: int) -> int:
     size = min(limit / max(moved + _used(stage, n), 1), MAX_SHARD_BYTES / max(moved, 1))
     size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
     return max(MULTIPLE, power_of_two(size))
+
+
+# --- how a shard is computed
+
+VMAP = Vectorization()
+
+
+def choose_vectorization(
+    stage: MapStage,
+    buffers: Sequence[FusedBuffer],
+    n: Any,
+    size: int,
+    options: Options,
+    platforms: Sequence[str],
+    chosen: Vectorization | None = None,
+) -> tuple[Vectorization, str]:
+    """How a pass computes a shard, with the reason if it is not vmap over all members.
+
+    Args:
+      stage: the pass.
+      buffers: the fused buffers of its reductions.
+      n: the number of members.
+      size: members per shard.
+      options: `member_loop` and `member_batch` take precedence.
+      platforms: platforms of the executable.
+      chosen: a saved or probed choice, which comes second; None to choose by rules.
+    """
+    if not can_run_sequentially(stage, buffers):
+        return VMAP, ""
+    if options.member_loop is not None:
+        found = Vectorization(options.member_loop, options.member_batch or 0)
+        why = f"the option member_loop={options.member_loop!r}"
+    elif chosen is not None:
+        found, why = chosen, "as was chosen"
+    else:
+        found, why = _by_rule(stage, n, options, platforms)
+    if found.kind == "batches":
+        found = Vectorization(
+            "batches", found.batch or min(batch_size(stage, n), size // 2 // 8 * 8)
+        )
+        if found.batch == 0 or size % found.batch or size <= found.batch:
+            return VMAP, ""
+    return found, why if found != VMAP else ""
+
+
+def _by_rule(
+    stage: MapStage, n: Any, options: Options, platforms: Sequence[str]
+) -> tuple[Vectorization, str]:
+    """How to compute a shard of any size by rules, and why."""
+    if is_large(stage, n):
+        return Vectorization("loop"), "large members"
+    if tuple(platforms) != ("cpu",):
+        return VMAP, ""
+    if convolves_by_member(stage):
+        return Vectorization("loop"), "convolutions whose kernels differ between members"
+    if is_unknown(n) or options.shard_size is not None:
+        return VMAP, ""
+    if is_streamed(stage, n):
+        return VMAP, ""
+    return Vectorization("batches", best_shard_size(stage, n)), "no more members fit in the cache"
+
+
+# --- bytes of a member
 
 
 def _counted(n: Any) -> int:

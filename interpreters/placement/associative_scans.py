@@ -30,7 +30,12 @@ from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.by_shard import mapped_by_shard, range_size, reduced_by_shard
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, TracedShard, bind, shape_of
+from beamjax.interpreters.rules.sharding_rules import (
+    MemberwiseRule,
+    TracedShard,
+    evaluate,
+    shape_of,
+)
 from beamjax.interpreters.staging.flatten import flatten
 from beamjax.numerics.reducers import PICK
 
@@ -351,10 +356,7 @@ class _Function:
         shard = TracedShard(np.int32(0), size, np.ones(size, bool))  # type: ignore[arg-type]
         env: dict[Var, Any] = dict(zip(self.halves, (*left, *right), strict=True))
         env.update(zip(self.served, served, strict=True))
-        for eqn, rule in self.eqns.items():
-            args = [env[a] if isinstance(a, Var) else a.val for a in eqn.inputs]
-            outs = bind(eqn, args) if rule is None else rule.emit(eqn, args, shard)
-            env.update(zip(eqn.outputs, outs, strict=True))
+        evaluate(self.eqns.items(), env, shard)
         return [env[var] for var in self.results]
 
 

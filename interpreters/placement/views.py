@@ -23,7 +23,11 @@ from jax import lax
 from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, TracedShard
+from beamjax.interpreters.rules.sharding_rules import (
+    MemberwiseRule,
+    TracedShard,
+    read,
+)
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops import primitives
 from beamjax.plan.steps import MAX_MEMBERS
@@ -215,17 +219,13 @@ class _Rows:
             env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
             for eqn, rule in self.eqns.items():
                 axes = zip(eqn.inputs, rule.in_axes, strict=True)
-                args = [_read(served if axis is None else env, atom) for atom, axis in axes]
+                args = [read(served if axis is None else env, atom) for atom, axis in axes]
                 outs = rule.emit(eqn, args, shard)
                 env.update(zip(eqn.outputs, outs, strict=True))
-            return [lax.reshape(_read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
+            return [lax.reshape(read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
 
         def traced(*values: Any) -> list[jax.Array]:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
                 return fn(*values)
 
         return traced
-
-
-def _read(env: Mapping[Var, Any], atom: Atom) -> Any:
-    return env[atom] if isinstance(atom, Var) else atom.val

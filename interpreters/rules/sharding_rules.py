@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +18,11 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.program import (
+    Atom,
+    Eqn,
+    Var,
+)
 from beamjax.interpreters.staging.lines import user_line
 
 OUTSIDE = -1
@@ -221,6 +230,24 @@ def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
 def as_is(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     """Emits the equation unchanged."""
     return bind(eqn, args)
+
+
+def read(env: Mapping[Var, Any], atom: Atom) -> Any:
+    """The value of an atom."""
+    return env[atom] if isinstance(atom, Var) else atom.val
+
+
+def evaluate(
+    eqns: Iterable[tuple[Eqn, MemberwiseRule | None]],
+    env: dict[Var, Any],
+    shard: TracedShard | None,
+) -> None:
+    """Adds the results of equations to `env`; those with a rule are on the members of a shard."""
+    for eqn, rule in eqns:
+        args = [read(env, atom) for atom in eqn.inputs]
+        # Only rules read the shard.
+        outs = bind(eqn, args) if rule is None else rule.emit(eqn, args, shard)  # type: ignore[arg-type]
+        env.update(zip(eqn.outputs, outs, strict=True))
 
 
 # --- shapes and axes

@@ -16,7 +16,6 @@ from jax.extend import core as jex
 
 from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS, stage_waits_for_data
 from beamjax.interpreters.cutting.stages import (
-    BlockStages,
     BranchStage,
     GatherStage,
     LoopStage,
@@ -24,6 +23,7 @@ from beamjax.interpreters.cutting.stages import (
     ScatterStage,
     ServerStage,
     Stage,
+    blocks_of,
 )
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import shard_size
@@ -109,10 +109,10 @@ def _named(
             case MapStage(placement=placement):
                 number = counts[placement] = counts.get(placement, -1) + 1
                 yield f"map_{placement}_{number}", stage, rounds
-            case LoopStage(eqn=eqn, condition=condition, block=block):
+            case LoopStage(eqn=eqn):
                 more = rounds * (GUESSED_ROUNDS if eqn.rounds is None else eqn.rounds)
-                for inner in (condition, block) if condition else (block,):
-                    yield from _named(inner.stages, counts, more)
+                for block in blocks_of(stage):
+                    yield from _named(block.stages, counts, more)
             case BranchStage(branches=branches):
                 for branch in branches:
                     yield from _named(branch.stages, counts, rounds)
@@ -171,13 +171,12 @@ class _Texts:
                 case GatherStage() | ScatterStage():
                     yield [type(stage).__name__, self.type(stage.var)]
                 case LoopStage():
-                    blocks = [stage.condition, stage.block] if stage.condition else [stage.block]
-                    yield ["loop", stage.eqn.rounds, *(self.block(block) for block in blocks)]
-                case BranchStage(branches=branches):
-                    yield ["branch", *map(self.block, branches)]
+                    yield ["loop", stage.eqn.rounds, *self.blocks(stage)]
+                case BranchStage():
+                    yield ["branch", *self.blocks(stage)]
 
-    def block(self, block: BlockStages) -> list[Any]:
-        return list(self.stages(block.stages))
+    def blocks(self, stage: Stage) -> list[Any]:
+        return [list(self.stages(block.stages)) for block in blocks_of(stage)]
 
     def eqn(self, eqn: Eqn) -> list[Any]:
         bodies = [_ADDRESS.sub("", str(jaxpr)) for jaxpr in jex.jaxprs_in_params(eqn.params)]
