@@ -50,6 +50,19 @@ def test_windows_of_members_over_many_shards(low, high):
             assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
 
 
+@pytest.mark.parametrize(("fill", "gathers"), [(0.0, False), (5.0, True)])
+def test_windows_of_members_that_are_padded(fill, gathers):
+    """Padding that changes nothing is part of the windows; with other numbers it is read."""
+
+    def fn(x):
+        padded = lax.pad(bj.map_fn(jnp.tanh, x), fill, [(1, 1, 0), (0, 0, 0)])
+        return lax.reduce_window(padded, 0.0, lax.add, (3, 1), (1, 1), "VALID")
+
+    prog = bj.program(clients=N)(fn)
+    assert_close(bj.run(prog, X, options={"shard_size": 8}), jax.jit(prog)(X))
+    assert (bj.explain(prog, X).facts.gathered_bytes > 0) == gathers
+
+
 @pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)
 def test_running_sums_of_many_members(options):
     """Shards of many members, and none that is cut within a row of the table."""
