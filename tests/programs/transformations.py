@@ -237,7 +237,7 @@ def nested_placements(ops):
 def nested_programs(ops):
     @ops.program(placements={"inner": M})
     def inner(w, xs):
-        return ops.reduce_sum(ops.map_fn(lambda v: jnp.tanh(v @ w), xs, placement="inner"))
+        return ops.reduce_sum(ops.map_fn(lambda v: jnp.tanh(v @ w), xs))
 
     return jax.grad(sum_over(ops, lambda w, xs: jnp.sin(inner(w, xs)))), (W, rnd(N, M, 3))
 
