@@ -215,15 +215,6 @@ def test_integers_wrap_around():
         assert found.total(0, 1, np.int32)[0] == wanted
 
 
-def test_fast_sums_are_near():
-    values = np.random.default_rng(0).standard_normal((30, 5)).astype(np.complex64)
-    accumulator = in_a_tree("sum", values, 1, mode="fast")
-    np.testing.assert_allclose(accumulator.total(0, 5, np.complex64), values.sum(0), rtol=1e-5)
-    np.testing.assert_allclose(accumulator.mean(0, 5, 30, np.complex64), values.mean(0), rtol=1e-5)
-    empty = make_accumulator("sum", np.float32, 2, mode="fast")
-    assert np.isnan(empty.mean(0, 2, 0, np.float32)).all()
-
-
 # --- all reductions of all dtypes, in whole runs
 
 OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]

@@ -347,13 +347,6 @@ def test_long_vectors_have_digits_where_they_need_them(dtype):
     assert total.nbytes <= 3 * 8 * 2 * BLOCK * (2 if values.dtype.kind == "c" else 1)
 
 
-def test_complex_parts_are_summed_apart():
-    rows = [1 + 2j, complex(np.inf, 1)], [1e10 + 0j, complex(1, -np.inf)], [-1e10 + 1j, 0]
-    total = summed(rows, np.complex64)
-    assert total.total(0, 2, np.complex64).tolist() == [1 + 3j, complex(np.inf, -np.inf)]
-    assert total.mean(0, 1, 2, np.complex64).tolist() == [0.5 + 1.5j]
-
-
 def test_infinities_nan_and_zeros():
     inf, nan = np.inf, np.nan
     columns = {

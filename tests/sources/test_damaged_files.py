@@ -26,7 +26,6 @@ from source_files import (
     part,
     refused,
     save,
-    table_of,
     write_parquet,
     write_records,
     write_zarr,
@@ -311,22 +310,6 @@ def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
     assert bj.from_zarr(path).read(0, N)[0].shape == X.shape
 
 
-def test_leaves_of_other_than_numbers(tmp_path):
-    path = str(tmp_path / "rows.npy")
-    for array, message in [
-        (np.array(["a", "b"]), "dtype <U1"),
-        (np.array([{}, []], object), "bjects.* expected numbers"),
-        (np.zeros(3, "M8[s]"), "dtype datetime64.s."),
-    ]:
-        np.save(path, array, allow_pickle=True)
-        error = refused((SourceError, StructureError), message, bj.from_npy, path)
-        assert path in str(error)
-        with open(path, "wb") as file:
-            np.savez(file, x=array)
-        error = refused((SourceError, StructureError), message, bj.from_npz, path)
-        assert path in str(error)
-
-
 # --- tables
 
 
@@ -435,32 +418,3 @@ def test_blocks_of_a_changed_table_that_were_decoded_are_kept(tmp_path):
     refused(SourceError, r"/x: found \d+ bytes .*" + CHANGED, source.read, 0, N)
     shutil.move(save(table, tmp_path / "y", rows=10), path)
     refused(SourceError, CHANGED, source.read, 10, 11)
-
-
-def test_specs_of_tables_that_are_none(table, tmp_path):
-    spec = table.read(save(table, tmp_path / "x")).to_spec()
-    (file,) = spec["files"]
-    for change in [
-        *({"files": files} for files in ([], [["x", 1]])),
-        *({"files": [{**file, "rows": rows}]} for rows in ([-1], ["1"], 3, [2**62], [0])),
-        *({"columns": columns} for columns in ([], [1, 2, 3], None)),
-        *({"leaves": leaves} for leaves in ([], None)),
-    ]:
-        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
-    for change, message in [
-        ({"files": [{**file, "rows": [5, 5, 5, 5, 4]}]}, "expected"),
-        ({"files": [{**file, "rows": [5, 5, 5, 5, 2, 1]}]}, "expected"),
-        ({"columns": ["label", "ok", "z"]}, "found no column 'z'"),
-        ({"columns": ["ok", "label", "x"]}, "expected int32.* for leaf"),
-    ]:
-        other = open_spec({**spec, **change})
-        refused(SourceError, message, other.read, 0, len(other))
-
-
-def test_texts_need_a_number_of_bytes(table, tmp_path):
-    path = save(
-        table, tmp_path / "a", table_of({"x": np.arange(2)}).append_column("n", [["a", "b"]])
-    )
-    message = r"/a: column 'n' is of .*string.*columns=\['x'\]"
-    refused(StructureError, message, table.read, path)
-    refused(SourceError, "found no column 'nn'; do you mean 'n'", table.read, path, ["nn"])

@@ -179,6 +179,10 @@ def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkey
     paths = save_npy(tmp_path, {f"x{i}": np.full(N, i) for i in range(6)})
     assert [int(array[0]) for array in bj.from_npy(paths).read(0, 1)] == list(range(6))
     assert len(npy_source._MAPPED) == 3
+    first = npy_source.map_file(paths["x0"])
+    for name in ("x1", "x0", "x2", "x0", "x3"):
+        again = npy_source.map_file(paths[name])
+        assert (again is first) == (name == "x0")
 
 
 def test_a_read_asks_the_file_system_once_for_each_file(npz, tmp_path):
@@ -191,21 +195,6 @@ def test_a_read_asks_the_file_system_once_for_each_file(npz, tmp_path):
         with mock.patch("os.stat", wraps=os.stat) as asked:
             source.read(3, 5)
         assert asked.call_count == files
-
-
-def test_specs_of_npy_that_are_none(tmp_path):
-    spec = bj.from_npy(save_npy(tmp_path, {"x": X}, (0, 4, N))).to_spec()
-    (files,) = spec["files"]
-    for change in [
-        {"files": []},
-        {"files": [files, files[:1]]},
-        {"files": [[{**files[0], "rows": -1}]]},
-        {"files": [[{**files[0], "stamp": 3}]]},
-        {"files": [[{**files[0], "stamp": {"path": "x", "nbytes": -1, "stamp": ""}}]]},
-        {"leaves": []},
-        {"wraps": 1},
-    ]:
-        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
 
 
 # --- from_npy_parts

@@ -33,7 +33,7 @@ from source_files import (
 from streams import Numbers, stream
 
 import beamjax as bj
-from beamjax.errors import PlacementError, SourceError, StructureError
+from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources import LeafSpec, block_source, from_arrays, open_spec, source_base
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name
 
@@ -363,6 +363,45 @@ def test_arrays_that_cannot_be_written_leave_nothing_behind(tmp_path, monkeypatc
 
 
 # --- specs
+
+
+def changed(value):
+    """Copies of a value of JSON with one change each."""
+    if isinstance(value, dict):
+        for key in value:
+            yield from ({**value, key: other} for other in changed(value[key]))
+            yield {name: value[name] for name in value if name != key}
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in changed(each))
+    elif type(value) is int:
+        yield from (value - 1, value + 1)
+    yield from (other for other in (None, -1, "x", 2**62) if other != value)
+
+
+OTHER_MEMBERS = {"range size", "grouped rows", "ragged buckets", "ragged mask_at"}
+"""Sources and the fields of their specs of which another value is another good source."""
+
+
+def test_specs_with_one_change_are_refused_or_harmless(tmp_path):
+    """And so are files of tables and records with fewer or more members than a spec says."""
+    faults = []
+    for name, make in SOURCES.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        source, tree = make(folder)
+        spec = json.loads(json.dumps(source.spilled(str(folder / "spilled")).to_spec()))
+        expected = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+        for field, value in [(key, other) for key in spec for other in changed(spec[key])]:
+            block_source.BLOCKS.clear()
+            try:
+                again = open_spec({**spec, field: value})
+                found = [array.tobytes() for array in again.read(0, len(again))]
+            except BeamjaxError:
+                continue
+            if found != expected and f"{name} {field}" not in OTHER_MEMBERS:
+                faults.append((name, field, value))
+    assert faults == []
 
 
 class Squares(bj.Source, kind="test-squares"):

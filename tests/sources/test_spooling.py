@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from helpers import assert_same_bits
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from streams import Numbers, stream
 
 import beamjax as bj
@@ -99,17 +97,6 @@ def test_streams_without_members(tmp_path):
         spool(Numbers([0, 0]), tmp_path)
     with contextlib.ExitStack() as stack, pytest.raises(SourceError, match="found no member"):
         stack.enter_context(spooled([Numbers([0, 0])], FnApiRunner(), Options()))
-
-
-@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
-@settings(max_examples=50)
-def test_any_range_of_spooled_members(counts, data):
-    source = SpooledSource("", [(str(i), c) for i, c in enumerate(counts)], Numbers.leaves)
-    firsts = np.cumsum([0, *counts])
-    source._load = lambda name, count: [np.arange(count) + firsts[int(name)]]
-    start = data.draw(st.integers(0, sum(counts)))
-    stop = data.draw(st.integers(start, sum(counts)))
-    assert source.read(start, stop)[0].tolist() == list(range(start, stop))
 
 
 # --- results

@@ -76,6 +76,7 @@ def test_columns_are_chosen(form, tmp_path):
     bare = form.read(path, columns="x")
     assert bare.treedef == jax.tree.structure(0)
     assert bare.leaves[0].path == ""
+    assert repr(bare).endswith(f"in {path}>")
     assert_reads(bare, TREE["x"])
     table = pa.table({"a": np.arange(3), "a.b": np.arange(3.0), "a.b.c": np.arange(3) * 2})
     source = form.read(save(form, tmp_path / "x", table), columns=["a", "a.b"])
@@ -99,7 +100,7 @@ def test_files_by_path_pattern_list_folder_and_url(form, tmp_path):
         source = form.read(way)
         assert_reads(source, TREE)
         assert_reads(source, TREE, 3, 20)
-        assert "and 3 more" in repr(source)
+        assert f"{names[0]} and 3 more" in repr(source)
     backwards = form.read([folder / names[3], folder / names[0]])
     label = TREE["label"]
     assert_same_bits(backwards.read(0, 8)[0], np.concatenate([label[19:], label[:4]]))

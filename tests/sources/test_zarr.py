@@ -215,17 +215,6 @@ def test_arrays_that_nobody_may_read(tmp_path, monkeypatch):
     refused(SourceError, message, bj.from_zarr, tmp_path / "x")
 
 
-def test_specs_that_are_none(tmp_path):
-    spec = bj.from_zarr(save(tmp_path / "x", X, (5, 2, 3))).to_spec()
-    one = [1, "", 1, None, ""], ["x", "", 0, None, ""], ["x", "", 1, [], ""], ["x", "", 1]
-    for change in [
-        *({"arrays": arrays} for arrays in ([], None, *([each] for each in one))),
-        *({"size": size} for size in (0, "1")),
-        {"leaves": []},
-    ]:
-        refused(SourceError, "which its to_spec does not give", open_spec, {**spec, **change})
-
-
 # --- numbers that stand for others by the CF conventions
 
 DIMENSIONS = {"_ARRAY_DIMENSIONS": ["time"]}

@@ -241,16 +241,6 @@ def test_decode_refuses_headers_that_lie():
             arrays.decode_array(arrays.encode_arrays([np.zeros(1)] * count))
 
 
-def test_lying_header_allocates_nothing():
-    data = forge_one(shape=[1 << 40], nbytes=1 << 42)
-    tracemalloc.start()
-    with pytest.raises(ArrayFormatError, match="outside"):
-        arrays.decode_arrays(data)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
-
-
 SAMPLE = arrays.encode_arrays(
     [np.arange(5, dtype=np.float32), np.zeros((0, 3)), np.array(True)], {"name": "x"}
 )
@@ -267,14 +257,6 @@ def test_any_changed_byte_truncation_or_extension_is_an_error():
             arrays.decode_arrays(SAMPLE[:position])
     with pytest.raises(ArrayFormatError, match="trailing bytes"):
         arrays.decode_arrays(SAMPLE + b"\0")
-
-
-@reproducible
-@hypothesis.given(st.binary(max_size=300))
-def test_any_bytes_are_an_error(data):
-    for broken in (data, arrays.MAGIC + data, SAMPLE[:32] + data):
-        with pytest.raises(ArrayFormatError):
-            arrays.decode_arrays(broken)
 
 
 json_values = st.recursive(
