@@ -262,6 +262,13 @@ def test_a_chunk_of_zarr_that_is_cut_off_loses_its_members_only(tmp_path):
     with bj.launch(spread, source, options=DROP) as job:
         job.result()
         assert [each.member for each in job.dropped] == [5, 6, 7, 8, 9]
+    write_zarr(tmp_path / "one.zarr", TREE, rows=1)
+    chunk = tmp_path / "one.zarr" / "x" / "c" / "1" / "0" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-7])
+    source = bj.from_zarr(tmp_path / "one.zarr")
+    assert_reads(source, TREE, 0, 1)
+    assert_reads(source, TREE, 2, N)
+    refused(SourceError, "cannot read member", source.read, 1, 2)
 
 
 # --- what is of one format
@@ -403,7 +410,8 @@ def test_files_of_a_table_without_rows(table, tmp_path):
     schema = pa.schema([("x", pa.list_(pa.int64()))])
     empty = save(table, tmp_path / "a", schema.empty_table())
     for files in (empty, [empty, empty]):
-        refused(PlacementError, r"\(.*/a.*\): found 0 members", table.read, files)
+        more = " and 1 more" if isinstance(files, list) else ""
+        refused(PlacementError, rf"\({empty}{more}\): found 0 members", table.read, files)
     full = save(table, tmp_path / "b", pa.table({"x": [[1, 2], [3, 4]]}))
     assert_reads(table.read([empty, full, empty, full]), np.array([[1, 2], [3, 4]] * 2))
 

@@ -26,6 +26,7 @@ from source_files import (
     random_bits,
     refused,
     save,
+    save_npy,
     save_parts,
     write_records,
 )
@@ -299,7 +300,8 @@ def test_which_sources_stay_on_this_machine(tmp_path):
     source = bj.from_tfrecord(write(tmp_path / "x", rows()), FEATURES)
     live = bj.from_random_access([1, 2, 3, 4])
     there, here = Store("inmemory://run", persistent=False), Store(str(tmp_path))
-    for each in (source, live, grouped(source, 1), grouped(live, 2)):
+    mapped = bj.from_npy(save_npy(tmp_path))
+    for each in (source, live, mapped, grouped(source, 1), grouped(live, 2)):
         assert stays_here(each, there)
         assert not stays_here(each, here)
     assert not stays_here(bj.from_range(5), there)
