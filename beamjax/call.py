@@ -1,19 +1,25 @@
-"""A call of a function of programs with its plan: what `run`, `launch` and `transform` go through,
-what `explain` shows, and what `replay` computes again.
+"""A call of a function of programs: how it is written, and, once it has a plan, what `run`,
+`launch` and `transform` go through, what `explain` shows, and what `replay` computes again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from beamjax._text import hint
 from beamjax.diagnostics.fact_types import PlanFacts, PredictionFact
 from beamjax.diagnostics.facts import facts_of
 from beamjax.diagnostics.forecast import prediction
+from beamjax.errors import StructureError
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import FlatCall
-from beamjax.options import Options
+from beamjax.ops.leaves import name_of
+from beamjax.options import Options, parse_options
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
@@ -22,6 +28,9 @@ if TYPE_CHECKING:
     from beamjax.pipelines.session_workers import SessionWorkers
 
 LOCAL = "local"
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -82,3 +91,47 @@ class Call:
 def runner_name(backend: Any) -> str:
     """The name of a runner, which users give by name or as an instance."""
     return backend if isinstance(backend, str) else type(backend).__name__
+
+
+def by_position(front: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Explains, for a function that is called as `front(fn, *args, **options)`, how `fn` gets its
+    keyword arguments: Python would only say that `front` does not have them.
+    """
+    known = inspect.signature(front).parameters
+
+    @functools.wraps(front)
+    def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        unknown = [name for name in kwargs if name not in known]
+        if unknown and args:
+            _refuse_keywords(front.__name__, args[0], unknown, known)
+        return front(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[str]) -> None:
+    name = name_of(fn)
+    bound = ", ".join(f"{key}=..." for key in unknown)
+    raise StructureError(
+        f"{front}: found the keyword argument {unknown[0]!r}{hint(unknown[0], known) or '.'} The "
+        f"arguments of {name} are given by position, beamjax.{front}({name}, ...), or bound "
+        f"before: beamjax.{front}(functools.partial({name}, {bound}), ...)."
+    )
+
+
+def parsed_options(options: Any, runner: Any) -> Options:
+    """The options of a run, with the flags among them that are Beam's checked.
+
+    Args:
+      options: what the user gave.
+      runner: the name or an instance of a runner.
+
+    Raises:
+      OptionsError: an option is unknown or has an impossible value.
+    """
+    parsed = parse_options(options)
+    if parsed.beam and isinstance(parsed.beam, Sequence):
+        from beamjax.pipelines.runners.options import check_flags
+
+        check_flags(parsed.beam, runner if isinstance(runner, str) else type(runner).__name__)
+    return parsed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax.call_checks import by_position, parsed_options
+from beamjax.call import by_position, parsed_options
 from beamjax.execution import plan, stage
 
 

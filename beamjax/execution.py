@@ -17,8 +17,7 @@ import numpy as np
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
-from beamjax.call import LOCAL, Call
-from beamjax.call_checks import by_position, parsed_options
+from beamjax.call import LOCAL, Call, by_position, parsed_options
 from beamjax.diagnostics import topology
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError

@@ -15,7 +15,7 @@ import jax
 
 from beamjax import execution
 from beamjax import reading as reading_of
-from beamjax.call_checks import by_position, parsed_options
+from beamjax.call import by_position, parsed_options
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError

@@ -16,7 +16,7 @@ import numpy as np
 from beamjax import _compat, execution
 from beamjax._text import aligned
 from beamjax.bodies.export import unwrap, wrap
-from beamjax.call_checks import by_position
+from beamjax.call import by_position
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from beamjax.call_checks import parsed_options
+from beamjax.call import parsed_options
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
