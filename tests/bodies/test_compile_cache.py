@@ -12,10 +12,6 @@ import pytest
 
 import beamjax as bj
 from beamjax.commands import cli
-from beamjax.errors import OptionsError
-from beamjax.jobs.display import made_in_words
-from beamjax.options import parse_options
-from beamjax.telemetry.progress import Tally
 
 N = 20
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -103,18 +99,3 @@ def test_bodies_and_broadcasts_are_there_once(runner):
     # The weights of each of four rounds; the table once, though all rounds read it.
     assert first.broadcasts == 4 + 1
     assert again.broadcasts <= 4 + 1  # or fewer, where some are still there
-
-
-def test_the_option_and_what_is_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert parse_options({"compile_cache": "here"}).compile_cache == str(tmp_path / "here")
-    assert parse_options(["--compile_cache=gs://b/c"]).compile_cache == "gs://b/c"
-    with pytest.raises(OptionsError, match="compile_cache: found '', expected the path or URL"):
-        parse_options({"compile_cache": ""})
-
-    assert made_in_words(Tally()) == ""
-    done = Tally(executables=3, cache_hits=1, bodies_loaded=2, bodies_reused=5, broadcasts=4)
-    assert made_in_words(done) == (
-        "2 executables compiled, 1 found on disk; 2 bodies loaded, 5 in memory; "
-        "4 broadcasts put on devices"
-    )

@@ -101,39 +101,27 @@ def test_any_number_of_members(case, n, shard_size, reverse):
     check(case, n, shard_size, reverse)
 
 
-def test_bits_are_those_of_any_runner():
-    fn, args = scan_of("recurrence", 100, reverse=True)
-    options = {"shard_size": 16}
-    local = bj.run(fn, *args, runner="local", options=options)
-    assert_same_bits(bj.run(fn, *args, options=options), local)
+def scan_of_a_scan(x):
+    once = lax.associative_scan(add, x)
+    return lax.associative_scan(jnp.maximum, once), once
 
 
-def test_members_along_another_axis():
-    fn = bj.program(clients=40)(
-        lambda x: lax.associative_scan(add, bj.map_fn(jnp.sin, x).T, axis=1)
-    )
-    x = numbers(40, 3)
-    assert step_kinds(fn, x)["Gather"] == 0
-    assert_close(bj.run(fn, x, runner="local"), jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
+def reads_its_neighbours(left, right):
+    return left + jnp.flip(right, 0)
 
 
-def test_the_scan_of_a_scan():
-    def fn(x):
-        once = lax.associative_scan(add, bj.map_fn(jnp.sin, x))
-        return lax.associative_scan(jnp.maximum, once), once
-
-    fn, x = bj.program(clients=40)(fn), numbers(40, 3)
-    assert step_kinds(fn, x)["Gather"] == 0
-    assert_close(bj.run(fn, x, runner="local"), jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
-
-
-def test_what_mixes_members_in_another_way_is_not_taken_for_a_scan():
-    def changed(left, right):  # The function reads its neighbours.
-        return left + jnp.flip(right, 0)
-
-    def fn(x):
-        return lax.associative_scan(changed, bj.map_fn(jnp.sin, x))
-
-    fn, x = bj.program(clients=40)(fn), numbers(40, 3)
-    assert step_kinds(fn, x)["Gather"] > 0
-    assert_close(bj.run(fn, x, runner="local"), jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ("scan", "gathers"),
+    [
+        (lambda x: lax.associative_scan(add, x.T, axis=1), False),
+        (scan_of_a_scan, False),
+        (lambda x: lax.associative_scan(reads_its_neighbours, x), True),
+    ],
+    ids=["along another axis", "of a scan", "mixes members in another way"],
+)
+def test_other_scans(scan, gathers):
+    fn, x = bj.program(clients=40)(lambda x: scan(bj.map_fn(jnp.sin, x))), numbers(40, 3)
+    assert (step_kinds(fn, x)["Gather"] > 0) == gathers
+    local = bj.run(fn, x, runner="local")
+    assert_close(local, jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
+    assert_same_bits(bj.run(fn, x), local)

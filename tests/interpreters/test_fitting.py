@@ -10,7 +10,7 @@ from faults import THREADS
 from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
-from beamjax.errors import CheckpointError, StructureError
+from beamjax.errors import CheckpointError
 from beamjax.plan.steps import Map, walk
 
 RNG = np.random.default_rng(3)
@@ -242,12 +242,3 @@ def test_a_run_counts_what_it_reads_and_the_executables(runner, own):
     with bj.launch(bj.program(clients=None)(bj.reduce_sum), even, runner=runner) as job:
         job.result()
         assert job.progress().done.bytes_padding == 0
-
-
-def test_a_body_that_reads_its_padding_is_refused():
-    @bj.program(clients=None)
-    def careless(data):
-        return bj.reduce_mean(bj.map_fn(lambda client: client["y"].mean(), data))
-
-    with pytest.raises(StructureError, match=r"(?s)shard 0 .*do not depend on padding.*mask"):
-        local(careless, clients())

@@ -153,6 +153,8 @@ PROGRAMS = {
     "mapped": (mapped, (W, X), ".m", (0, 0)),
     "through operations": (lambda w, x: mapped(w, jnp.tanh(x.T).T + 1.0), (W, X), ".m", (0, 0)),
     "reduced by jnp": (lambda w, x: jnp.mean(x, 0) + w, (W, X), ".m", (0, 0)),
+    "columns by their numbers": (
+        lambda w, x: jnp.sum(jnp.tanh(x)[:, jnp.asarray([2, 0])], 0) * w[0], (W, X), ".m.", (0, 0)),
     "whole too": (lambda w, x: mapped(w, x) + x[3], (W, X), ".m", (0, 0)),
     "closed over": (lambda w, x: bj.map_fn(lambda v: x @ v * w[0], x), (W, X), ".m", (1, 0)),
     "never placed": (lambda w, x: x[3] * w, (W, X), "..", (0, 0)),

@@ -198,14 +198,6 @@ def test_members_of_unknown_number_come_in_shards_of_the_usual_size():
         assert plan_of(fn, members, **AT_ONCE).shard_sizes == known, size
 
 
-def test_shards_have_all_members():
-    fn, *args = scaled(33)
-    (placement,) = bj.explain(fn, *args, options={"shard_size": 16}).facts.placements
-    assert (placement.members, placement.shard_size, placement.shards) == (33, 16, 3)
-    fn, *args = scaled(32)
-    assert plan_of(fn, *args, shard_size=16).shards("clients") == 2
-
-
 @pytest.mark.parametrize("size", [-8, 0, 4, 12])
 def test_sizes_that_are_no_multiple_of_8_are_refused(size):
     fn, *args = scaled(100)
