@@ -204,15 +204,6 @@ def test_sources_that_are_gathered_are_read_on_the_workers():
         assert_same_bits(found, local)
 
 
-def test_x64_programs_run_outside_of_x64():
-    with jax.enable_x64(True):
-        args = [np.asarray(arg, np.float64) for arg in ARGS]
-        results = [bj.run(stages, *args, runner=runner) for runner in ("local", "DirectRunner")]
-        assert results[0][0].dtype == np.float64
-        assert_same_bits(*results)
-        assert_close(results[0], jax.jit(stages)(*args))
-
-
 # --- a run leaves nothing behind
 
 
