@@ -1,6 +1,7 @@
 """Exact sums against whole-number arithmetic, in any order, bundling and tree of merges."""
 
 import ctypes
+import itertools
 import math
 import mmap
 import platform
@@ -210,6 +211,15 @@ def test_mean_next_to_the_middle_of_two_floats(dtype, data):
     offset = data.draw(st.sampled_from([-1, 0, 1])) * Fraction(2) ** -(100 if dtype == F32 else 900)
     total = summed(pieces(middle * count + offset, dtype), dtype)
     assert_bits(total.mean(0, 1, count, dtype), [rounded(middle + offset / count, dtype)])
+
+
+def test_means_over_whole_numbers_next_to_the_middle_of_two_floats():
+    """Counts that are divided as Python integers."""
+    for count in (2**26, 2**26 + 1, 2**40 + 1):
+        for odd, tiny in itertools.product((2**24 + 1, -(2**24) - 1, 2**24 + 3), (-1, 0, 1)):
+            value = Fraction(odd * count) + tiny * Fraction(2) ** -100
+            found = summed(pieces(value, F32)).mean(0, 1, count, F32)
+            assert_bits(found, [rounded(value / count, F32)])
 
 
 @MANY
