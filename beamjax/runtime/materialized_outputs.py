@@ -23,7 +23,7 @@ from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import stored_dtype
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import LeafSpec, open_spec
-from beamjax.storage.allocation import allocate
+from beamjax.storage.scratch import allocate
 
 VERSION = 1
 HANDED_BYTES = 1 << 24

@@ -16,7 +16,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax.storage.allocation import allocate
+from beamjax.storage.scratch import allocate
 from beamjax.telemetry import process_ids
 
 PREFIX = "working-"
