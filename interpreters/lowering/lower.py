@@ -32,8 +32,8 @@ from beamjax.interpreters.cutting.stages import (
     Stage,
     walk,
 )
-from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.lowering import callbacks, masks
+from beamjax.interpreters.dimensions import is_unknown, known_size
+from beamjax.interpreters.lowering import callbacks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
 from beamjax.interpreters.lowering.fused_reductions import fuse_reductions, saved_bytes
@@ -51,9 +51,11 @@ from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgr
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
+    ReductionRule,
     draw_by_batch,
     evaluate,
     read,
+    shape_of,
 )
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
@@ -78,6 +80,13 @@ from beamjax.plan.steps import (
     ValueType,
     View,
 )
+
+MASKED_SECONDS = 1e-9
+"""Assumed cost of a mask, in seconds per masked value of a member."""
+EXECUTABLE_SECONDS = 0.3
+"""Assumed seconds to stage, export and compile one more executable."""
+UNKNOWN_MEMBERS = 1 << 20
+"""Assumed number of members where it is unknown."""
 
 
 def lower(
@@ -354,9 +363,9 @@ class _Lowering:
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
-        if exported and masks.are_all_full(n, size) and not (guard and guard.drops):
+        if exported and _are_all_full(n, size) and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
-        elif exported and masks.separate_executables_pay(stage, n, size):
+        elif exported and _separate_executables_pay(stage, n, size):
             key = self.export(name, full, size, arguments, eqns)
             short = self.export(name, sized, size, arguments, eqns)
         else:
@@ -436,6 +445,36 @@ class _Lowering:
             key, made = export_body(name, function, arguments, self.platforms, lines)
         self.bodies[key] = made
         return key
+
+
+def _are_all_full(n: Any, size: int) -> bool:
+    """Whether n members are a whole number of shards."""
+    return not is_unknown(n) and n % size == 0
+
+
+def _separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
+    """Whether a separate executable for full shards saves more time than it takes to make.
+
+    Reductions mask padding and dropped members. A mask between the members and their sum keeps XLA
+    from making one matrix product of a sum of products, such as the gradients of a dense layer or
+    the terms of a covariance, which then takes up to 80 times as long. All shards but the last are
+    full and need no mask.
+    """
+    if not is_unknown(n) and n < size:
+        return False
+    members = UNKNOWN_MEMBERS if is_unknown(n) else n
+    return _masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+
+
+def _masked_values(stage: MapStage, n: Any) -> float:
+    """The number of values per member that reductions read."""
+    values = 0.0
+    for emission in stage.emissions:
+        if isinstance(emission.rule, ReductionRule):
+            for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
+                if axis is not None:
+                    values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
+    return values
 
 
 def _platforms(options: Options) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ IN_FILES = {
 }  # fmt: skip
 GROUPS = {"plan.merging.HELD_BYTES": 0, "plan.merging.MERGE_RATE": 1.0}
 LARGE = {"interpreters.lowering.shard_size.LARGE_MEMBER_BYTES": 0}
-APART = {"interpreters.lowering.masks.MASKED_SECONDS": 1.0}
+APART = {"interpreters.lowering.lower.MASKED_SECONDS": 1.0}
 AT_ONCE = {f"runtime.shard_times.{name}": 0.0 for name in ("LONG", "LONG_PASS", "SURELY_LONG")}
 FAST, LOOP = {"reduction": "fast"}, {"member_loop": "loop"}
 GUARDS = {"on_error": "drop", "on_nonfinite": "drop"}

@@ -13,7 +13,7 @@ from jax.extend import core as jex
 import beamjax as bj
 from beamjax.bodies.export import load_body
 from beamjax.bodies.jaxprs import equations
-from beamjax.interpreters.lowering import masks
+from beamjax.interpreters.lowering import lower
 from beamjax.interpreters.lowering import shard_size as sizing
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.program import Eqn
@@ -39,7 +39,7 @@ def large(monkeypatch):
 @pytest.fixture
 def apart(monkeypatch):
     """Masks are taken to cost so much that short shards always have an executable of their own."""
-    monkeypatch.setattr(masks, "MASKED_SECONDS", 1.0)
+    monkeypatch.setattr(lower, "MASKED_SECONDS", 1.0)
 
 
 # --- all members of a shard at once, or, where they are large, one after the other
@@ -98,7 +98,7 @@ def test_which_executables_there_are(monkeypatch):
     cases = [(64, 1.0, "full"), (8, 1.0, "full"), (64, 0.0, "full"),
              (70, 1.0, "both"), (70, 0.0, "one"), (7, 1.0, "one")]  # fmt: skip
     for n, seconds, which in cases:
-        monkeypatch.setattr(masks, "MASKED_SECONDS", seconds)
+        monkeypatch.setattr(lower, "MASKED_SECONDS", seconds)
         _, step = executables(scatter(), normal(n, D), shard_size=8)
         found = {None: "full", step.body: "one"}.get(step.short_body, "both")
         assert found == which, (n, seconds)
