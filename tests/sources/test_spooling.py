@@ -1,6 +1,7 @@
 """Files of a run: sources of unknown length, results, arrays that wait, and its folder."""
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -28,7 +29,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.sources.source_base import open_spec
 from beamjax.sources.streams.spool import spool, spooled_here
 from beamjax.storage.arrays import decode_arrays
-from beamjax.storage.scratch import Scratch, file_array
+from beamjax.storage.scratch import Scratch, allocate, file_array
 
 X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
 PLAN = Plan(
@@ -209,6 +210,24 @@ def test_arrays_in_scratch(tmp_path):
     assert opened(tmp_path) == []
     with pytest.raises(SourceError, match=r"nowhere.*36 bytes.*work_folder"):
         Scratch(str(tmp_path / "nowhere")).write(np.zeros(9, np.int32))
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSPC])
+def test_space_in_file_systems_that_reserve_none(number, tmp_path, monkeypatch):
+    def fallocate(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    if number == errno.ENOSPC:
+        with pytest.raises(SourceError, match=r"cannot write 24 bytes .*No space"):
+            file_array((6,), np.dtype(np.float32), str(tmp_path))
+        return
+    rows = (5 << 20) // 8 + 1  # more than is written at once
+    array = file_array((rows,), np.dtype(np.float64), str(tmp_path))
+    assert not array.any()
+    with (tmp_path / "file").open("wb") as file:
+        allocate(file.fileno(), 3, rows)
+    assert (tmp_path / "file").stat().st_blocks * 512 >= rows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
