@@ -180,7 +180,7 @@ def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkey
     assert [int(array[0]) for array in bj.from_npy(paths).read(0, 1)] == list(range(6))
     assert len(npy_source._MAPPED) == 3
     first = npy_source.map_file(paths["x0"])
-    for name in ("x1", "x0", "x2", "x0", "x3"):
+    for name in ("x1", "x0", "x2", "x0", "x3", "x0"):
         again = npy_source.map_file(paths[name])
         assert (again is first) == (name == "x0")
 
