@@ -314,6 +314,7 @@ def test_plans_are_remembered_by_the_structure_of_arguments():
     assert planned(prog, [np.asarray(X) + 1]).plan is first.plan
     assert planned(prog, (X,)).plan is not first.plan
     assert planned(prog, [bj.from_arrays(np.asarray(X))]).plan is not first.plan
+    assert planned(prog, [X]).plan is first.plan  # Other small plans do not displace it.
 
 
 def test_leaves_that_are_no_data():
