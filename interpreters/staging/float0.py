@@ -44,9 +44,9 @@ class _Retyped:
 
     def either(self, value: Any) -> Any:
         """A jaxpr, closed or open."""
-        if isinstance(value, jex.Jaxpr):
-            return self.jaxpr(value)
-        return jex.ClosedJaxpr(self.jaxpr(value.jaxpr), list(map(as_bool, value.consts)))
+        if isinstance(value, jex.ClosedJaxpr):  # Also a `jex.Jaxpr`, in some versions of JAX.
+            return jex.ClosedJaxpr(self.jaxpr(value.jaxpr), list(map(as_bool, value.consts)))
+        return self.jaxpr(value)
 
     def jaxpr(self, jaxpr: Any) -> Any:
         return jaxpr.replace(
