@@ -53,7 +53,7 @@ class BlockSource(HoldsLeaves):
 
     @abc.abstractmethod
     def _key(self, block: SourceBlock) -> Hashable:
-        """What identifies the data of a block in this process."""
+        """A key of the data of a block, unique in this process."""
 
     @abc.abstractmethod
     def _decode(self, block: SourceBlock) -> Arrays:
@@ -80,11 +80,11 @@ class BlockSource(HoldsLeaves):
 
     @functools.cached_property
     def _reader(self) -> Hashable:
-        """What identifies this source among those that a thread reads."""
+        """A key of this source among those that a thread reads."""
         return self.kind, self._leaves, self._key(SourceBlock(0, 0, 0, 0))
 
     def _checked(self, block: SourceBlock) -> Arrays:
-        """A block that is what the spec says of it."""
+        """A block whose arrays have the types of the spec."""
         arrays, count = self._decode(block), block.last - block.first
         for array, leaf in zip(arrays, self._leaves, strict=True):
             if array.shape != (count, *leaf.shape) or array.dtype != leaf.dtype:
@@ -97,7 +97,7 @@ class BlockSource(HoldsLeaves):
 
 
 def ends_of(counts: Sequence[int]) -> np.ndarray:
-    """Where blocks of so many members end, after a 0."""
+    """The ends of blocks with these numbers of members, after a 0."""
     return np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
 
 

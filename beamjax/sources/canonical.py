@@ -1,7 +1,7 @@
 """64-bit values where JAX computes with 32 bits: integers that would wrap, floats that are rounded.
 
-While `jax_enable_x64` is off, `jax.jit` wraps and rounds what it is given without a word. Integers
-that a source reads are never wrapped; what else changes is reported in one warning a call.
+While `jax_enable_x64` is off, `jax.jit` wraps and rounds its arguments without a warning. A source
+refuses integers that would wrap. beamjax reports all other changes in one warning for each call.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NARROW = {
         ("float64", "float32"), ("complex128", "complex64"),
     )
 }  # fmt: skip
-"""The dtypes that JAX has in the place of those of 64 bits while `jax_enable_x64` is off."""
+"""The dtypes that JAX uses for 64-bit ones while `jax_enable_x64` is off."""
 
 SMALL = 2**24
-"""Whole numbers up to this one are float32 numbers."""
+"""Every whole number up to this one is a float32 number."""
 LARGE = 2.0**63
-"""Whole numbers from this one on are taken for measurements, whose last digits do not matter."""
+"""Whole numbers from this one on count as measurements, whose last digits do not matter."""
 
 TO_KEEP = 'jax.config.update("jax_enable_x64", True)'
 
@@ -146,7 +146,7 @@ def _innermost(source: Source, leaf: int) -> tuple[Source, int]:
 
 
 def _of(source: Source) -> str:
-    """Where the values of a source are, without what they are."""
+    """Where the values of a source are stored."""
     return source.describe().rpartition(") ")[2]
 
 

@@ -34,7 +34,7 @@ def opens_dataset(function: T) -> T:
 
 
 def is_opener(value: Any) -> bool:
-    """Whether it is a function that `opens_dataset` has marked."""
+    """Whether `opens_dataset` has marked a function."""
     return callable(value) and getattr(value, _MARK, False) is True
 
 

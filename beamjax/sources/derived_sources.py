@@ -22,7 +22,7 @@ from beamjax.sources.source_base import (
 )
 
 GAP_BYTES = 1 << 16
-"""Bytes of a gap between members that are read along: it is faster than to begin anew."""
+"""Largest gap between members, in bytes, that is read along: a second read takes longer."""
 
 
 class DerivedSource(PlainSource):

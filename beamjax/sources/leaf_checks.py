@@ -91,7 +91,7 @@ def native_view(array: np.ndarray) -> np.ndarray:
 
 
 def member_leaves(member: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
-    """What a tree of types, or of arrays, says of a member.
+    """The leaves of a member, from a tree of types or arrays.
 
     Args:
       member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), typed keys included.

@@ -1,4 +1,4 @@
-"""Members of unequal length, padded; and whether a body keeps its hands off the padding."""
+"""Pads members of unequal length, and checks that bodies do not read the padding."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MASK = "mask"
 MAX_BUCKETS = 8
 """Largest number of buckets by default; each costs a compilation of each body that reads it."""
 MULTIPLE = 8
-"""Default buckets are multiples of it: finer ones save next to nothing, and 8 suits devices."""
+"""Default buckets are multiples of this: finer ones save little, and 8 suits devices."""
 
 ANY_ROWS = 1 << 16
 """Rows that a bucket may always have, even if the members have fewer."""
@@ -194,7 +194,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:
-    """Lengths to pad members to: the longest, and its halves that some member fits in best."""
+    """Lengths to pad members to: the longest, and those of its halves that some members need."""
     longest = max(int(lengths.max()), 1)
     ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
     fits = {*np.searchsorted(ladder, lengths).tolist(), len(ladder) - 1}

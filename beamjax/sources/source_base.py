@@ -229,7 +229,7 @@ class Source(abc.ABC):
         """Undoes `to_spec`."""
 
     def identity(self) -> tuple[Any, list[str]]:
-        """What the members depend on, to find whether a source has changed.
+        """Describes what the members depend on, to detect a changed source.
 
         Returns:
             Plain JSON values, and the files, by path or URL, whose contents count as well. Where
@@ -268,22 +268,22 @@ class Source(abc.ABC):
         return len(self) * sum(leaf.nbytes for leaf in self.leaves)
 
     def describe(self) -> str:
-        """One line for people."""
+        """The source in one line, for messages."""
         return describe_source(self, self.kind or type(self).__name__)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.describe()}>"
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Source], tuple[dict[str, Any]]]:
-        """Pickles as its spec, so that no data gets into a pipeline by mistake."""
+        """Pickles the spec, so that no pipeline holds data by mistake."""
         return open_spec, (self.to_spec(),)
 
     def spec_head(self) -> dict[str, Any]:
-        """What every spec begins with: by it `open_spec` finds the class."""
+        """The head of every spec, by which `open_spec` finds the class."""
         return {"kind": self.kind, "module": type(self).__module__}
 
     def check_range(self, start: int, stop: int) -> None:
-        """SourceError unless 0 <= start <= stop <= n; for `read` to begin with."""
+        """Raises SourceError unless 0 <= start <= stop <= n; `read` calls it first."""
         if not 0 <= start <= stop <= len(self):
             raise SourceError(
                 f"{self!r}: members {start} to {stop} were asked for, expected a range within 0 "

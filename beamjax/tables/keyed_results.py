@@ -1,4 +1,4 @@
-"""Tables by key in the place of the `Keyed` members that a function returns."""
+"""Replaces the `Keyed` members that a function returns by tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KeyedOutput:
     """A `Keyed` among the results.
 
     Attributes:
-      path: where it stands in the result.
+      path: its path in the result.
       leaves: numbers of the outputs that it holds: the keys, then the values.
     """
 
@@ -62,7 +62,7 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
 
 
 def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options: Options) -> Any:
-    """A result with a table in the place of each `Keyed`.
+    """Replaces each `Keyed` of a result by a table.
 
     Args:
       result: whose `Keyed` members hold handles to their members in files.
@@ -137,7 +137,7 @@ def _is_placed(node: Any) -> bool:
 
 
 def _folder(results: MaterializedOutputs, path: str) -> str:
-    """For the table, beside the members that it is made of."""
+    """The folder of a table, beside the members that it is made of."""
     folder = os.path.dirname(next(iter(results.folders.values())))
     if is_url(folder):
         raise OptionsError(

@@ -1,4 +1,4 @@
-"""Placed inputs that are made by the user's own pipeline of Beam: it is run once, into files."""
+"""Placed inputs from a user's own Beam pipeline, which is run once and writes files."""
 
 from __future__ import annotations
 
@@ -63,37 +63,36 @@ def from_beam(
         data = bj.from_beam(rows, like=like, folder="/data/rows")
         bj.run(train, weights, data)  # also with loops, gradients and several passes
 
-    The pipeline is run once, now, by the runner. Its workers write the members to files in the
-    folder, where the next call finds them: the folder stands for the data, and what the pipeline
-    would give by then is not looked at. Remove the folder to read anew.
+    This call runs the pipeline once. Its workers write the members to files in the folder. A later
+    call with the same folder reads these files and does not run the pipeline again, even if its
+    data has changed. Remove the folder to run it again.
 
-    A PCollection has no order. Members are numbered by `index`; without it they are sorted by a
-    hash of their bytes, and those that are equal are next to each other. Either way member i is the
-    same one in each run and on each runner, and so are what is drawn for it by
-    `jax.random.fold_in(key, i)` and all bits of results.
+    A PCollection has no order. `index` numbers the members; without it they are sorted by a hash of
+    their bytes, so equal members are neighbours. Either way, member i is the same in each run and
+    on each runner. So are draws by `jax.random.fold_in(key, i)` and all bits of results.
 
-    With `options={"on_error": "drop"}`, elements that are no such member are left out, up to
-    `drop_limit`: `data.dropped`, and in the file of `dead_letters`. The others are numbered in the
-    order of their indices.
+    With `options={"on_error": "drop"}`, elements that do not match `like` are left out, up to
+    `drop_limit`. `data.dropped` and the file of `dead_letters` list them. The remaining members are
+    numbered in the order of their indices.
 
     Args:
       transform: a PTransform to apply to a pipeline (`beam.io.ReadFrom... | beam.Map(...)`), or a
         function that takes the pipeline and gives the PCollection.
-      like: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member. An element is
-        such a tree of arrays; or of numbers of Python and lists of them, which take the dtype. Rows
-        of Beam and named tuples count as dicts.
-      folder: a local path that the workers see, made if it is not there.
-      index: gives the number of an element: 0 to n - 1, each once. It travels to the workers as
-        functions in a pipeline of Beam do.
+      like: one member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...). Each element is
+        such a tree of arrays, or of Python numbers and lists, which are converted to the dtype.
+        Beam rows and named tuples count as dicts.
+      folder: a local path that the workers see. It is created if it does not exist.
+      index: returns the number of an element: 0 to n - 1, each once. Beam pickles it for the
+        workers, like other functions of a pipeline.
       runner: a name or an instance of a runner of Beam, as for `beamjax.run`.
       options: as for `beamjax.run`.
 
     Raises:
-      StructureError: `like` is no tree of arrays, or an element is another one, or the PCollection
-        is unbounded or in windows.
-      SourceError: there is no element, or a number is missing or there twice, or the folder can't
-        be written.
-      OptionsError: there is no such runner, or the folder holds something else.
+      StructureError: `like` is not a tree of arrays, an element does not match it, or the
+        PCollection is unbounded or windowed.
+      SourceError: there is no element, an index is missing or occurs twice, or the folder can't be
+        written.
+      OptionsError: the runner is unknown, or the folder holds other members.
       WorkerError: the pipeline failed, or too many elements were dropped.
     """
     parsed = parsed_options(options, runner)
@@ -131,7 +130,7 @@ def _checked(folder: str | os.PathLike[str]) -> str:
 
 
 def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier call wrote to a folder; None if there was none.
+    """The record that an earlier call wrote to a folder; None if there was none.
 
     Raises:
       ArrayFormatError: its list can't be read.
@@ -197,7 +196,7 @@ def _collect(
 
 
 def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
-    """The elements that were left out; WorkerError if these are too many."""
+    """The elements that were left out; raises WorkerError if there are too many."""
     letters = DeadLetters(options.drop_limit, options.dead_letters)
     letters.begin(anew=True)
     dropped = [
@@ -212,7 +211,7 @@ def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
 def _opened(
     folder: str, record: dict[str, Any], member: MemberType, treedef: PyTreeDef
 ) -> CollectedMembers:
-    """What is in a folder, if it is whole.
+    """The members in a folder, if it is complete.
 
     Raises:
       ArrayFormatError: its list is damaged.

@@ -1,4 +1,4 @@
-"""Numbers that stand for others by the CF conventions: scale_factor, add_offset and fill values.
+"""Decodes numbers packed by the CF conventions: scale_factor, add_offset and fill values.
 
 The rules are those of xarray with `mask_and_scale=True`.
 """

@@ -87,7 +87,7 @@ class DataFile:
 
 
 def packing(path: str) -> str:
-    """How the name says that a file is compressed, as in ".gz"; "" if it does not.
+    """The ending by which a name marks a compressed file, such as ".gz"; "" for other names.
 
     A compressed file can be read from its beginning only.
     """
@@ -253,7 +253,7 @@ def readable(path: str, expected: str = "") -> Iterator[None]:
 # --- hashes of contents
 
 _THREADS = 4
-"""Files that are hashed side by side: hashlib and reads release the GIL."""
+"""Files that are hashed concurrently: hashlib and reads release the GIL."""
 
 
 class FileHashes:

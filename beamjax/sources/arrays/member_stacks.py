@@ -1,4 +1,4 @@
-"""Single members, trees of arrays and numbers, checked and stacked to an array a leaf."""
+"""Checks single members, trees of arrays and numbers, and stacks them to an array for each leaf."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _fitting(value: Any, leaf: LeafSpec, where: str) -> Any:
 
 
 def _array(value: Any) -> np.ndarray | None:
-    """Something that knows itself as an array; None for anything else."""
+    """A value that converts itself to an array; None for any other value."""
     if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
         return None
     try:

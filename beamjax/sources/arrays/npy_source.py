@@ -324,7 +324,7 @@ def _refuse_url(path: str, caller: str) -> None:
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """What a .npy file holds for a dtype: itself, or raw integers of the same width."""
+    """The dtype in a .npy file that stores a dtype: itself, or raw integers of the same width."""
     if dtype.isbuiltin == 1:
         return dtype
     return np.dtype(f"u{max(dtype.itemsize, 1)}")
@@ -480,7 +480,7 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 class _Short:
-    """A file at its beginning: a header that says that it is big is none."""
+    """A file at its beginning; refuses headers of impossible length."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file

@@ -112,7 +112,7 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
 
 
 def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
-    """Which of the frames that begin there have lengths that differ from their checksums."""
+    """Marks the frames at these positions whose lengths differ from their checksums."""
     stored = b"".join([data[begin + 8 : begin + HEADER] for begin in begins])
     found = masked_checksums([data[begin : begin + 8] for begin in begins])
     return np.flatnonzero(found != np.frombuffer(stored, "<u4"))

@@ -218,7 +218,7 @@ def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int
 
 
 def _check_marks(counted: Counted, marks: Sequence[Mark]) -> None:
-    """ValueError unless these can be the marks of a file."""
+    """Raises ValueError for marks that no file can have."""
     file, count = counted
     ordered = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(marks))
     if tuple(marks[:1]) != ((0, 0),) or not ordered:

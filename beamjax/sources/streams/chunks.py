@@ -73,7 +73,7 @@ class Streams:
 
 
 def check_count(source: StreamSource, count: int) -> None:
-    """SourceError unless a source may have so many members."""
+    """Raises SourceError if a source has more members than a placement may have."""
     if not count:
         raise SourceError(
             f"{source!r}: found no member, expected at least one: without any, a mean or a maximum "
@@ -158,7 +158,7 @@ def checked_chunks(
 
 
 def _told(chunks: Iterable[Sequence[np.ndarray]], where: str) -> Iterator[Sequence[np.ndarray]]:
-    """Says of every error of the user's own code which chunk it belongs to."""
+    """Adds the number of the chunk to errors of the user's code."""
     number = 0
     try:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""One member, as others hold it: a tree of arrays, numbers and lists, to the arrays of a source."""
+"""Turns a member as users have it, a tree of arrays, numbers and lists, into arrays of a source."""
 
 from __future__ import annotations
 

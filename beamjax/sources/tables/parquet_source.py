@@ -134,7 +134,7 @@ class _Cursor:
 
 
 _CURSORS: SharedCache[_Cursor] = SharedCache(4, lambda _: 1)
-"""So many row groups are read by pieces at the same time."""
+"""Row groups that are read by pieces at the same time."""
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _opened(
 
 @dataclasses.dataclass(frozen=True)
 class _Footer:
-    """What a file says of itself: Parquet's metadata, the rows of its row groups, its columns."""
+    """The footer of a file: Parquet's metadata, the rows of its row groups, its columns."""
 
     metadata: Any
     rows: tuple[int, ...]

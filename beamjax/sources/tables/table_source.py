@@ -150,7 +150,7 @@ class TableSource(BlockSource):
 
     @classmethod
     def _check(cls, file: TableFile, rows: Sequence[int], schema: Any, columns: Any) -> None:
-        """SourceError unless a file has these rows and columns still."""
+        """Raises SourceError if a file has other rows or columns by now."""
         path, kind = file.file.path, cls.batch_kind
         if tuple(rows) != file.rows:
             raise SourceError(
@@ -286,7 +286,7 @@ class Conversion:
     times: bool = False
 
     def check(self, caller: str) -> None:
-        """StructureError unless these can be."""
+        """Raises StructureError for impossible choices."""
         size, fill = self.text_bytes, self.fill_null
         if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
             raise StructureError(
