@@ -58,20 +58,20 @@ def choose(call: FlatCall, options: Options) -> Reading:
     except UnknownSizeError as error:
         return Reading(error.reason)
     except Exception as error:  # of any kind: it may be that of a size that does not fit
-        because = f"it can't be staged without their number ({_told(error)})"
+        because = f"it can't be staged without their number ({_summary(error)})"
         numbers = _numbers(call)
         failures: dict[int, str] = {}
         for number in numbers[:TRIALS]:
             try:
                 plan_for(with_number(call, number), options)
             except Exception as other:
-                failures[number] = _told(other)
+                failures[number] = _summary(other)
             else:
                 return Reading(because, number=number)
         # A check in the program may raise one text for all numbers but the length of some argument.
         is_check = isinstance(error, AssertionError | ValueError | RuntimeError)
         tried_all = len(failures) == len(numbers) or not is_check
-        if tried_all and failures.get(SOME_NUMBER) == _told(error):
+        if tried_all and failures.get(SOME_NUMBER) == _summary(error):
             raise
         return Reading(because)
     streamed = [i for i, argument in enumerate(call.arguments) if argument.is_stream]
@@ -86,7 +86,7 @@ def _numbers(call: FlatCall) -> list[int]:
     return list(dict.fromkeys([*sizes, SOME_NUMBER, *filter(None, lengths)]))
 
 
-def _told(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 

@@ -160,13 +160,13 @@ def make_plan(
     if guard_of(options) is None:  # Members that are dropped are found by their own values.
         flat = contract_sums(flat)
     placed = placed_program(staged, flat, call.arguments, options)
-    saved = options.plan.made_again if isinstance(options.plan, Choices) else None
+    saved = options.plan.rematerialized if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
     stages = _split.split(placed, decisions)
     _unknown.settle_sizes(placed, stages)
     paths = _paths(call.arguments, placed)
     plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
-    choices = replace(plan.choices, made_again=tuple(decisions.made))
+    choices = replace(plan.choices, rematerialized=tuple(decisions.made))
     plan = replace(plan, choices=choices)
     return Planned(staged, flat, placed, stages, plan)
 

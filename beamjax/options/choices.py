@@ -74,7 +74,7 @@ class Choices:
       why: in words.
       tried: what was timed for it.
       program: fingerprint of the program, without the number of its members.
-      made_again: for each value that crosses from a pass to later ones, in the program's order,
+      rematerialized: for each value that crosses from a pass to later ones, in the program's order,
         whether these make it again; None where that was not decided.
     """
 
@@ -84,10 +84,10 @@ class Choices:
     why: str = ""
     tried: tuple[Trial, ...] = ()
     program: str = ""
-    made_again: tuple[bool, ...] | None = None
+    rematerialized: tuple[bool, ...] | None = None
 
     def __hash__(self) -> int:
-        fixed = tuple(self.sizes.items()), tuple(self.vectorizations.items()), self.made_again
+        fixed = tuple(self.sizes.items()), tuple(self.vectorizations.items()), self.rematerialized
         return hash(fixed)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Choices:
             "origin": self.origin,
             "why": self.why,
             "shard_sizes": dict(self.sizes),
-            "made_again": None if self.made_again is None else list(self.made_again),
+            "rematerialized": None if self.rematerialized is None else list(self.rematerialized),
             "passes": {
                 name: {"member_loop": vectorization.kind, "batch": vectorization.batch}
                 for name, vectorization in self.vectorizations.items()
@@ -144,7 +144,7 @@ class Choices:
             _part(record, "why", str),
             tuple(tried),
             _part(record, "program", str),
-            _made_again(record.get("made_again")),
+            _rematerialized(record.get("rematerialized")),
         )
 
 
@@ -155,11 +155,13 @@ def _part(record: Mapping[str, Any], name: str, kind: type) -> Any:
     return found
 
 
-def _made_again(found: Any) -> tuple[bool, ...] | None:
+def _rematerialized(found: Any) -> tuple[bool, ...] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(each, bool) for each in found):
-        raise ValueError(f"found {found!r:.100} as 'made_again', expected a list of true and false")
+        raise ValueError(
+            f"found {found!r:.100} as 'rematerialized', expected a list of true and false"
+        )
     return tuple(found)
 
 

@@ -246,7 +246,7 @@ def crossings(
     kept = {var for _, stage, _ in passes for var in stage.results}
     first: dict[Eqn, tuple[str, float]] = {}
     for name, stage, rounds in passes:
-        yield from _made_again(program, name, stage, rounds, first)
+        yield from _rematerialized(program, name, stage, rounds, first)
         values = [var for var in stage.results if var in readers]
         if values:
             makers = {var: e.eqn for e in stage.emissions for var in e.eqn.outputs}
@@ -268,7 +268,7 @@ def crossings(
         }
 
 
-def _made_again(
+def _rematerialized(
     program: PlacedProgram,
     name: str,
     stage: MapStage,

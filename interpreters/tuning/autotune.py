@@ -62,8 +62,8 @@ def chosen_plan(
     """
     text = planner.program_text(stages, plan.sizes.values())
     print_ = plan_cache.digest(text)
-    made_again = plan.choices.made_again
-    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_, made_again=made_again)
+    rematerialized = plan.choices.rematerialized
+    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_, rematerialized=rematerialized)
     if options.plan is not None:
         return _pinned(plan, rule, options, relower)
     if options.shard_size is not None and options.member_loop is not None:
@@ -119,7 +119,7 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
                 f"plan: found choices for the {what} {_names(theirs)}, but the program has "
                 f"{_names(mine)}; save them again, with beamjax.explain(...).save_choices"
             )
-    crossing, then = rule.made_again or (), saved.made_again
+    crossing, then = rule.rematerialized or (), saved.rematerialized
     if options.recompute is None and then is not None and len(then) != len(crossing):
         raise OptionsError(
             f"plan: found choices for {len(then)} values that cross from pass to pass, but the "
@@ -174,8 +174,10 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
         return None
     if set(found.vectorizations) != set(rule.vectorizations):
         return None
-    made_again = rule.made_again
-    return replace(found, origin="cache", why=f"{found.why}, {origin}", made_again=made_again)
+    rematerialized = rule.rematerialized
+    return replace(
+        found, origin="cache", why=f"{found.why}, {origin}", rematerialized=rematerialized
+    )
 
 
 def _checkpointed(options: Options) -> Choices | None:

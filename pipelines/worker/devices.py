@@ -23,7 +23,7 @@ AHEAD = 2
 T = TypeVar("T")
 
 
-class Dealer(Generic[T]):
+class DeviceExecutor(Generic[T]):
     """Runs jobs for devices.
 
     Args:

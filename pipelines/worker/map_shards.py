@@ -18,7 +18,7 @@ from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
-from beamjax.pipelines.worker.devices import CpuTurn, Dealer
+from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
 from beamjax.pipelines.worker.merge import partials_of_tree, scratch_of, send, terms_of_bundle
 from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
@@ -99,7 +99,7 @@ class MapShards(ComputeFn):
         self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
-        self.dealer: Dealer[_Done] | None = None
+        self.executor: DeviceExecutor[_Done] | None = None
 
     def setup(self) -> None:
         """Starts JAX and opens the sources."""
@@ -109,9 +109,9 @@ class MapShards(ComputeFn):
 
     def start_bundle(self) -> None:
         """Forgets what belongs to another bundle, one that failed included."""
-        if self.dealer is not None:
-            self.dealer.cancel()
-        self.dealer = None
+        if self.executor is not None:
+            self.executor.cancel()
+        self.executor = None
         self.turns: list[CpuTurn] = []
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
@@ -125,12 +125,12 @@ class MapShards(ComputeFn):
     def process(
         self, element: tuple[int, int] | MemberBlock, *served: Environment
     ) -> Iterator[MemberBlock]:
-        if self.dealer is None:
+        if self.executor is None:
             with self.moving.measured():
                 self.execute = self._prepare(served)
             self.trees = self.execute[0].trees()
             self.provenance = self.task.provenance(served)
-            self.dealer = Dealer(_turns(self.execute))
+            self.executor = DeviceExecutor(_turns(self.execute))
         if isinstance(element, MemberBlock):
             self.provenance |= element.provenance
         step = self.task.step
@@ -146,12 +146,12 @@ class MapShards(ComputeFn):
             read, lost = self._read(shard, [name for name in step.operands if name not in known])
             meter.lap("read", sum(array.nbytes for array in read.values()))
             job = functools.partial(self._compute, shard, known | read, lost, meter)
-            for done in self.dealer.add(job):
+            for done in self.executor.add(job):
                 yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
         """Sends the last blocks and the partials of the bundle."""
-        for done in self.dealer.rest() if self.dealer else ():
+        for done in self.executor.rest() if self.executor else ():
             for made in self._finish(done):
                 if isinstance(made, beam.pvalue.TaggedOutput):
                     yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
@@ -178,13 +178,13 @@ class MapShards(ComputeFn):
 
     def _choose_thread(self) -> None:
         """Moves the computation of shards to other threads once shard times show that this pays."""
-        assert self.dealer is not None
-        alone = self.dealer.devices == (None,) and not self.execute[0].calls_back
+        assert self.executor is not None
+        alone = self.executor.devices == (None,) and not self.execute[0].calls_back
         body = self.task.step.body
         if alone and shard_times.pays_in_bundle(body):
             count = shard_times.threads_in_bundle(body, self.task.threads)
             self.turns = [CpuTurn() for _ in range(count)]
-            self.dealer = Dealer([turn.device for turn in self.turns])
+            self.executor = DeviceExecutor([turn.device for turn in self.turns])
 
     def _compute(
         self,

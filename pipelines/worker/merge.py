@@ -102,12 +102,12 @@ class MergeAccumulators(beam.CombineFn):
         return merged
 
     def compact(self, accumulator: Any) -> Any:
-        return accumulator if accumulator is None else self._told(accumulator)
+        return accumulator if accumulator is None else self._reported(accumulator)
 
     def extract_output(self, accumulator: Any) -> bytes:
-        return self._told(accumulator)
+        return self._reported(accumulator)
 
-    def _told(self, accumulator: Any) -> bytes:
+    def _reported(self, accumulator: Any) -> bytes:
         """The bytes of an accumulator; its seconds are reported to Beam."""
         if isinstance(accumulator, bytes):
             encoded = accumulator

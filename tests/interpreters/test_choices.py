@@ -148,7 +148,7 @@ def test_files_of_something_else_are_refused(saved, tmp_path):
         ({"passes": {"a": 3}}, "found member_loop None"),
         ({"tried": [3]}, "'shard_size'"),
         ({"tried": [{"shard_size": 8, "seconds": -1}]}, "as seconds"),
-        ({"made_again": [1]}, "as 'made_again'"),
+        ({"rematerialized": [1]}, "as 'rematerialized'"),
     ]
     texts = [(json.dumps(record | change), message) for change, message in changes]
     texts += [(text, r"a file that beamjax\.explain") for text in ("", "[]", "{", '"x"')]

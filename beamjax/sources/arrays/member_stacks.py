@@ -97,7 +97,7 @@ def as_arrays(member: Any, where: str) -> Any:
         except (OverflowError, TypeError, ValueError) as error:
             raise StructureError(f"{where}{name}: {error}") from error
         raise StructureError(
-            f"{where}{name}: found {_told(value)}, expected a NumPy or JAX array or a number."
+            f"{where}{name}: found {_described(value)}, expected a NumPy or JAX array or a number."
         )
 
     return jax.tree_util.tree_map_with_path(array, member)
@@ -142,11 +142,11 @@ def _holds(dtype: np.dtype, value: Any) -> bool:
 def _unlike(value: Any, leaf: LeafSpec, where: str) -> SourceError:
     name = f", leaf {leaf.path}" if leaf.path else ""
     return SourceError(
-        f"{where}{name}: found {_told(value)}, expected {leaf} as in the first member."
+        f"{where}{name}: found {_described(value)}, expected {leaf} as in the first member."
     )
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"

@@ -148,7 +148,7 @@ def checked_chunks(
     """
     start = 0
     where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
-    for number, chunk in enumerate(_told(source.chunks(piece), where)):
+    for number, chunk in enumerate(_located(source.chunks(piece), where)):
         arrays = _checked(source, chunk, f"{where}{number}")
         for leaf in requested:
             check_chunk(source, piece, leaf, arrays[leaf], start, x64)
@@ -157,7 +157,7 @@ def checked_chunks(
             yield arrays
 
 
-def _told(chunks: Iterable[Sequence[np.ndarray]], where: str) -> Iterator[Sequence[np.ndarray]]:
+def _located(chunks: Iterable[Sequence[np.ndarray]], where: str) -> Iterator[Sequence[np.ndarray]]:
     """Adds the number of the chunk to errors of the user's code."""
     number = 0
     try:

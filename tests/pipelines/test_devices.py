@@ -10,15 +10,15 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.worker.devices import AHEAD, CpuTurn, Dealer, _turns
+from beamjax.pipelines.worker.devices import AHEAD, CpuTurn, DeviceExecutor, _turns
 from beamjax.runtime import shard_times
 from beamjax.runtime.shard_executor import ShardExecutor
 
 TWO = ("first", "second")
 
 
-def run(dealer, jobs):
-    return [found for job in jobs for found in dealer.add(job)] + list(dealer.rest())
+def run(executor, jobs):
+    return [found for job in jobs for found in executor.add(job)] + list(executor.rest())
 
 
 def test_results_come_in_order_and_devices_in_turn():
@@ -30,11 +30,11 @@ def test_results_come_in_order_and_devices_in_turn():
         for count in (0, 1, 2, 7, 20):
             jobs = [lambda index, number=number: job(number, index) for number in range(count)]
             expected = [(i, i % len(devices)) for i in range(count)]
-            assert run(Dealer(devices), jobs) == expected
+            assert run(DeviceExecutor(devices), jobs) == expected
     # Without a device jobs run in the thread that adds them.
-    dealer = Dealer((None,))
-    assert list(dealer.add(lambda index: threading.get_ident())) == [threading.get_ident()]
-    (elsewhere,) = run(Dealer(("a",)), [lambda index: threading.get_ident()])
+    executor = DeviceExecutor((None,))
+    assert list(executor.add(lambda index: threading.get_ident())) == [threading.get_ident()]
+    (elsewhere,) = run(DeviceExecutor(("a",)), [lambda index: threading.get_ident()])
     assert elsewhere != threading.get_ident()
 
 
@@ -48,7 +48,9 @@ def test_a_device_has_one_job_at_a_time_though_bundles_share_it():
         time.sleep(0.002)
         busy[index] -= 1
 
-    threads = [threading.Thread(target=run, args=(Dealer(TWO), [job] * 6)) for _ in range(3)]
+    threads = [
+        threading.Thread(target=run, args=(DeviceExecutor(TWO), [job] * 6)) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -58,7 +60,7 @@ def test_a_device_has_one_job_at_a_time_though_bundles_share_it():
 
 def test_devices_work_at_the_same_time():
     both = threading.Barrier(2, timeout=60)
-    assert sorted(run(Dealer(TWO), [lambda index: both.wait()] * 2)) == [0, 1]
+    assert sorted(run(DeviceExecutor(TWO), [lambda index: both.wait()] * 2)) == [0, 1]
 
 
 def test_few_jobs_wait():
@@ -69,37 +71,37 @@ def test_few_jobs_wait():
         gate.wait(60)
         return len(started)
 
-    dealer = Dealer(TWO)
+    executor = DeviceExecutor(TWO)
     for _ in range(AHEAD * len(TWO) - 1):
-        assert list(dealer.add(job)) == []
+        assert list(executor.add(job)) == []
     gate.set()
-    assert len(list(dealer.add(job))) == 1
-    assert len(list(dealer.rest())) == AHEAD * len(TWO) - 1
+    assert len(list(executor.add(job))) == 1
+    assert len(list(executor.rest())) == AHEAD * len(TWO) - 1
 
 
 def test_errors_come_with_their_turn():
     def fail(index):
         raise ValueError("no")
 
-    dealer = Dealer(("a",))
-    assert list(dealer.add(fail)) == []
+    executor = DeviceExecutor(("a",))
+    assert list(executor.add(fail)) == []
     with pytest.raises(ValueError, match="no"):
-        list(dealer.add(lambda index: 1))
-    dealer.cancel()
-    assert list(dealer.rest()) == []
-    assert run(dealer, [lambda index: 2]) == [2]
+        list(executor.add(lambda index: 1))
+    executor.cancel()
+    assert list(executor.rest()) == []
+    assert run(executor, [lambda index: 2]) == [2]
 
 
 def test_what_is_cancelled_does_not_start():
     gate, started = threading.Event(), []
-    dealer = Dealer(("a",))
-    held = dealer.add(lambda index: gate.wait(60))
+    executor = DeviceExecutor(("a",))
+    held = executor.add(lambda index: gate.wait(60))
     assert list(held) == []
-    other = Dealer(("a",))
+    other = DeviceExecutor(("a",))
     assert list(other.add(started.append)) == []
     other.cancel()
     gate.set()
-    assert run(Dealer(("a",)), [lambda index: "after"]) == ["after"]
+    assert run(DeviceExecutor(("a",)), [lambda index: "after"]) == ["after"]
     assert started == []
 
 

@@ -86,7 +86,7 @@ def test_costs_decide_where_they_clearly_do(fn):
         assert other.what in str(told)
 
 
-def test_what_is_made_again_is_not_read():
+def test_what_is_rematerialized_is_not_read():
     for n in (MANY, FEW):
         steps = [s for s in crossing(quick, n)[1].facts.steps if s.kind == "Map"]
         assert [len(s.placed) for s in steps] == [1, 1]
@@ -117,7 +117,7 @@ def test_answers_are_the_same_either_way(monkeypatch):
         assert found.chosen.endswith(chosen)
 
 
-def test_calls_to_the_host_are_not_made_again(monkeypatch):
+def test_calls_to_the_host_are_not_rematerialized(monkeypatch):
     monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
     seen = []
 
@@ -138,7 +138,7 @@ def test_calls_to_the_host_are_not_made_again(monkeypatch):
     assert len(seen) == 16
 
 
-def test_what_is_an_output_is_kept_and_not_made_again():
+def test_what_is_an_output_is_stored():
     @bj.program(clients=None)
     def program(x):
         y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
@@ -175,7 +175,7 @@ def test_a_saved_plan_keeps_what_it_says(fn, tmp_path):
     _, told = crossing(fn, MANY)
     told.save_choices(path)
     expected = CHOSEN[fn][0]
-    assert json.loads(path.read_text())["made_again"] == [expected == "rematerialized"]
+    assert json.loads(path.read_text())["rematerialized"] == [expected == "rematerialized"]
     assert not crossing(fn, FEW)[0].chosen.endswith(expected)
     found, _ = crossing(fn, FEW, plan=str(path))
     assert found.chosen.endswith(expected)
@@ -192,12 +192,12 @@ def test_a_saved_plan_for_other_values(tmp_path):
     _, told = crossing(quick, MANY)
     told.save_choices(path)
     record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "made_again": [True, False]}))
+    path.write_text(json.dumps({**record, "rematerialized": [True, False]}))
     with pytest.raises(bj.OptionsError, match=r"for 2 values that cross .* but the program has 1"):
         crossing(quick, FEW, plan=str(path))
-    path.write_text(json.dumps({**record, "made_again": "no"}))
-    with pytest.raises(bj.OptionsError, match="found 'no' as 'made_again'"):
+    path.write_text(json.dumps({**record, "rematerialized": "no"}))
+    with pytest.raises(bj.OptionsError, match="found 'no' as 'rematerialized'"):
         crossing(quick, FEW, plan=str(path))
-    del record["made_again"]  # as an earlier version wrote it
+    del record["rematerialized"]  # as an earlier version wrote it
     path.write_text(json.dumps(record))
     assert crossing(quick, FEW, plan=str(path))[0].chosen.endswith("stored")
