@@ -133,5 +133,5 @@ def parsed_options(options: Any, runner: Any) -> Options:
     if parsed.beam and isinstance(parsed.beam, Sequence):
         from beamjax.pipelines.runners.options import check_flags
 
-        check_flags(parsed.beam, runner if isinstance(runner, str) else type(runner).__name__)
+        check_flags(parsed.beam, runner_name(runner))
     return parsed

@@ -16,7 +16,7 @@ import numpy as np
 from beamjax import _compat, execution
 from beamjax._text import aligned
 from beamjax.bodies.export import unwrap, wrap
-from beamjax.call import by_position
+from beamjax.call import by_position, runner_name
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
@@ -171,7 +171,7 @@ def verify(
     found = execution.run(fn, *args, runner=runner, options=options)
     expected = jax.jit(fn)(*whole_arguments(fn, args))
     found, expected = _by_key(found), _by_key(expected)
-    name = runner if isinstance(runner, str) else type(runner).__name__
+    name = runner_name(runner)
     rows = compare(found, expected, rtol=rtol, atol=atol)
     report = VerificationReport(name_of(fn), name, rows)
     if not report.ok:
