@@ -1,5 +1,6 @@
-"""A call of a function of programs: how it is written, and, once it has a plan, what `run`,
-`launch` and `transform` go through, what `explain` shows, and what `replay` computes again.
+"""A call of a function of programs with its plan, which all public functions share.
+
+`run`, `launch` and `transform` execute it, `explain` shows it, and `replay` repeats a part of it.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ class Call:
     """A call with its plan.
 
     Attributes:
-      flat: the function and its arguments, those of unknown length as they are read.
+      flat: the function and its flat arguments; streams that were counted are files here.
       backend: the user's runner, or "local".
-      options: of the run.
-      planned: the plan with what it was made from.
-      plan: the same plan, as other processes need it.
+      options: the options of the run.
+      planned: the plan, together with the program that it was made from.
+      plan: the same plan in the form that other processes need.
       inputs: the values of the plan's inputs; None if an argument has no value.
-      can_replay: whether the members can be read again, which those of streams can't.
-      results: where results that are kept go.
-      files: with members that were counted before; they go when the run is over.
-      workers: those of a session, in place of those that a run starts.
+      can_replay: whether the members can be read again, which is false for streams.
+      results: the folders of results that stay in files.
+      files: closes, when the run is over, the temporary files of streams that were counted.
+      workers: the resident workers of a session; None if the run starts its own.
     """
 
     flat: FlatCall
@@ -76,8 +77,11 @@ class Call:
         """What `explain` shows of the plan.
 
         Args:
-          notes: of how the arguments are read; by default those of the plan.
+          notes: sentences on how the arguments are read; by default those of the plan.
           cached: whether to count the shards that the cache has.
+
+        Returns:
+          The facts about the plan.
         """
         notes = self.planned.notes if notes is None else notes
         inputs = self.inputs if cached else None
@@ -94,8 +98,10 @@ def runner_name(backend: Any) -> str:
 
 
 def by_position(front: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Explains, for a function that is called as `front(fn, *args, **options)`, how `fn` gets its
-    keyword arguments: Python would only say that `front` does not have them.
+    """Decorates a function that is called as `front(fn, *args, **options)`.
+
+    If it gets an unknown keyword argument, an error explains how to give `fn` that argument. Python
+    would only say that `front` does not have it.
     """
     known = inspect.signature(front).parameters
 
@@ -120,11 +126,14 @@ def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[st
 
 
 def parsed_options(options: Any, runner: Any) -> Options:
-    """The options of a run, with the flags among them that are Beam's checked.
+    """Parses the options of a run, and checks Beam's flags among them.
 
     Args:
-      options: what the user gave.
+      options: the options that the user gave.
       runner: the name or an instance of a runner.
+
+    Returns:
+      The options.
 
     Raises:
       OptionsError: an option is unknown or has an impossible value.

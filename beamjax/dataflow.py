@@ -1,4 +1,4 @@
-"""A run on Google Cloud Dataflow without Google's service: the job as it would be sent."""
+"""`dry_run`: the job that a run on Google Cloud Dataflow would submit, made without Google."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from beamjax.execution import plan, stage
 
 @dataclass(frozen=True)
 class DryRun:
-    """A job that was not sent.
+    """A job that was not submitted.
 
     Attributes:
       job: the job that Dataflow would receive, as JSON: machines, experiments, images, options.
-      pipeline: of the job, a protocol buffer `org.apache.beam.model.pipeline.v1.Pipeline`.
-      files: bytes of each file that would be written to the work folder, by name.
+      pipeline: the pipeline of the job, a protocol buffer
+        `org.apache.beam.model.pipeline.v1.Pipeline`.
+      files: the size in bytes of each file that would be written to the work folder, by name.
     """
 
     job: dict[str, Any]
@@ -33,20 +34,25 @@ class DryRun:
 
 @by_position
 def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
-    """Makes the job that `run(fn, *args, runner="DataflowRunner")` would send first.
+    """Makes the first job that `run(fn, *args, runner="DataflowRunner")` would submit.
 
-    Takes no account, no network and no machine of Google: only `pip install 'beamjax[dataflow]'`.
-    A function with control flow around placed operators is run as several jobs, of which this is
-    the first.
+    It needs `pip install 'beamjax[dataflow]'`, but no account, no network and no machine of Google.
+    A function with control flow around placed operators runs as several jobs; this is the first.
 
     Args:
       fn: as for `run`.
       *args: as for `run`.
       options: as for `run`.
 
+    Returns:
+      The job, its pipeline, and the sizes of its files.
+
     Raises:
       OptionsError: an option is missing or contradicts another one.
-      StagingError, PlacementError, StructureError, SourceError: as by `run`.
+      StagingError: as for `run`.
+      PlacementError: as for `run`.
+      StructureError: as for `run`.
+      SourceError: as for `run`.
     """
     parsed = parsed_options(options, "DataflowRunner")
     call = plan(stage("run", fn, args), "DataflowRunner", parsed)

@@ -1,7 +1,7 @@
-"""Every error that beamjax raises on purpose.
+"""The errors that beamjax raises; all of them derive from `BeamjaxError`.
 
-Each message says where (the user's file and line, step, shard or member), what was found, what was
-expected and what to do. All of them derive from `BeamjaxError`.
+Each message says where the error is (the user's file and line, or the step, shard or member), what
+was found, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ class Failure:
     """A failure on a worker.
 
     Attributes:
-      step: name of the step of the plan, "" if it is unknown.
-      shard: number of the shard, or None if it was no work on a shard.
-      members: first and last member of the shard, or None.
-      worker: host and process id, "" where the failure was in this process.
-      traceback: as text, of the worker; "" where the failure was in this process.
+      step: the name of the step of the plan; "" if it is unknown.
+      shard: the number of the shard; None if the worker was not working on a shard.
+      members: the first and the last member of the shard, or None.
+      worker: the host and process id of the worker; "" for a failure in this process.
+      traceback: the traceback of the worker as text; "" for a failure in this process.
       time: the time of the failure, in seconds since the epoch; 0 if it is unknown.
-      others: further failures of the same pipeline, those of retries included.
+      others: the number of further failures of the same pipeline, including those of retries.
     """
 
     step: str = ""
@@ -34,13 +34,15 @@ class Failure:
 
 
 class BeamjaxError(Exception):
-    """Base of all errors raised by beamjax.
+    """Base class of all errors raised by beamjax.
 
     Attributes:
-      failure: the failure on a worker, or None if it was not on a worker.
-      run: what `beamjax.replay` runs again, in the process that called `run`; otherwise None.
-      rounds: the rounds of loops that were complete by then.
-      replay_hint: how to replay it, which is the end of the message; "" if that is not possible.
+      failure: the failure of a body as data: step, shard, members and traceback; None for other
+        errors.
+      run: the call that `beamjax.replay` repeats; None outside the process that called `run`.
+      rounds: the number of complete rounds of loops before the error.
+      replay_hint: the end of the message, which shows how to call `replay`; "" if the error can't
+        be replayed.
     """
 
     failure: Failure | None = None
@@ -62,34 +64,34 @@ class OutsideProgramError(BeamjaxError, RuntimeError):
 
 
 class PlacementError(BeamjaxError, ValueError):
-    """A placement is unknown, ambiguous, or does not fit the value given for it."""
+    """A placement is unknown or ambiguous, or a value does not have its number of members."""
 
 
 class StructureError(BeamjaxError, TypeError):
-    """A tree, a leaf or a dtype is not what the operator accepts."""
+    """A tree, a leaf or a dtype is not one that the function accepts."""
 
 
 class StagingError(BeamjaxError, ValueError):
-    """A program cannot be turned into a plan as it stands."""
+    """A function can't be turned into a plan; the message names the line and a remedy."""
 
 
 class ArrayFormatError(BeamjaxError, ValueError):
-    """Bytes that should hold an array, an accumulator or a plan do not."""
+    """Bytes do not hold the array, accumulator, plan or record that was expected."""
 
 
 class SourceError(BeamjaxError, ValueError):
-    """A placed input cannot be read, or does not hold what it should."""
+    """A source can't be read or does not hold the expected data, or a file can't be written."""
 
 
 class WorkerError(BeamjaxError, RuntimeError):
     """A body failed on a worker; the message names the step and the shard.
 
-    `failure` holds them as data, with the traceback of the worker.
+    The attribute `failure` holds these as data, with the traceback of the worker.
     """
 
 
 class JobError(BeamjaxError, RuntimeError):
-    """A job has no result: it was lost with its launching process, or its folder holds no job."""
+    """A job has no result because its launching process died, or a folder holds no such job."""
 
 
 class JobCancelledError(JobError):
@@ -97,14 +99,14 @@ class JobCancelledError(JobError):
 
 
 class OptionsError(BeamjaxError, ValueError):
-    """An option is unknown or has an impossible value."""
+    """An option, a runner or an argument is unknown or has an impossible value."""
 
 
 class VerificationError(BeamjaxError, AssertionError):
-    """The runner's answer differs from the in-process answer by more than the tolerance.
+    """The result on a runner differs from the result of `jax.jit` by more than the tolerance.
 
     Attributes:
-      report: the `VerificationReport`, or None if the trees themselves differ.
+      report: the `VerificationReport`; None if the trees, shapes or dtypes differ.
     """
 
     report: Any = None

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from beamjax.pipelines.session_workers import SessionWorkers
 
 Values: TypeAlias = Mapping[str, np.ndarray | Placed]
-"""The outputs of a plan by name; those that are kept are handles to their files."""
+"""The outputs of a plan by name; a `Placed` for each output that stays in files."""
 
 
 @by_position
@@ -58,34 +58,43 @@ def run(
     """Runs a function of programs and returns what `fn(*args)` would.
 
     The function is staged once for each set of argument types, as by `jax.jit`: a second call with
-    the same function object and types runs the plan that was made for the first. As under
-    `jax.jit`, arrays that the function closes over then have the values of the first call; pass
-    what changes as an argument.
+    the same function object and types reuses the plan of the first. As under `jax.jit`, arrays that
+    the function closes over keep the values of the first call; pass values that change as
+    arguments.
 
     Args:
-      fn: a program, a transformation of one (`jax.grad(program)`), or any composition.
-      *args: trees of arrays, scalars and `beamjax.Source`s, by position; `functools.partial` binds
-        what is not data, and keyword arguments. An array is read by shards where the
-        function uses it as a placed value. A `beamjax.StreamSource`, of unknown length, is read
-        once: in the one pass of a program that does not need the number of members before; for any
-        other program into files of the run, and the program is planned when they are counted.
+      fn: a program, a transformation of one (`jax.grad(program)`), or any function that calls
+        programs.
+      *args: the arguments of `fn` by position: trees of arrays, scalars and `beamjax.Source`s. Bind
+        keyword arguments, and arguments that are not data, with `functools.partial`. An array is
+        read by shards where the function uses it as a placed value. A `beamjax.StreamSource` is
+        read once. If the program does not need the number of members in advance and has a single
+        pass, that pass reads the stream; otherwise beamjax first writes it to temporary files,
+        counts its members, and plans the program with their number.
       runner: "DirectRunner" for Beam's in-memory runner, "local" for this process without Beam, or
         any other name or instance of a Beam runner.
-      options: None, a dict, a list of flags or a Beam `PipelineOptions`; see `Options`.
-      keep: "placed" leaves placed results in files; as the option of this name.
+      options: None, an `Options`, a dict, a list of flags or a Beam `PipelineOptions`.
+      keep: "placed" leaves placed results in files; the same as the option `keep`.
 
     Returns:
-      The tree that `fn(*args)` returns, of JAX arrays with the same shapes, dtypes and weak types;
-      and of a `Placed` for each result that is kept in files.
+      The tree that `fn(*args)` returns. Its leaves are JAX arrays with the same shapes, dtypes and
+      weak types; with `keep="placed"` placed results are `Placed`. Each `Keyed` becomes a
+      `KeyedTable`.
 
     Raises:
-      StagingError: the function can't be made a plan; the message names the line. Or the call is
-        inside of `jax.grad`, `jax.jit` or another transformation.
-      PlacementError, StructureError, SourceError: the arguments don't fit.
-      OptionsError: the runner or an option is unknown, or has an impossible value.
-      WorkerError: a body failed; the message names step and shard.
-      CheckpointError: the folder of checkpoints is that of another run, or in use.
-      JobCancelledError: another process cancelled the run through its folder.
+      OutsideProgramError: `fn` calls an operator outside a program.
+      StagingError: the function can't be turned into a plan; the message names the line. Or the
+        call is inside `jax.grad`, `jax.jit` or another transformation.
+      PlacementError: a value does not have the members of its placement, or the placement is
+        unknown or ambiguous.
+      StructureError: an argument, or a value given to an operator, has a tree or dtype that does
+        not fit; or an argument of `fn` is given by keyword.
+      SourceError: a source can't be read, or a file of results can't be written.
+      ArrayFormatError: a file does not hold what was written to it.
+      OptionsError: the runner or an option is unknown, or an option has an impossible value.
+      WorkerError: a body failed; the message names the step and the shard.
+      CheckpointError: the folder of checkpoints belongs to another run, or is in use.
+      JobCancelledError: another process cancelled the run through its job folder.
     """
     call = prepare(fn, args, runner, run_options(options, keep, runner))
     return finish(call, JobRun(call))
@@ -99,28 +108,36 @@ def launch(
     options: Any = None,
     keep: str | None = None,
 ) -> Job:
-    """Starts what `run` does, and returns at once.
+    """Starts the run of a function in a thread, and returns a handle to the job.
 
-    The function is staged before this returns; the rest is done by a thread, which the process
-    waits for at its end. NumPy arrays among the arguments, those of `from_arrays` included, are
-    copied before this returns, so you may write to them while the job runs. To save the memory of
-    the copies, pass JAX arrays, read-only arrays (`x.flags.writeable = False`) or files
-    (`from_npy`), which are not copied. The object of a `from_random_access` and the function of a
-    `from_chunks` are called while the job runs.
+    The function is staged before `launch` returns; a thread does the rest, and the process waits
+    for it before it exits. NumPy arrays among the arguments, including those of `from_arrays`, are
+    copied before `launch` returns, so you may write to them while the job runs. JAX arrays,
+    read-only arrays (`x.flags.writeable = False`) and files (`from_npy`) are not copied. The object
+    given to `from_random_access` and the function given to `from_chunks` are called while the job
+    runs.
 
     The job has a folder: `options={"job_folder": ...}`, or a temporary one that is removed with the
-    handle. Any process can follow the job there, see `open_job`.
+    handle. Any process can follow the job through the folder, see `open_job`.
 
     Args:
-      fn: as for `run`, and likewise the other arguments.
+      fn: as for `run`.
+      *args: as for `run`.
+      runner: as for `run`.
+      options: as for `run`.
+      keep: as for `run`.
 
     Returns:
-      A handle with `state`, `progress()`, `wait()`, `cancel()` and `result()`.
+      A `Job` with `state`, `progress()`, `wait()`, `cancel()` and `result()`.
 
     Raises:
-      StagingError, PlacementError, StructureError, SourceError: as `run`.
-      OptionsError: the runner or an option is unknown, or a job in the folder still runs, or is
-        done.
+      OutsideProgramError: as for `run`.
+      StagingError: as for `run`.
+      PlacementError: as for `run`.
+      StructureError: as for `run`.
+      SourceError: as for `run`, or the folder of the job can't be written.
+      OptionsError: as for `run`, or the folder holds a job that is running or done. Errors that
+        occur later are raised by `Job.result`.
     """
     parsed = run_options(options, keep, runner)
     if runner != LOCAL:
@@ -133,7 +150,19 @@ def launch(
 
 
 def run_options(options: Any, keep: str | None, runner: Any) -> Options:
-    """The options of a run; raises OptionsError."""
+    """Returns the checked options of a run.
+
+    Args:
+      options: the options that the user gave.
+      keep: the argument `keep` of `run`, which takes precedence over the option.
+      runner: the name or an instance of a runner.
+
+    Returns:
+      The options.
+
+    Raises:
+      OptionsError: an option is unknown, has an impossible value, or has no effect.
+    """
     parsed = parsed_options(options, runner)
     if keep is not None:
         parsed = parse_options(replace(parsed, keep=keep))
@@ -143,7 +172,7 @@ def run_options(options: Any, keep: str | None, runner: Any) -> Options:
 
 
 def finish(call: Call, job: JobRun) -> Any:
-    """Runs a call as a job, and gives the tree that its function returns."""
+    """Runs a call as a job, and returns the tree that its function returns."""
     with call.files, job.recorded():
         return job.returned(collect(call, execute(call, job.monitor)))
 
@@ -158,8 +187,18 @@ def prepare(
 ) -> Call:
     """Stages and plans a call, and chooses where it runs.
 
-    Members of unknown number are counted first, if the program needs their number. With `snapshot`,
-    the caller may write to its arrays before the run is over. `workers` are those of a session.
+    The members of a stream are counted first if the program needs their number.
+
+    Args:
+      fn: the function of the user.
+      args: its arguments.
+      runner: the name or an instance of a runner.
+      options: the options of the run.
+      snapshot: whether the caller may write to its arrays before the run is over.
+      workers: the resident workers of a session.
+
+    Returns:
+      The call, ready for `execute`.
     """
     flat = stage("run", fn, args)
     with contextlib.ExitStack() as files:
@@ -174,7 +213,16 @@ def prepare(
 def stage(
     front: str, fn: Callable[..., Any], args: Sequence[Any], abstract: bool = False
 ) -> FlatCall:
-    """A call with its arguments flattened.
+    """Flattens the arguments of a call.
+
+    Args:
+      front: the name of the public function, for messages.
+      fn: the function of the user.
+      args: its arguments.
+      abstract: whether an argument may be a `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The function with its flat arguments.
 
     Raises:
       StagingError: JAX traces the call, or an argument has no value and may not be `abstract`.
@@ -192,13 +240,16 @@ def stage(
 
 
 def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) -> Call:
-    """Plans a call, as other processes run it.
+    """Makes the plan of a call, in the form that other processes run.
 
     Args:
-      flat: the call; an argument whose value is None is an array that nobody has.
-      runner: the user's.
-      options: of the run.
+      flat: the call; an argument whose value is None is an abstract array.
+      runner: the name or an instance of a runner.
+      options: the options of the run.
       unroll: whether loops and branches are unrolled, for graphs without a driver.
+
+    Returns:
+      The call with its plan, and with inputs if all arguments have values.
     """
     planned = plan_for(flat, options, unroll)
     found = planned.plan
@@ -212,7 +263,7 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
 
 
 def choose_runner(call: Call) -> Call:
-    """Chooses where a call runs and where its results go, and checks that its memory is enough."""
+    """Chooses where a call runs and where its results go, and checks that it fits in memory."""
     if call.options.small_work == "here" and call.prediction().is_small:
         call = replace(call, backend=LOCAL)
     sources = sources_of(call.values.values)
@@ -228,7 +279,7 @@ def choose_runner(call: Call) -> Call:
 
 
 def execute(call: Call, monitor: Monitor) -> Values:
-    """Runs the plan of a call; its outputs by name."""
+    """Runs the plan of a call, and returns its outputs by name."""
     with call.results.cleared(), with_lapack_threads():
         try:
             values = _execute(call, monitor)
@@ -260,7 +311,7 @@ def _execute(call: Call, monitor: Monitor) -> Values:
 
 
 def collect(call: Call, values: Values) -> Any:
-    """The tree that the function returns, of the outputs of its plan."""
+    """Builds the tree that the function returns from the outputs of its plan."""
     plan, staged = call.plan, call.planned.staged
     leaves = []
     for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
@@ -309,23 +360,27 @@ def _device_array(inputs: Inputs, index: int) -> Any:
 
 
 def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline:
-    """An empty Beam pipeline of your own, on a runner that beamjax sets up as for `run`.
+    """Creates an empty Beam pipeline on a runner that beamjax sets up as for `run`.
 
         with beamjax.pipeline("PrismRunner") as mine:
             members = mine | beam.io.ReadFromText("rows.csv") | beam.Map(parse)
             members | beamjax.transform(fn, weights, rows) | beam.Map(print)
 
-    `beam.Pipeline(runner=...)` does as well, where Beam finds by itself what the runner needs. Here
-    Prism, Flink and Spark are those that `beamjax.run` builds, fetches and connects to, and the
-    servers that Beam opens in this process are at loopback addresses only.
+    `beam.Pipeline(runner=...)` works as well if Beam finds by itself what the runner needs.
+    `pipeline` uses the same Prism, Flink and Spark that `beamjax.run` builds, downloads and
+    connects to, and the servers that Beam opens in this process listen on loopback addresses only.
 
     Args:
       runner: the name or an instance of a Beam runner.
-      options: flags of Beam: a dict, a list or a `PipelineOptions`. Those of beamjax go to
+      options: Beam's flags, as a dict, a list or a `PipelineOptions`. Give options of beamjax to
         `transform`.
 
+    Returns:
+      A `beam.Pipeline`, which runs at the end of its `with` block.
+
     Raises:
-      OptionsError: the runner is unknown or can't be had, or an option does not fit.
+      OptionsError: the runner is unknown, is "local" or is not available; or an option does not
+        fit.
     """
     from beamjax.pipelines.launch import own_pipeline
 
@@ -336,41 +391,47 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
 
 @by_position
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
-    """The same as `run`, as a Beam transform for use inside a user's own pipeline.
+    """Returns the computation of `run` as a Beam transform, for a pipeline of your own.
 
-    NumPy arrays among the arguments are copied before this returns, as by `launch`.
+    NumPy arrays among the arguments are copied before `transform` returns, as by `launch`.
 
-    Arguments that are trees of `jax.ShapeDtypeStruct` of shapes (n, ...) stand for placed inputs
-    that come from the pipeline:
+    An argument that is a tree of `jax.ShapeDtypeStruct` of shapes (n, ...) stands for a placed
+    input that comes from the pipeline:
 
         members | beamjax.transform(fn, weights, jax.ShapeDtypeStruct((n, 28, 28), "float32"))
 
-    The number of members need not be known. Where the size of the placement is None and n is a
-    symbolic dimension, the pipeline counts them:
+    The number of members need not be known. If the size of the placement is None and n is a
+    symbolic dimension, the pipeline counts the members:
 
         (n,) = jax.export.symbolic_shape("n")
 
-    Then `fn` may use n in all that is computed a member at a time or reduced over the members, and
-    read `x.shape[0]` as a value, but it may not need n as a constant: for `if x.shape[0] > 3`, or
-    for a value that holds all members on the server.
+    Then `fn` may map over the members, reduce them, and read `x.shape[0]` as a value. It may not
+    need n as a constant, as in `if x.shape[0] > 3`, or in a value that holds all members on the
+    server.
 
     Args:
       fn: as for `run`.
-      *args: as for `run`. All abstract arguments together are what one element holds.
+      *args: as for `run`, or trees of `jax.ShapeDtypeStruct`. An element of the PCollection has a
+        member of each of these abstract arguments.
       options: as for `run`; Beam's own options are those of the pipeline.
 
     Returns:
-      A transform. It is applied to a PCollection of `(index, member)`, with the index from 0 to
-      n - 1, each once, and the member a tree like the abstract argument without the leading axis
-      (a tuple of trees if there are several abstract arguments); or to a pipeline if there is no
-      abstract argument. It gives the tree that `fn` returns, with PCollections as leaves: a server
-      value is one array, a placed value is `(index, member array)`.
+      A transform. If there are abstract arguments, apply it to a PCollection of `(index, member)`:
+      the index runs from 0 to n - 1, each once, and the member is a tree like the abstract argument
+      without the leading axis (a tuple of trees if there are several abstract arguments).
+      Otherwise apply it to a pipeline. Its result is the tree that `fn` returns, with PCollections
+      as leaves: a server value is one array, a placed value is `(index, member array)`.
 
     Raises:
-      StagingError: as `run`, or an abstract argument is not used as a placed value, or something
-        needs an unknown number of members as a constant.
-      StructureError: another dimension than the first one is unknown.
-      SourceError: while the pipeline runs: a member is missing or there twice, or there is none.
+      OutsideProgramError: as for `run`.
+      StagingError: as for `run`, or an abstract argument is not used as a placed value, something
+        needs an unknown number of members as a constant, or `fn` returns a `Keyed`.
+      PlacementError: as for `run`.
+      StructureError: as for `run`, or a dimension other than the first one is unknown.
+      SourceError: as for `run`. While the pipeline runs, Beam reports it for a member that is
+        missing or occurs twice, and for a PCollection without elements.
+      OptionsError: as for `run`, or an option does not apply to a transform: `checkpoint`, `keep`,
+        `results_folder`, or "drop" for `on_error` or `on_nonfinite`.
     """
     from beamjax.pipelines.transform import PlanTransform
 

@@ -1,6 +1,6 @@
-"""`explain`: what a function becomes, as text, a page, a flowchart or JSON.
+"""`explain`: the stages of a function and its plan, as text, a page, a flowchart or JSON.
 
-All of these show the facts of the plan, `beamjax.diagnostics.fact_types.PlanFacts`.
+All of these show `beamjax.diagnostics.fact_types.PlanFacts`, the facts about a plan.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ STAGES = ("staged", "flat", "placed", "graph", "plan")
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """One stage of a program.
+    """One stage of a program, as `explain` returns it.
+
+    `print` and notebooks show it.
 
     Attributes:
       stage: the name of the stage.
       text: the stage as text.
-      facts: all facts of the plan, as dataclasses; None for other stages than "plan".
-      choices: the choices of the planner, for the option `plan`; None for other stages.
+      facts: all facts about the plan, as dataclasses; None for stages other than "plan".
+      choices: the choices of the planner, for the option `plan`; None for stages other than "plan".
     """
 
     stage: str
@@ -55,9 +57,9 @@ class Explanation:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The predicted seconds of a run on the runner of `explain`, without compilation.
+        """Predicted seconds of a run on the runner of `explain`, without compilation.
 
-        It is None if the number of members is known only while the program runs.
+        None if the number of members is known only while the program runs.
 
         Raises:
           OptionsError: the stage is not "plan".
@@ -69,7 +71,7 @@ class Explanation:
         """Writes the choices of the planner to a JSON file, for the option `plan` of other runs.
 
         Args:
-          path: the path of the file.
+          path: the local path of the file.
 
         Raises:
           OptionsError: the stage is not "plan", or the file cannot be written.
@@ -90,28 +92,37 @@ class Explanation:
         return fragment(self._page(None))
 
     def to_html(self, run: Job | Report | None = None) -> str:
-        """Returns a page with the graph of the steps and the facts of each step.
+        """Returns a page with the graph of the steps and the facts about each step.
 
-        The page is a single file of HTML that needs no network. It contains its data as JSON. For
-        other stages than "plan" it shows the text.
+        The page is a single HTML file that needs no network and contains its data as JSON. For
+        stages other than "plan" it shows the text.
 
         Args:
-          run: a job, or the report of one, of the same plan; the page shows its measured seconds
-            beside the predicted ones.
+          run: a job that ran the same plan, or its report. The page then shows measured seconds
+            next to predicted ones.
+
+        Returns:
+          The HTML text.
+
+        Raises:
+          JobError: the folder of the job holds no job any more.
+          ArrayFormatError: a file in the folder of the job is damaged.
         """
         from beamjax.diagnostics.pages.page import document
 
         return document(self._page(run))
 
     def save(self, path: str | os.PathLike[str], run: Job | Report | None = None) -> None:
-        """Writes the page to a file.
+        """Writes the page of `to_html` to a file.
 
         Args:
           path: the path or URL of the file.
           run: as for `to_html`.
 
         Raises:
-          SourceError: the file cannot be written.
+          SourceError: the file can't be written.
+          JobError: as for `to_html`.
+          ArrayFormatError: as for `to_html`.
         """
         from beamjax.diagnostics.pages.page import write
 
@@ -131,7 +142,7 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the facts as dicts, lists, text and numbers.
+        """Returns the facts about the plan as JSON values: dicts, lists, strings and numbers.
 
         Raises:
           OptionsError: the stage is not "plan".
@@ -175,19 +186,18 @@ def explain(
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (the placement of each value),
         "graph" (cut at the reductions).
       runner: the runner for which seconds and memory are predicted, as for `run`. It is not
-        started. If this process computes on an accelerator that the plan is for, bodies are
-        compiled to find the memory that they need there.
+        started. If this process uses an accelerator of the platform of the plan, bodies are
+        compiled to find out how much device memory they need.
       options: as for `run`.
 
     Returns:
-      The explanation, which `print` and notebooks show. `to_html()` and `save(path)` make a page.
-      An explanation of a plan also has `facts`, `to_mermaid()`, `to_json()`, `predicted_seconds`
-      and `save_choices(path)`.
+      An `Explanation`. `to_html()` and `save(path)` make a page. For the stage "plan" it also has
+      `facts`, `to_mermaid()`, `to_json()`, `predicted_seconds` and `save_choices(path)`.
 
     Raises:
-      OptionsError: there is no such stage.
-      BeamjaxError: `run` would raise it before it computes. A stage is shown even if a later stage
-        fails.
+      OptionsError: there is no such stage, or an option is unknown or has an impossible value.
+      BeamjaxError: any error that `run` would raise before it computes. A stage is shown even if a
+        later stage fails.
     """
     if stage not in STAGES:
         raise OptionsError(f"stage: found {stage!r}, expected one of {', '.join(STAGES)}")

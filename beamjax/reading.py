@@ -1,8 +1,8 @@
-"""How a call reads its sources of unknown length: in the one pass of the plan, or counted first.
+"""How a call reads its streams (sources of unknown length): in a single pass, or counted first.
 
-A program that can be staged without their number, to a plan with one pass over the members, is run
-as they are read. For any other, they are first read into files of the run, once; then their number
-is known, the program is staged with it, and all passes read the files.
+If a program can be staged without the number of members, and its plan has one pass over them, that
+pass reads the streams. For any other program, beamjax first writes the members to temporary files.
+Then their number is known, the program is staged with it, and all passes read the files.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from beamjax.sources.source_base import Source
 from beamjax.sources.streams.spool import spooled_here
 
 TRIALS = 5
-"""Numbers of members for which a program is traced if it can't be staged with an unknown one.
+"""How many numbers of members to try if a program can't be staged with an unknown one.
 
-Each costs a trace. If the traces do not show whether the number is the reason, the members are
-counted, and the program is staged with their real number."""
+Each costs a trace. If no trace shows whether the number is the reason, the members are counted, and
+the program is staged with their real number."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the sources of unknown length of a call are read.
+    """How the streams of a call are read.
 
     Attributes:
       counted_because: why they are counted before the program runs; "" if they are not.
-      planned: the program, staged without their number; None if that can't be done.
-      number: some number of members with which it can be staged, or might be.
+      planned: the program, staged without the number of members; None if that is not possible.
+      number: a number of members with which the program can probably be staged.
     """
 
     counted_because: str
@@ -48,16 +48,23 @@ class Reading:
 
 
 def choose(call: FlatCall, options: Options) -> Reading:
-    """Decides how the sources of unknown length among the arguments of a call are read.
+    """Decides how the streams among the arguments of a call are read.
+
+    Args:
+      call: the function and its arguments.
+      options: the options of the run.
+
+    Returns:
+      How they are read.
 
     Raises:
-      Exception: of the function, if it does not depend on the number of members.
+      Exception: any error of the function that does not depend on the number of members.
     """
     try:
         planned = plan_for(call, options)
     except UnknownSizeError as error:
         return Reading(error.reason)
-    except Exception as error:  # of any kind: it may be that of a size that does not fit
+    except Exception as error:  # of any type: a size that does not fit may raise any error
         because = f"it can't be staged without their number ({_summary(error)})"
         numbers = _numbers(call)
         failures: dict[int, str] = {}
@@ -68,7 +75,8 @@ def choose(call: FlatCall, options: Options) -> Reading:
                 failures[number] = _summary(other)
             else:
                 return Reading(because, number=number)
-        # A check in the program may raise one text for all numbers but the length of some argument.
+        # A check in the program may raise one message for all numbers except the length of one
+        # argument.
         is_check = isinstance(error, AssertionError | ValueError | RuntimeError)
         tried_all = len(failures) == len(numbers) or not is_check
         if tried_all and failures.get(SOME_NUMBER) == _summary(error):
@@ -79,7 +87,7 @@ def choose(call: FlatCall, options: Options) -> Reading:
 
 
 def _numbers(call: FlatCall) -> list[int]:
-    """The numbers of members that a program might be written for."""
+    """The numbers of members to try: declared sizes, an arbitrary one, and lengths of arguments."""
     shapes = [getattr(aval, "shape", ()) for aval in call.avals]
     lengths = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
     sizes = declared_sizes(call)
@@ -103,7 +111,7 @@ def _with_number(argument: Argument, n: int) -> Argument:
 
 
 def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
-    """A sentence on the sources of unknown length of a call, for error messages."""
+    """Sentences on the streams of a call, for `explain`."""
     paths = dict.fromkeys(argument.path for argument in call.arguments if argument.is_stream)
     what = f"{', '.join(paths)}: the number of members is unknown. They are read once"
     if not reading.counted_because:
@@ -116,11 +124,19 @@ def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
-    """A call as it can be planned for a run: its sources are counted first where that is needed.
+    """Gives a call that can be planned for a run: streams are counted first if necessary.
+
+    Args:
+      call: the function and its arguments.
+      runner: the name or an instance of a runner.
+      options: the options of the run.
+
+    Yields:
+      The call, in which files replace the streams that were counted.
 
     Raises:
-      OptionsError: a source of unknown length, with the option `checkpoint`.
-      SourceError: as `counted`.
+      OptionsError: an argument is a stream, and the option `checkpoint` is set.
+      SourceError: as for `counted`.
     """
     stream = next((argument for argument in call.arguments if argument.is_stream), None)
     if stream is not None and options.checkpoint is not None:
@@ -137,7 +153,7 @@ def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[Flat
 
 
 def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:
-    """Whether sources of unknown length have to be counted before the program can run."""
+    """Whether the streams have to be counted before the program can run."""
     reading = choose(call, options)
     if reading.counted_because or runner == LOCAL:
         return bool(reading.counted_because)
@@ -149,15 +165,19 @@ def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:
 
 @contextlib.contextmanager
 def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
-    """A call with its sources of unknown length in files, while it lasts.
+    """Writes the streams of a call to files, which exist while the context is open.
 
     Args:
       call: the function and its arguments.
-      runner: of Beam, whose workers read them; with "local", this process does.
-      options: `work_folder`, and those of Beam.
+      runner: the Beam runner on whose workers the streams are read; "local" for this process.
+      options: the options of the run, of which `work_folder` and those of Beam are used.
+
+    Yields:
+      The call with files in place of its streams.
 
     Raises:
       SourceError: a source can't be read, or has no member.
+      PlacementError: raised in the context; the lengths of the streams are added to its message.
     """
     streams = {id(a.value): a.value for a in call.arguments if a.is_stream}
     files: contextlib.AbstractContextManager[Sequence[Source]]
@@ -180,5 +200,5 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
         except PlacementError as error:
             lengths = [f"{streams[key]!r} has {len(known[key])} members" for key in streams]
             raise PlacementError(
-                f"{error}\nAs was found by reading: {'; '.join(lengths)}."
+                f"{error}\nbeamjax counted the members: {'; '.join(lengths)}."
             ) from error

@@ -1,4 +1,4 @@
-"""`replay`: the bodies of a job on single members, as Python functions in this process."""
+"""`replay`: calls the bodies of a job on single members, as Python functions in this process."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def replay(
     round: int | None = None,
     options: Any = None,
 ) -> Any:
-    """Calls the body of a job for single members, as the Python function that it is.
+    """Calls the body of a job for single members, as a plain Python function.
 
-    The function is called in this thread with the arrays of one member, and without `jax.jit` and
+    The function is called in this thread with the arrays of one member, without `jax.jit` and
     `jax.vmap`. So `breakpoint()`, `print`, `jax.disable_jit` and `checkify` work in it, and an
-    exception has its own traceback. Sources are read again, and the passes before the step are
-    computed again in this process; of a loop, also the rounds before.
+    exception has its own traceback. beamjax reads the sources again, and recomputes the passes and
+    the rounds of loops before the step in this process.
 
         try:
             beamjax.run(fn, *args)
@@ -59,30 +59,35 @@ def replay(
             beamjax.replay(error)
 
     Args:
-      failed: an error that this process got from a run; then nothing else is needed. Or a job or
-        its folder, in any state, of any process that ran `fn(*args)`.
-      fn: the function of the job; not for an error. It may be a corrected one.
-      *args: the arguments of the job.
+      failed: an error that a run in this process raised, which needs no other argument; or a job or
+        the path or URL of its folder, in any state, from any process that ran `fn(*args)`.
+      fn: the function of the job, or a corrected version of it. An error does not need it.
+      *args: the arguments of the job, if `fn` is given.
       member: the index of one member.
-      shard: the number of a shard, whose members are called one after the other. Without `member`
-        and `shard` it is the shard that failed.
+      shard: the number of a shard, whose members are called sequentially. Without `member` and
+        `shard`, it is the shard that failed.
       step: the name of a step of the plan (`map_clients_0`), or of the function that is mapped. By
         default the step that failed, or the first one.
-      round: for a step in a loop: the number of rounds before, of all loops. By default the round
-        that failed, or the first one.
-      options: those of the job that change its values, such as `on_error`; not for an error.
+      round: for a step in a loop: the number of complete rounds before it, of all loops. By default
+        the round that failed, or the first one.
+      options: the options of the job that change its values, such as `on_error`, if `fn` is given.
 
     Returns:
-      The tree that the body returns for the member. For a shard a list of them, one for each
-      member. A step with several bodies calls them all, and gives the result of the last one, or
-      of the one that `step` names. For derived code (`jax.grad` of a program) without a Python
-      function, its flat results.
+      The tree that the body returns for the member; for a shard a list of such trees, one for each
+      member. For a step with several bodies, the result of the last one, or of the one that `step`
+      names. For derived code without a Python function, such as `jax.grad` of a program, a flat
+      list of its results.
 
     Raises:
-      Exception: what the body raises.
-      JobError: `fn` is needed and missing, or was not the function of the job.
-      OptionsError: there is no such step, round, shard or member.
-      StagingError, PlacementError, StructureError, SourceError: as `run`.
+      Exception: any exception that the body raises.
+      JobError: `fn` is missing, or its placements have other sizes than those of the job; or there
+        is no job in the folder.
+      OptionsError: there is no such step, shard or member; or no shard of the step failed, and
+        neither `member` nor `shard` is given.
+      StagingError: as for `run`.
+      PlacementError: as for `run`.
+      StructureError: as for `run`.
+      SourceError: as for `run`.
     """
     with contextlib.ExitStack() as stack:
         restaged, found = stack.enter_context(_call_of(failed, fn, args, options))
@@ -91,7 +96,7 @@ def replay(
 
 @dataclass(frozen=True)
 class _Restaged:
-    """A call to be staged again; `values` are its flat arguments, as `Inputs` takes them."""
+    """A call to stage again; `values` are its flat arguments, as `Inputs` takes them."""
 
     call: FlatCall
     options: Options
@@ -109,9 +114,13 @@ class _Restaged:
 
 @dataclass(frozen=True)
 class _Found:
-    """The failure of a job, and the rounds that were complete by then.
+    """What is known of a job and its failure.
 
-    `sizes` and `shard_sizes` are those of its placements, as far as they are known.
+    Attributes:
+      failure: the failure of the job, if it failed on a shard.
+      rounds: the number of complete rounds before the failure.
+      shard_sizes: the number of members in a shard, by placement, as far as it is known.
+      sizes: the number of members as text, by placement, as far as it is known.
     """
 
     failure: Failure | None
@@ -212,7 +221,7 @@ def _replay(
 
 
 def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
-    """The pass that is meant, and the function in it, "" for the last one."""
+    """The pass that `step` names, and the name of the function in it; "" for the last one."""
     stages = _stages(planned)
     passes = [
         found
@@ -234,7 +243,7 @@ def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
 def _members(
     plan: Plan, step: Map, failure: Failure | None, member: int | None, shard: int | None
 ) -> Iterable[int]:
-    """The members to be called."""
+    """The members to call the body for."""
     n, size = plan.sizes[step.placement], plan.shard_sizes[step.placement]
     if member is not None:
         if not 0 <= member < n:
@@ -257,9 +266,9 @@ class _Step:
 
     Args:
       planned: the program, with bodies that are Python functions.
-      inputs: of its plan.
+      inputs: the inputs of its plan.
       step: the pass.
-      values: those that were computed before it.
+      values: the values that were computed before the pass, by name.
     """
 
     def __init__(
@@ -274,7 +283,7 @@ class _Step:
                 rule = replace(rule, emit=_without_vmap) if is_map else rule
                 emissions.append(Emission(emission.eqn, rule))
         stage = replace(stage, emissions=emissions, results=_maps(stage)[-1].outputs)
-        # A mask of the members that were not dropped is no operand of the stage.
+        # The step may have one operand more than the stage: the mask of dropped members.
         self._operands = step.operands[: len(stage.operands)]
         self._reader = inputs.reader()
         self._values = values

@@ -18,7 +18,18 @@ IDLE_SECONDS = 600.0
 
 
 class Session:
-    """Resident workers for consecutive calls; see `session`."""
+    """Resident workers for consecutive calls, made by `session`.
+
+    As a context manager, it ends its workers at the end of the `with` block.
+
+    Args:
+      runner: as for `session`.
+      options: as for `session`.
+      idle_seconds: as for `session`.
+
+    Raises:
+      OptionsError: as for `session`.
+    """
 
     def __init__(self, runner: Any, options: Any, idle_seconds: float):
         if not (isinstance(idle_seconds, int | float) and idle_seconds > 0):
@@ -42,18 +53,21 @@ class Session:
     ) -> Any:
         """Runs a function of programs and returns what `fn(*args)` would, as `beamjax.run` does.
 
-        Runs of several threads wait for each other.
+        Calls from several threads run sequentially.
 
         Args:
           fn: as for `beamjax.run`.
-          *args: likewise.
-          options: options of this run, which replace those of the session. Options of Beam always
-            come from the session.
+          *args: as for `beamjax.run`.
+          options: the options of this run, which replace those of the session. Options of Beam
+            always come from the session.
           keep: as for `beamjax.run`.
 
+        Returns:
+          As for `beamjax.run`.
+
         Raises:
-          BeamjaxError: as `beamjax.run`. The session can be used further.
-          OptionsError: also, the session is closed.
+          BeamjaxError: as for `beamjax.run`. The session remains usable.
+          OptionsError: as for `beamjax.run`, or the session is closed.
         """
         found = run_options(self._options if options is None else options, keep, self._runner)
         found = replace(found, beam=self._options.beam)
@@ -61,7 +75,7 @@ class Session:
         return finish(call, JobRun(call))
 
     def close(self) -> None:
-        """Ends the workers. Closing twice is the same as closing once."""
+        """Ends the workers. A second call does nothing."""
         if self._workers is not None:
             self._workers.close()
 
@@ -80,27 +94,28 @@ class Session:
 def session(
     runner: Any = "DirectRunner", options: Any = None, idle_seconds: float = IDLE_SECONDS
 ) -> Session:
-    """Opens workers that stay between calls, so that a call costs milliseconds instead of a
-    pipeline.
+    """Opens workers that stay between calls, so that a call takes milliseconds.
 
         with beamjax.session("FlinkRunner", options={...}) as s:
             for batch in batches:
                 weights = s.run(step, weights, batch)
 
-    The first call starts one Beam job. Its workers keep compiled bodies, members that they have
-    read, and arrays of the caller from one call to the next, within the option `memory`. The
-    results have the bits of `beamjax.run`. Placements of unknown size have a pipeline of their own
-    for each call, and `runner="local"` needs no workers.
+    The first call starts one Beam job, so later calls start no pipeline. From one call to the next,
+    its workers keep compiled bodies, members that they have read, and arrays of the caller, up to
+    the option `memory`. The results have the same bits as those of `beamjax.run`. A call with a
+    placement of unknown size starts a pipeline of its own, and `runner="local"` needs no workers.
 
     Args:
       runner: as for `beamjax.run`.
-      options: likewise; without `checkpoint` and `job_folder`, which belong to one run.
-      idle_seconds: seconds without a call after which the job ends. The next call starts another.
+      options: as for `beamjax.run`, without `checkpoint` and `job_folder`, which belong to one run.
+      idle_seconds: seconds without a call after which the job ends, a number above 0. The next call
+        starts another job.
 
     Returns:
-      A context that ends the workers, with a method `run`.
+      A `Session`: a context manager with a method `run`.
 
     Raises:
-      OptionsError: the runner or an option is unknown, or does not fit.
+      OptionsError: the runner or an option is unknown, an option has an impossible value or belongs
+        to one run, or `idle_seconds` is not a number above 0.
     """
     return Session(runner, options, idle_seconds)

@@ -1,4 +1,4 @@
-"""`verify`: the answer of a runner against the answer of `jax.jit`, leaf by leaf."""
+"""`verify`: compares the result on a runner with the result of `jax.jit`, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Row:
-    """How one leaf of a runner's answer compares with that of `jit`.
+    """How one leaf of a runner's result compares with that of `jax.jit`.
 
     Attributes:
-      path: of the leaf in the result, as `jax.tree_util.keystr` writes it.
-      dtype: name, as `jax` prints it.
-      shape: of the leaf.
+      path: the path of the leaf in the result, as `jax.tree_util.keystr` writes it.
+      dtype: the name of the dtype, as JAX prints it.
+      shape: the shape of the leaf.
       bits_equal: whether all bits are the same.
       worst_ulp: the largest distance of two elements in representable numbers; None for dtypes
-        that are no floats.
-      worst_difference: the largest absolute difference of two elements. NaN in one alone is inf.
-      worst_index: where that is, or None if there is no difference.
+        other than floats.
+      worst_difference: the largest absolute difference of two elements; inf if only one is NaN.
+      worst_index: the index of that element, or None if there is no difference.
       tolerance: the largest absolute difference that passes.
       found: the runner's element at `worst_index`, as text.
-      expected: the element of `jit` there.
+      expected: the element of `jax.jit` at `worst_index`, as text.
     """
 
     path: str
@@ -65,10 +65,11 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        """Whether the leaf is within its tolerance."""
         return self.worst_difference <= self.tolerance
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, one cell for each of `HEADINGS`."""
+        """The row as text, with a cell for each of `HEADINGS`."""
         return (
             f"result{self.path}",
             f"{self.dtype}[{','.join(map(str, self.shape))}]",
@@ -96,7 +97,13 @@ HEADINGS = ("leaf", "type", "bits", "ULP", "difference", "allowed", "")
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """A row for each leaf of the result."""
+    """How the result on a runner compares with that of `jax.jit`; `print` shows it as a table.
+
+    Attributes:
+      program: the name of the function.
+      runner: the name of the runner.
+      rows: a `Row` for each leaf of the result.
+    """
 
     program: str
     runner: str
@@ -109,6 +116,7 @@ class VerificationReport:
 
     @property
     def headline(self) -> str:
+        """One line that says how many leaves have equal bits and how many failed."""
         same = sum(row.bits_equal for row in self.rows)
         failed = sum(not row.passed for row in self.rows)
         leaves = "1 leaf" if len(self.rows) == 1 else f"{len(self.rows)} leaves"
@@ -141,29 +149,32 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> VerificationReport:
-    """Runs a function on a runner and under `jax.jit`, and compares the answers.
+    """Runs a function on a runner and under `jax.jit`, and compares the results.
 
-    A float leaf passes if every element is within `atol + rtol * max(|x|)`, with the largest finite
-    element of the leaf as `jit` computes it. Sums in another order differ by that measure, not by
-    the size of each element. Integers, bools and keys must be equal; NaN equals NaN, and an
-    infinity only itself.
+    A float leaf passes if every element is within `atol + rtol * max(|x|)`, where `max(|x|)` is the
+    largest finite magnitude in the leaf as `jax.jit` computes it: the error of a sum in another
+    order grows with that, not with the size of each element. Integers, bools and keys must be
+    equal. NaN equals NaN, and an infinity equals only itself.
 
     Args:
       fn: as for `run`.
-      *args: as for `run`. Sources are read whole, into the memory of this process, for `jit`.
+      *args: as for `run`. For `jax.jit`, sources are read completely into the memory of this
+        process.
       runner: as for `run`.
       options: as for `run`.
-      rtol: for float leaves; by default `eps ** (2/3)` of the leaf's dtype: 2.4e-5 for float32,
-        3.7e-11 for float64, 0.039 for bfloat16.
-      atol: for float leaves; by default the smallest normal number of the leaf's dtype.
+      rtol: the relative tolerance of float leaves, >= 0; by default `eps ** (2/3)` of the leaf's
+        dtype: 2.4e-5 for float32, 3.7e-11 for float64, 0.039 for bfloat16.
+      atol: the absolute tolerance of float leaves, >= 0; by default the smallest normal number of
+        the leaf's dtype.
 
     Returns:
-      A row for each leaf of the result; `print` it.
+      A `VerificationReport` with a row for each leaf of the result. `print` shows it as a table.
 
     Raises:
-      VerificationError: a leaf is past its tolerance, or the tree, a shape or a dtype differs.
+      VerificationError: a leaf differs by more than its tolerance, or the trees, shapes or dtypes
+        differ.
       OptionsError: a tolerance is negative.
-      BeamjaxError: what `run` raises.
+      BeamjaxError: any error that `run` raises.
     """
     for tolerance, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
@@ -183,7 +194,7 @@ def verify(
 
 
 def _by_key(result: Any) -> Any:
-    """A result with arrays in the place of members with keys, reduced here or on disk."""
+    """A result with arrays in place of each `Keyed` and `KeyedTable`."""
 
     def arrays(node: Any) -> Any:
         if isinstance(node, Keyed):
@@ -194,7 +205,7 @@ def _by_key(result: Any) -> Any:
 
 
 def whole_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Arguments of `run` as `jit` takes them: each source is read, once for all its leaves."""
+    """Arguments of `run` as `jax.jit` takes them: arrays in place of the leaves of sources."""
     call = _stage.flatten_call(fn, args)
     return call.restore(_whole(call.arguments))
 
@@ -221,9 +232,12 @@ def compare(
 
     Args:
       found: the tree to check.
-      expected: what it should be.
-      rtol: for float leaves, see `verify`.
-      atol: likewise.
+      expected: the tree to compare it with.
+      rtol: as for `verify`.
+      atol: as for `verify`.
+
+    Returns:
+      A row for each leaf.
 
     Raises:
       VerificationError: the trees, or the shapes or dtypes of leaves, differ.
@@ -288,8 +302,11 @@ def float_tolerance(
 
     Args:
       expected: a float or complex array; elements that are not finite do not count.
-      rtol: by default `eps ** (2/3)`.
-      atol: by default the smallest normal number.
+      rtol: the relative tolerance; by default `eps ** (2/3)`.
+      atol: the absolute tolerance; by default the smallest normal number.
+
+    Returns:
+      The tolerance of the whole array.
     """
     parts = real_parts(expected)
     limits = ml_dtypes.finfo(parts.dtype)
@@ -301,11 +318,11 @@ def float_tolerance(
 
 
 def absolute_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """|a - b| for each element; 0 where both are NaN, inf where one is or an infinity differs.
+    """|a - b| for each element; 0 where both are NaN, inf where only one is or infinities differ.
 
     Returns:
-      Of the arrays' shape; float64 for floats, uint64 (exact) for integers and bools. For complex
-      numbers it is the worse of the real and imaginary part.
+      An array of the same shape: float64 for floats, uint64 (exact) for integers and bools. For
+      complex numbers it is the larger difference of the real and imaginary parts.
     """
     if not jnp.issubdtype(a.dtype, np.inexact):
         kind = np.uint64 if a.dtype.kind in "bu" else np.int64

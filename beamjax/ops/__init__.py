@@ -1,1 +1,1 @@
-"""The operators of a program, and their rules for the transformations of JAX."""
+"""The operators of a program, and their rules for JAX's transformations."""

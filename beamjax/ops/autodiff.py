@@ -1,8 +1,8 @@
 """How the primitives of a program are differentiated, transposed, batched and pruned.
 
-The rules are closed: what they produce is made of `beamjax.ops.primitives` with bodies for one
-member, so that `jax.grad(program)` can be taken apart as well as the program itself. Each rule for
-`bj_map` is a public JAX transformation applied to the body, which is then traced anew.
+The rules are closed: their results consist of `beamjax.ops.primitives` with bodies for one member,
+so `jax.grad(program)` can be planned in the same way as the program itself. Each rule for `bj_map`
+applies a public JAX transformation to the body, and traces the result.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ from beamjax.ops.primitives import (
 def depends(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """For each output, whether it may depend on one of the marked inputs.
 
-    Equations with effects count as depending on them: they may read a reference, or the index of
-    an axis that only the caller knows.
+    Equations with effects count as dependent, since they may read a reference, or the index of an
+    axis that only the caller knows.
+
+    Args:
+      jaxpr: the jaxpr.
+      inputs: a mark for each of its inputs.
+
+    Returns:
+      A mark for each of its outputs.
     """
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
     is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
@@ -55,7 +62,7 @@ def _take(values: Sequence[Any], marks: Sequence[bool]) -> list[Any]:
 
 
 def _put(values: Sequence[Any], marks: Sequence[bool], others: Sequence[Any]) -> list[Any]:
-    """The values at the marked places, in order, and the others at the others."""
+    """Merges two lists: `values` at the marked places and `others` at the unmarked ones."""
     marked, unmarked = iter(values), iter(others)
     return [next(marked) if mark else next(unmarked) for mark in marks]
 
@@ -81,7 +88,7 @@ def _map_linear(
     """Maps a traced body for the outputs that depend on its linear operands.
 
     Returns:
-      The placed outputs, with None for those that don't, which are zero.
+      The placed outputs, with None for the other outputs, which are zero.
     """
     nonzero = depends(jaxpr, [*[False] * len(consts), *is_linear])
     if not any(nonzero):
@@ -100,8 +107,8 @@ def _map_jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Binds two maps, so that partial evaluation keeps the first and records the second.
 
-    The second starts from the primal operands: keeping the residuals of the first map instead would
-    move a placed value out of the body for each residual.
+    The second map recomputes from the primal operands. Residuals of the first map would each be a
+    placed value that has to be stored.
     """
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
@@ -151,7 +158,7 @@ def _jvp_jaxpr(
 
     tangent_avals = [aval.to_tangent_aval() for aval in _take(jaxpr.in_avals, moving)]
     closed, consts = trace_body(tangent, _put(tangent_avals, is_tangent, jaxpr.in_avals))
-    # The body has already printed what it prints, when it ran for its results.
+    # The effects, such as printing, have already happened in the map for the primal results.
     return _compat.without_side_effects(closed), consts
 
 
@@ -217,7 +224,7 @@ ad.primitive_transposes[map_p] = _map_transpose
 def _map_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    """Batches the body; results that don't depend on a batched operand stay as they are."""
+    """Batches the body; results that don't depend on a batched operand are not batched."""
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     batched = depends(jaxpr, [dim is not None for dim in dims])
     if all(dim is None for dim in dims) and not any(batched):
@@ -281,7 +288,7 @@ def _sum_transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
 
 def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
     n, dtype = x.aval.shape[0], x.aval.dtype
-    # In float16 the number of members can be inf; jnp.mean, too, divides in float32.
+    # In float16, more than 65,504 members would be inf. jnp.mean divides in float32, too.
     wide = dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")
     size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
     share = jax.lax.convert_element_type(ct, wide) / size
@@ -344,12 +351,12 @@ def _define_extremum_jvp(primitive: jex.Primitive, name: str) -> None:
 def _prod_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, placement: str
 ) -> tuple[Any, Any]:
-    """The derivative by a member is the product of the others, also if members are zero.
+    """The derivative by a member is the product of the others, even if members are zero.
 
     If exactly one member is zero, only the derivative by that member can be nonzero. If two are
     zero, all first derivatives are zero, but second derivatives need not be. `zeros`, the sum of
-    the zero members, carries these: its value is zero, and its derivative by each zero member is
-    one. First and second derivatives are right for any number of zeros.
+    the zero members, carries them: its value is zero, and its derivative by each zero member is
+    one. First and second derivatives are correct for any number of zeros.
     """
     (x,), (t,) = primals, tangents
     out = reduce_prod_p.bind(x, placement=placement)
@@ -381,6 +388,9 @@ def product_of_others(count: Any, product: Any, zeros: Any, x: jax.Array) -> jax
       product: the product of the factors that are not zero.
       zeros: the sum of the factors that are zero.
       x: the factor.
+
+    Returns:
+      The product of the other factors.
     """
     is_zero, none = x == 0, jnp.zeros_like(x)
     rest = product / jnp.where(is_zero, jnp.ones_like(x), x)

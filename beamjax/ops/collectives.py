@@ -1,10 +1,11 @@
-"""Collectives of JAX in the body of a map, with the placement as the name of the axis.
+"""JAX collectives in the body of a map, with the placement as the name of the axis.
 
-`lax.psum(v, "clients")` in a body is a reduction over the members. JAX would batch it when the map
-is computed, but then all members must be in one place. So a body with collectives becomes several
-maps: the equations between two collectives are a map, a collective is a reduction of beamjax, and
-what depends on reduced values alone is computed once, outside of the maps. A `lax.scan` around
-collectives, such as rounds of training, becomes a scan over placed and server values.
+`lax.psum(v, "clients")` in a body is a reduction over the members. JAX could batch it when it
+computes the map, but only with all members in one process. So a body with collectives becomes
+several maps: the equations between two collectives become a map, a collective becomes a reduction
+of beamjax, and equations that depend only on reduced values are computed once, outside of the maps.
+A `lax.scan` around collectives, such as rounds of training, becomes a scan over placed and server
+values.
 """
 
 from __future__ import annotations
@@ -38,10 +39,19 @@ def bind_map(
 ) -> list[jax.Array]:
     """Like `primitives.bind_map`, for a body that may hold collectives over its placement.
 
+    Args:
+      jaxpr: as for `primitives.bind_map`.
+      broadcast: as for `primitives.bind_map`.
+      placed: as for `primitives.bind_map`.
+      **params: as for `primitives.bind_map`.
+
+    Returns:
+      The placed results.
+
     Raises:
-      StructureError: a collective is of another kind than `lax.psum`, `pmean`, `pmax`, `pmin`,
-        `all_gather`, `axis_index` and `axis_size`; is in other control flow than `lax.scan`; or its
-        members are weighted by `reweight`.
+      StructureError: a collective is none of `lax.psum`, `pmean`, `pmax`, `pmin`, `all_gather`,
+        `axis_index` and `axis_size`, is in control flow other than `lax.scan`, or is called in a
+        function with weights (`reweight`).
     """
     placement, n = params["placement"], params["n"]
     if not any_of(jaxpr, placement):
@@ -60,7 +70,7 @@ def any_of(jaxpr: jex.ClosedJaxpr, placement: str) -> bool:
 
 @dataclass(frozen=True)
 class _Value:
-    """An array that all members share, or one of all members along axis 0."""
+    """An array that all members share, or a placed array with all members along axis 0."""
 
     array: Any
     is_placed: bool
@@ -68,7 +78,7 @@ class _Value:
 
 def _literal(atom: Any) -> _Value:
     value = np.asarray(atom.val, atom.aval.dtype)
-    weak = jnp.asarray(value.item())  # An array of a Python scalar has a weak type.
+    weak = jnp.asarray(value.item())  # From a Python scalar, JAX makes an array of weak type.
     is_weak = atom.aval.weak_type and weak.dtype == value.dtype
     return _Value(weak if is_weak else value, False)
 
@@ -86,7 +96,7 @@ class _Body:
         jaxpr = closed.jaxpr
         constants = [_Value(jnp.asarray(value), False) for value in closed.consts]
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
-        waiting: list[Any] = []  # Equations of the next map.
+        waiting: list[Any] = []  # Equations that the next map will compute.
 
         def is_placed(atom: Any) -> bool:
             return not isinstance(atom, jex.Literal) and (atom not in env or env[atom].is_placed)
@@ -188,7 +198,7 @@ class _Body:
     # ---------------------------------------------------------------- scans
 
     def scan(self, eqn: Any, values: Sequence[_Value]) -> list[_Value]:
-        """A scan around collectives: carried values are placed where they differ by member."""
+        """A scan around collectives. A carried value is placed if it may differ by member."""
         constants, carried = _compat.scan_counts(eqn)
         closed, params = eqn.params["jaxpr"], eqn.params
         fixed, start = values[:constants], values[constants : constants + carried]
@@ -215,7 +225,7 @@ class _Body:
         return outs
 
     def placed_carries(self, eqn: Any, marks: Sequence[bool]) -> list[bool]:
-        """Returns which carried values of a scan differ by member, given which operands do."""
+        """For each carried value of a scan, whether it may differ by member: a fixed point."""
         constants, carried = _compat.scan_counts(eqn)
         last = constants + carried
         found = list(marks[constants:last])
@@ -228,7 +238,7 @@ class _Body:
             found = grown
 
     def placed_results(self, closed: Any, marks: Sequence[bool]) -> list[bool]:
-        """Which results of a jaxpr differ by member, given which arguments do; see `run`."""
+        """For each result of a jaxpr, whether it may differ by member, for marked arguments."""
         jaxpr = closed.jaxpr
         placed = {var for var, mark in zip(jaxpr.invars, marks, strict=True) if mark}
         is_placed = lambda atom: not isinstance(atom, jex.Literal) and atom in placed
@@ -258,7 +268,7 @@ class _Body:
 
 
 def _uses(eqn: Any, axis: str) -> bool:
-    """Whether an equation names an axis; in a shard_map, such a name is an axis of its mesh."""
+    """Whether an equation names an axis. In a shard_map, names are those of its mesh instead."""
     named = eqn.params.get("axis_name", eqn.params.get("axes"))
     if named == axis or (isinstance(named, tuple) and axis in named):
         return True

@@ -8,10 +8,10 @@ of a placed tree. It has a result for each leaf. Its parameters are
 - `placement`, `n`: the name and the number of members;
 - `name`: the name of the user's function, with a prefix where it is derived from it.
 
-The function is associative, but need not commute, and floats make it associative only nearly. So
-the order of calls is fixed: neighbours first, then neighbours of these, as in a binary tree over
-the members. A range of 2^l members that begins at a multiple of 2^l is always a node of that tree,
-whatever the number of members, so shards of such ranges give the same calls.
+The function is associative but not necessarily commutative, and with floats it is associative only
+up to rounding. So the calls form a fixed binary tree over the members: first pairs of neighbours,
+then pairs of these results, and so on. A range of 2^l members that begins at a multiple of 2^l is a
+node of the tree for any number of members, so shards of such ranges lead to the same calls.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def fold_members(combine: Combine, leaves: Leaves, count: Any = None) -> list[ja
     """Combines along axis 0, in the order of calls that the head of this file describes.
 
     Args:
-      combine: takes two lists of leaves of one member to such a list.
-      leaves: (size, ...) each.
-      count: how many of them there are, >= 1; the others are padding, which changes nothing. None
-        means all.
+      combine: combines two lists of leaves of one member into such a list.
+      leaves: arrays of shapes (size, ...).
+      count: the number of members, >= 1; the rows after them are padding without influence on the
+        result. None means `size`.
 
     Returns:
-      The leaves, without their first axis.
+      The leaves without their first axis.
     """
     both = jax.vmap(lambda left, right: list(combine(left, right)))
     leaves, size = list(leaves), leaves[0].shape[0]
@@ -146,10 +146,10 @@ def _is_differentiable(aval: Any) -> bool:
 def _reduce_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Reduces the members, and again the members together with their tangents.
+    """Reduces the members, and in a second reduction the members together with their tangents.
 
-    Two reductions, so that partial evaluation keeps the first and records the second. Of that, the
-    results for the members themselves are not used.
+    Because they are separate, partial evaluation keeps the first and records the second. The primal
+    results of the second are not used.
     """
     num_served = params["num_served"]
     outs = reduce_p.bind(*primals, **params)
@@ -226,10 +226,10 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 
 
 def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
-    """Transposes the tree of calls itself: a member's cotangent needs the values of all others.
+    """Transposes the tree of calls itself, since the cotangent of a member needs all other members.
 
-    It needs the reduction of all members before it and of all after it. A pass gives each shard
-    only its own members and server values, so a plan can't run this as a pass over shards. It
+    It needs the reduction of all members before the member and of all members after it. In a pass a
+    shard has only its own members and server values, so a plan can't compute this as a pass. It
     gathers the leaves on which the derivative depends: none if the function is linear.
     """
     linear = [ad.is_undefined_primal(arg) for arg in args]
@@ -259,7 +259,7 @@ ad.primitive_transposes[reduce_p] = _reduce_transpose
 def _reduce_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    """Batches the function; the leaves are all batched, since each may end in all others."""
+    """Batches the function. All leaves are batched, since each result may depend on each leaf."""
     if all(dim is None for dim in dims):
         outs = reduce_p.bind(*args, **params)
         return outs, [None] * len(outs)

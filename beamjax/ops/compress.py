@@ -1,26 +1,26 @@
-"""Compressed values: integers of a few levels and a scale in place of floats.
+"""Compressed values: floats as small integers and a scale.
 
-`int8` and `ternary` compress a tree of arrays to `Codes`, `decompress` undoes it. `reduce_mean` is
-`beamjax.reduce_mean` of compressed members. Rounding is one of two:
+`int8` and `ternary` compress a tree of arrays to `Codes`, and `decompress` restores it.
+`reduce_mean` is `beamjax.reduce_mean` of compressed members. There are two ways of rounding:
 
-* stochastic, with a key: a value is rounded up or down at random, so that the expectation is the
+* Stochastic, with a key: a value is rounded up or down at random, so that the expectation is the
   value itself. This is TernGrad (W. Wen et al., "TernGrad: Ternary Gradients to Reduce
   Communication in Distributed Deep Learning", NeurIPS 2017, section 3.1, equations 1 to 3) with
   one level, and QSGD (D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient
-  Quantization and Encoding", NeurIPS 2017, section 3.1) with `levels` of them, with the largest
-  magnitude as the scale in place of its 2-norm. With `step = scale / levels` and `f` the
+  Quantization and Encoding", NeurIPS 2017, section 3.1) with `levels` levels, with the largest
+  magnitude as the scale in place of the 2-norm. With `step = scale / levels` and `f` the
   fraction of `|x| / step`, the variance of a value is `step ** 2 * f * (1 - f)`; with one level
   this is `|x| * scale - x ** 2`.
-* to the nearest, without a key: biased, and at most half a step away. Means of such values
-  need error feedback: what was lost is added to the next value (F. Seide et al., "1-Bit Stochastic
-  Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs",
+* To the nearest level, without a key: biased, and at most half a step away. Means of such values
+  need error feedback: the rounding error is added to the next value (F. Seide et al., "1-Bit
+  Stochastic Gradient Descent and Application to Data-Parallel Distributed Training of Speech DNNs",
   Interspeech 2014; EF-SGD of S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
-  Gradient Compression Schemes", ICML 2019). Error feedback needs no unbiased rounding, but one
-  that brings the value nearer to what it was. Stochastic rounding to one level does not do that:
-  there the error grows.
+  Gradient Compression Schemes", ICML 2019). The rounding need not be unbiased for error feedback,
+  but its error must be smaller than the value. That of stochastic rounding to one level may be
+  larger, so there the error grows.
 
-A leaf of zeros is compressed to zeros, and so is one whose magnitudes are all below the smallest
-normal number. A leaf with an inf or a NaN is compressed to NaN, in all of its values: its scale is.
+A leaf whose magnitudes are all zero or below the smallest normal number is compressed to zeros. If
+a leaf has an inf or a NaN, its scale is NaN, so all of its values become NaN.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from beamjax.ops.weights import refuse_weights
 __all__ = ["Codes", "Mean", "decompress", "int8", "nbytes", "reduce_mean", "ternary"]
 
 INT8_LEVELS = 127
-"""Levels of "int8" on each side of zero; -128 is not used, so that codes are symmetric."""
+"""Levels of "int8" on each side of zero; -128 is not used, which makes codes symmetric."""
 _TERNARY_BITS = 2
 
 
@@ -59,14 +59,15 @@ _TERNARY_BITS = 2
 )
 @dataclass(frozen=True)
 class Codes:
-    """One compressed array, a tree of two leaves.
+    """One compressed array, a pytree of two leaves.
 
     Attributes:
-      codes: int8 of the array's shape; with one level, words `(w,)` of ints with 2 bits a value.
-      scale: float32[], or float64[] of a float64 array: the largest magnitude.
-      shape: of the array.
-      dtype: of the array, by name.
-      levels: on each side of zero; codes are from `-levels` to `levels`.
+      codes: int8 of the shape of the array; from `ternary`, int32 or int64 words of shape `(w,)`
+        with 2 bits for each value.
+      scale: the largest magnitude: float64[] for a float64 array, float32[] for all others.
+      shape: the shape of the array.
+      dtype: the dtype of the array, by name.
+      levels: the number of levels on each side of zero; codes are from `-levels` to `levels`.
     """
 
     codes: Any
@@ -77,7 +78,7 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes and the scale."""
+        """Number of bytes of the codes and the scale."""
         return nbytes((self.codes, self.scale))
 
 
@@ -85,11 +86,11 @@ class Mean(NamedTuple):
     """The result of `reduce_mean`.
 
     Attributes:
-      mean: a tree like `x` without the first axis.
-      error: a placed tree like `x`, float32 or float64: the members minus their codes. With error
-        feedback it is the `error` of the next call.
-      scale: a tree of server values: the largest magnitude of each leaf, of all members. It may be
-        the `scale` of the next call.
+      mean: a tree like `x` without the first axis, of the same dtypes.
+      error: a placed tree like `x`, float32 or float64: the members minus their compressed values.
+        For error feedback, give it to the next call as `error`.
+      scale: a tree like `x` of scalars, float32 or float64: the largest magnitude of each leaf over
+        all members. The next call may take it as `scale`.
     """
 
     mean: Any
@@ -98,40 +99,49 @@ class Mean(NamedTuple):
 
 
 def int8(x: Any, key: Any = None, *, levels: int = INT8_LEVELS) -> Any:
-    """Compresses arrays of floats to a byte a value.
+    """Compresses arrays of floats to one byte for each value, and one scale for each leaf.
 
     Args:
-      x: a tree of arrays of floats, of any shapes.
-      key: a key of `jax.random`, for stochastic rounding; without one, to the nearest.
-      levels: on each side of zero, from 1 to 127.
+      x: a tree of arrays of real floats, of any shapes.
+      key: a key of `jax.random` for stochastic rounding; None rounds to the nearest level.
+      levels: the number of levels on each side of zero, from 1 to 127.
 
     Returns:
-      A tree like `x` with `Codes` for leaves. Its derivative is zero.
+      A tree like `x` with `Codes` as leaves. Its derivative is zero.
 
     Raises:
-      StructureError: a leaf is not an array of real floats, or there can't be so many levels.
+      StructureError: a leaf is not an array of real floats, or `levels` is not an int from 1 to
+        127.
     """
     return _compressed("int8", x, key, _checked_levels("int8", levels), packed=False)
 
 
 def ternary(x: Any, key: Any = None) -> Any:
-    """Compresses arrays of floats to -1, 0 and 1 in 2 bits a value, and one scale a leaf.
+    """Compresses arrays of floats to -1, 0 or 1 in 2 bits each, and one scale for each leaf.
 
-    Arguments, result and errors are those of `int8`.
+    Args:
+      x: as for `int8`.
+      key: as for `int8`.
+
+    Returns:
+      As for `int8`.
+
+    Raises:
+      StructureError: a leaf is not an array of real floats.
     """
     return _compressed("ternary", x, key, 1, packed=True)
 
 
 def decompress(codes: Any) -> Any:
-    """The arrays that codes stand for.
+    """Restores arrays from their codes.
 
     Args:
-      codes: a tree with `Codes` for some of its leaves. They may have further axes in front, as
-        those of placed values have.
+      codes: a tree in which some leaves are `Codes`. They may have additional leading axes, as in
+        placed values.
 
     Returns:
-      The tree with arrays in their places, of the shapes and dtypes of what was compressed. Other
-      leaves are as they are.
+      The tree with arrays in place of `Codes`, of the shapes (after any leading axes) and dtypes of
+      the arrays that were compressed. Other leaves are unchanged.
     """
 
     def one(value: Any) -> Any:
@@ -149,7 +159,14 @@ def decompress(codes: Any) -> Any:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree, or of the types of arrays in it."""
+    """Counts the bytes of the arrays in a tree.
+
+    Args:
+      tree: a tree of arrays, `Codes` or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The number of bytes.
+    """
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in tree_util.tree_leaves(tree))
 
 
@@ -163,37 +180,37 @@ def reduce_mean(
     scale: Any = None,
     placement: str | None = None,
 ) -> Mean:
-    """Averages compressed members: integers with one scale per leaf, so that sums are exact.
+    """Averages compressed members: integers with one scale for each leaf, so that sums are exact.
 
-    Each member is brought to integers, those of several values are put into one word, and words are
-    summed. What leaves a shard is so many bits a value as the sum of all members needs, instead of
-    a float: `log2(levels * n) + 2`, rounded up so that words are filled (TernGrad, section 3.1,
-    equation 4, shares the scale for this).
+    Each member is rounded to integers, several integers are packed into one word, and the words are
+    summed. So a shard sends only the bits that the sum of all members needs for each value, about
+    `log2(levels * n) + 2`, instead of a float. (TernGrad shares the scale for the same reason,
+    section 3.1, equation 4.)
 
     Args:
-      x: a tree of placed arrays of floats, `(n, ...)`.
-      keys: placed keys `(n,)` of `jax.random`, for stochastic rounding: the expectation of the mean
-        is then that of `x`. Without them members are rounded to the nearest, which is biased and
-        needs `error`.
+      x: a tree of placed arrays of real floats, of shapes `(n, ...)`.
+      keys: placed keys `(n,)` of `jax.random` for stochastic rounding, which makes the mean
+        unbiased. None rounds members to the nearest level, which is biased and needs `error`.
       method: "int8" for 127 levels on each side of zero, "ternary" for one.
-      levels: another number of levels, from 1 to 127; the fewer, the more values fit in a word.
-      error: the error of the last call (`Mean.error`), a placed tree like `x`, zeros at first. It
-        is added to the members.
-      scale: the largest magnitudes to distinguish (`Mean.scale` of the last call), a tree like `x`
-        of server values; larger ones are cut, and what is cut is in the error. Without it the scale
-        is found first, by a pass of its own, between whose passes the members are handed on.
-      placement: the placement; may be left out where the program has one.
+      levels: another number of levels, from 1 to 127. With fewer levels more values fit in a word.
+      error: the error of the previous call (`Mean.error`), a placed tree like `x`; zeros in the
+        first call. It is added to the members. None for no error feedback.
+      scale: the largest magnitudes that levels represent, a tree like `x` of scalars, such as
+        `Mean.scale` of the previous call. Larger magnitudes are clipped, and the clipped part is in
+        the error. None finds the largest magnitudes with an additional pass over the members.
+      placement: the placement; None if the program has only one.
 
     Returns:
-      A `Mean`. Its derivative is that of `beamjax.reduce_mean` of `x` and `error`, as if nothing
-      was rounded; errors and scales have none. The mean of a leaf is NaN where any member has an
-      inf or a NaN.
+      A `Mean`. The derivative of `mean` is that of `beamjax.reduce_mean` of `x + error`, as if
+      nothing was rounded; `error` and `scale` have derivative zero. The mean of a leaf is NaN if
+      any member has an inf or a NaN.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
-      StructureError: a leaf is not an array of real floats, the trees differ, there is no such
-        method or number of levels, or stochastic rounding to one level is to feed back its error.
+      PlacementError: the placement is unknown or ambiguous, or a leaf does not have n members.
+      StructureError: a leaf is not an array of real floats; the trees differ; there is no such
+        method or number of levels; the sum of all members does not fit in an integer; `keys` and
+        `error` are given with one level; or it is called in a function with weights (`reweight`).
     """
     op = "compress.reduce_mean"
     placement, n = resolve(op, placement)
@@ -271,7 +288,7 @@ def _averaged(
         compressed_p.bind(word, instead=nbytes(jax.ShapeDtypeStruct(value.shape[1:], value.dtype)))
         for word, value in zip(words, members, strict=True)
     ]
-    # Members may be dropped, so they are counted.
+    # Counted instead of using n, since members may be dropped.
     sums, count = operators.reduce_sum((words, ones), placement=placement)
     means = []
     for word, value, scale, seen in zip(sums, values, shared, largest, strict=True):
@@ -283,7 +300,7 @@ def _averaged(
 
 
 def _straight_through(averaged: Any, placement: str) -> Any:
-    """`_averaged`, with the derivative of a mean."""
+    """`_averaged` with the derivative of a mean."""
     call = jax.custom_jvp(averaged)
 
     @call.defjvp
@@ -316,14 +333,14 @@ def _compressed(op: str, x: Any, key: Any, levels: int, packed: bool) -> Any:
 
 
 def _magnitude(value: jax.Array) -> jax.Array:
-    """The largest magnitude; NaN if one is not finite, 0 if they are subnormal."""
+    """The largest magnitude; NaN if any value is not finite, 0 if all are subnormal."""
     largest = jnp.max(jnp.abs(value), initial=0)
     largest = jnp.where(largest < jnp.finfo(value.dtype).tiny, 0, largest)
     return jnp.where(jnp.isfinite(largest), largest, jnp.nan).astype(value.dtype)
 
 
 def _rounded(value: jax.Array, scale: jax.Array, levels: int, key: Any) -> jax.Array:
-    """Codes (int8) of a value, up to `scale` in magnitude, by its nearest or at random."""
+    """Codes (int8) of a value with magnitudes up to `scale`, rounded to nearest or at random."""
     good = jnp.isfinite(scale) & (scale > 0)
     levelled = jnp.where(good, value / jnp.where(good, scale, 1), 0) * levels
     levelled = jnp.nan_to_num(levelled, nan=0).clip(-levels, levels)
@@ -350,7 +367,7 @@ def _cast(scales: list[Any], like: list[jax.Array]) -> list[jax.Array]:
 
 
 def _like(op: str, name: str, given: Any, tree: Any) -> list[Any] | None:
-    """The leaves of an optional tree that has to be like `x`."""
+    """The leaves of an optional tree that must have the structure of `x`."""
     if given is None:
         return None
     leaves, found = tree_util.tree_flatten(given)
@@ -374,43 +391,43 @@ def _check_floats(op: str, path: Any, value: jax.Array) -> None:
         )
 
 
-# --- fields: small integers side by side in words
+# --- fields: small integers packed into words
 #
-# Every integer has a field of some bits in a word. Where the sum of a field over all members fits
-# in it, one sum of words adds up all fields, exactly and in any order (C. Zhang et al.,
+# Every integer has a field of a few bits in a word. If the sum of a field over all members fits in
+# the field, one sum of words adds up all fields, exactly and in any order. (C. Zhang et al.,
 # "BatchCrypt: Efficient Homomorphic Encryption for Cross-Silo Federated Learning", USENIX ATC
-# 2020, packs quantized gradients so, with room for the sum).
+# 2020, packs quantized gradients in this way.)
 
 
 def word_dtype() -> np.dtype:
-    """The widest integer that JAX sums as it is: int32, or int64 with 64-bit types enabled."""
+    """The widest signed integer of JAX: int32, or int64 with 64-bit types enabled."""
     return np.dtype(jnp.result_type(int))
 
 
 def bits_for(largest: int) -> int:
-    """Bits of a field that holds integers from `-largest` to `largest`."""
+    """Number of bits of a field that holds integers from `-largest` to `largest`."""
     return int(largest).bit_length() + 1
 
 
 def fields_of(bits: int) -> int:
-    """How many fields a word has; 0 if one is too wide for a word."""
+    """Number of fields of `bits` in a word; 0 if a field is wider than a word."""
     return 8 * word_dtype().itemsize // bits
 
 
 def num_words(size: int, bits: int) -> int:
-    """How many words hold `size` integers."""
+    """Number of words that hold `size` integers."""
     return -(-size // fields_of(bits))
 
 
 def pack(values: jax.Array, bits: int) -> jax.Array:
-    """Puts integers into words.
+    """Packs integers into words.
 
     Args:
-      values: ints of any shape, each in a field of `bits`, its sign included.
-      bits: at most those of a word.
+      values: ints of any shape that fit in a field, including the sign.
+      bits: the number of bits of a field, at most those of a word.
 
     Returns:
-      Words `(num_words(values.size, bits),)`, the first integer in the lowest bits.
+      Words `(num_words(values.size, bits),)`, with the first integer in the lowest bits.
     """
     dtype, fields = word_dtype(), fields_of(bits)
     flat = values.astype(dtype).reshape(-1)
@@ -420,19 +437,20 @@ def pack(values: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(words: jax.Array, bits: int, size: int) -> jax.Array:
-    """Undoes `pack`, also on sums of words, if each field still holds its sum.
+    """Unpacks the integers in words, or in sums of words if each sum fits in its field.
 
     Args:
-      words: `(..., num_words(size, bits))`.
-      bits: of a field.
-      size: how many integers there are.
+      words: ints `(..., num_words(size, bits))`.
+      bits: the number of bits of a field.
+      size: the number of integers.
 
     Returns:
       Ints `(..., size)` of the dtype of the words.
     """
     width, found = 8 * words.dtype.itemsize, []
     for _ in range(fields_of(bits)):
-        # The sign of a field is in its highest bit; what it lent to those above is given back.
+        # Shifting up and down sign-extends the lowest field. A negative field has borrowed from the
+        # fields above it; subtracting it before the shift undoes that.
         low = (words << (width - bits)) >> (width - bits)
         found.append(low)
         words = (words - low) >> bits if bits < width else words
@@ -440,11 +458,11 @@ def unpack(words: jax.Array, bits: int, size: int) -> jax.Array:
     return parts.reshape(*words.shape[:-1], -1)[..., :size]
 
 
-# --- the primitive, which has no derivatives: words are ints
+# --- the primitive; it needs no derivatives, since words are ints
 
 compressed_p = jex.Primitive("compressed_words")
-"""Returns placed words unchanged, and records what they replace: `instead` is the bytes of one
-member of that."""
+"""Returns placed words unchanged. Its parameter `instead` is the number of bytes of the floats that
+the words of one member replace, for the metric `bytes_saved`."""
 
 
 @compressed_p.def_abstract_eval

@@ -1,6 +1,6 @@
 """Rules for two transformations of `jax.experimental`: `checkify` and `jet`.
 
-`checkify` finds the errors, and `jet` the Taylor series, that they give with `jax.vmap`.
+They give the same errors and the same Taylor series as for `jax.vmap` of the body.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_members, 
 def _checked_map(
     errors: Any, *operands: Any, jaxpr: jex.ClosedJaxpr, num_broadcast: int, **params: Any
 ) -> tuple[checkify.Error, list[Any]]:
-    """Maps the body with its checks, and finds the first of them that failed at any member."""
+    """Maps the body with its checks, and reports the first check that failed for any member."""
     del params["spmd_axis_name"]
     body = checkify.checkify(jex.jaxpr_as_fun(jaxpr), errors=errors)
     tree: Any = None
@@ -44,14 +44,17 @@ def _checked_map(
 def _of_members(
     failed: jax.Array, codes: jax.Array, payload: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Returns one error for the errors of all members, as if they had passed each check together.
+    """Merges the errors of all members into one, as if all members ran each check together.
 
-    The earliest check counts that failed at any member; its message shows the last such member.
+    It is the earliest check that failed for any member, with the message of the last such member.
 
     Args:
-      failed: bool (n,).
-      codes: int (n,), of the first check that failed, in the order of the checks.
+      failed: bool[n], whether a check failed.
+      codes: int[n], the number of the first check that failed, in the order of the checks.
       payload: arrays (n, ...) for the message.
+
+    Returns:
+      The same for the merged error, without the axis of members.
     """
     none = np.asarray(np.iinfo(codes.dtype).max, codes.dtype)
     code = jnp.min(jnp.where(failed, codes, none), axis=0)
@@ -76,13 +79,13 @@ for _primitive in (*REDUCE_PRIMITIVES.values(), reduce_p):
 # --- jet
 
 Series = Sequence[Sequence[Any]]
-"""For each operand or result, the terms of its series from the first order on."""
+"""The terms of the series of each operand or result, starting with the first order."""
 
 
 def _series_of(
     function: Callable[..., Any], primals: Sequence[Any], series: Series
 ) -> tuple[Any, Any]:
-    """Returns the value and the terms of a function of arrays; only floats change."""
+    """Returns the value and the series of a function of arrays; only floats have a series."""
     changes = [jnp.issubdtype(x.dtype, np.inexact) for x in primals]
     moving = [x for x, change in zip(primals, changes, strict=True) if change]
     terms = [list(x) for x, change in zip(series, changes, strict=True) if change]

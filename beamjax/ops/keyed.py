@@ -1,7 +1,7 @@
-"""Reductions by key where the number of keys is not known beforehand.
+"""Reductions by key for an unknown number of keys.
 
-Rows are reduced in their order: first within each block of rows, then the results of the blocks.
-Floats are added and multiplied in float64. So the result depends on the rows alone.
+Rows are reduced in their order: first within each block of rows, then across blocks. Floats are
+added and multiplied in float64. So the result depends only on the rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ import numpy as np
 from beamjax.numerics.reducers import REDUCERS
 
 _ROUNDS = ("sum", "mean", "prod")
+"""Reductions that round floats, and so compute in float64."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Keyed:
     """The result of `reduce_by_key` without a number of keys: members, each with its key.
 
-    JAX can't know the number of keys as a shape, so a program can only return a `Keyed`.
-    `beamjax.run` replaces it by a `KeyedTable`. For a `Keyed` that `jax.jit` returns, `reduced()`
-    gives the same as arrays.
+    The number of keys can't be part of a shape in JAX, so a program can only return a `Keyed`, not
+    compute with it. `beamjax.run` replaces it with a `KeyedTable`. For a `Keyed` that `jax.jit`
+    returns, `reduced()` gives the same rows as arrays.
+
+    Args:
+      keys: as the attribute.
+      values: as the attribute.
+      op: as the attribute.
+      dtypes: as the attribute.
 
     Attributes:
-      keys: int[n], of each member.
+      keys: int[n], the key of each member.
       values: a tree of arrays of shapes (n, ...).
-      op: how the members of a key are reduced.
-      dtypes: the name of each reduced leaf's dtype.
+      op: the reduction: "sum", "mean", "max", "min", "prod", "any" or "all".
+      dtypes: the dtype of each reduced leaf, by name.
     """
 
     def __init__(self, keys: Any, values: Any, op: str, dtypes: Sequence[str]) -> None:
@@ -40,7 +47,12 @@ class Keyed:
         self.dtypes = tuple(dtypes)
 
     def reduced(self) -> dict[str, Any]:
-        """`{"key": keys, "value": values}`, each key once, ascending: a tree of NumPy arrays."""
+        """Reduces the members of each key, in memory.
+
+        Returns:
+          `{"key": keys, "value": values}` with NumPy arrays: the distinct keys in ascending order,
+          int[k], and a tree of arrays of shapes (k, ...).
+        """
         keys = np.asarray(self.keys)
         leaves, tree = jax.tree_util.tree_flatten(self.values)
         order = np.argsort(keys, kind="stable")
@@ -53,20 +65,20 @@ class Keyed:
         return {"key": names, "value": jax.tree_util.tree_unflatten(tree, found)}
 
     def tree_flatten_with_keys(self) -> Any:
-        """The children, for JAX."""
+        """Returns the children with their names, for JAX."""
         names = jax.tree_util.GetAttrKey("keys"), jax.tree_util.GetAttrKey("values")
         children = zip(names, (self.keys, self.values), strict=True)
         return tuple(children), (self.op, self.dtypes)
 
     @classmethod
     def tree_unflatten(cls, how: tuple[str, tuple[str, ...]], children: Any) -> Keyed:
-        """Undoes `tree_flatten_with_keys`."""
+        """Returns a `Keyed` from its children, for JAX."""
         keys, values = children
         return cls(keys, values, *how)
 
 
 def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
-    """Casts values to the dtype in which they are reduced; `result` is the dtype of the result."""
+    """Casts values to the dtype in which they are reduced to the dtype `result`."""
     if op in ("any", "all"):
         return values != 0
     if values.dtype.kind == "c":
@@ -79,13 +91,13 @@ def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
 
 
 def folded(op: str, values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Reduces each run of rows; `first` has the first row of each run."""
+    """Reduces each run of rows with equal keys; `first` has the first row of each run."""
     with np.errstate(all="ignore"):
         return REDUCERS[op].ufunc.reduceat(values, first, axis=0, dtype=values.dtype)
 
 
 def finished(op: str, totals: np.ndarray, counts: np.ndarray, result: np.dtype) -> np.ndarray:
-    """Makes the results from the reductions of each key, which has `counts` members."""
+    """Turns the totals of keys with `counts` members into results of the dtype `result`."""
     with np.errstate(all="ignore"):
         if op == "mean":
             totals = totals / counts.reshape(-1, *[1] * (totals.ndim - 1))

@@ -15,7 +15,7 @@ from beamjax.ops.placements import SizeFound, is_looked_for
 
 
 def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
-    """The leaf as an array.
+    """Converts a leaf to an array.
 
     Args:
       op: the operator, for messages.
@@ -23,8 +23,11 @@ def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
       path: the path of `leaf` in that argument, for messages.
       leaf: an array or a scalar.
 
+    Returns:
+      The array.
+
     Raises:
-      StructureError: it is neither.
+      StructureError: the leaf is neither an array nor a scalar.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -38,12 +41,23 @@ def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
 
 
 def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any) -> jax.Array:
-    """The leaf as an array with n members along axis 0; arguments as for `as_array`.
+    """Converts a leaf to an array, and checks that it has n members along axis 0.
+
+    Args:
+      op: as for `as_array`.
+      where: as for `as_array`.
+      path: as for `as_array`.
+      leaf: as for `as_array`.
+      placement: the placement of the members.
+      n: its number of members.
+
+    Returns:
+      The array, of shape (n, ...).
 
     Raises:
-      PlacementError: it has another number of members.
-      StructureError: it is neither an array nor a scalar.
-      SizeFound: a trace looks for the size of the placement, which is the length of this leaf.
+      PlacementError: the leaf has another number of members.
+      StructureError: the leaf is neither an array nor a scalar.
+      SizeFound: the current trace looks for the size of the placement: the length of this leaf.
     """
     array = as_array(op, where, path, leaf)
     if not array.ndim or array.shape[0] != n:
@@ -58,11 +72,14 @@ def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any)
 
 
 def hint_for_list(path: Sequence[Any], shape: Sequence[Any]) -> str:
-    """A sentence on lists of numbers, for the message of a leaf that has no axis for members.
+    """Explains lists of numbers in the message about a leaf without an axis of members.
 
     Args:
-      path: of the leaf in its tree.
-      shape: of the leaf.
+      path: the path of the leaf in its tree.
+      shape: the shape of the leaf.
+
+    Returns:
+      A sentence if the leaf is a scalar in a list or tuple; otherwise "".
     """
     if shape or not path or not isinstance(path[-1], tree_util.SequenceKey):
         return ""

@@ -1,8 +1,8 @@
 """The operators of a program.
 
 A server value is a tree of arrays; a placed value is a tree of arrays with the members of a
-placement along axis 0. `broadcast` makes placed values of server values, `map_fn` applies a
-function to each member, and the reductions make server values of placed values:
+placement along axis 0. `broadcast` turns a server value into a placed value, `map_fn` applies a
+function to each member, and the reductions turn placed values into server values:
 
     @beamjax.program(placements={"clients": 10})
     def mean_of_squares(x, w):
@@ -42,28 +42,29 @@ def program(
     use_abstract_mesh: bool = True,
     **sizes: int | str | None,
 ) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
-    """Makes a function a program: a function that may call the operators of beamjax.
+    """Decorates a function as a program: a function that may call the operators of beamjax.
 
     Write `@program(placements={"clients": 10})` or `@program(clients=10)`. Programs may call each
-    other; inside both, the placements of both are known. A program may be transformed and compiled
-    as any other function of JAX.
+    other; in the inner one, the placements of both are known. A program can be transformed and
+    compiled like any other JAX function.
 
     Args:
       placements: the number of members of each placement: an int >= 0; the name of the parameter
-        that has the members, whose leaves all have them along axis 0; or None, to take the number
-        from the arguments of each call. Where the first axes of these differ in length, None traces
-        the program up to the first operator that takes one of them as a placed value.
-        `beamjax.transform` takes arguments of unknown length too, for programs that do not need the
-        number of members as a constant.
-      use_abstract_mesh: taken for programs written for DrJAX, without effect.
+        with the members, all of whose leaves have them along axis 0; or None to take the number
+        from the arguments of each call. If the first axes of the arguments differ in length, None
+        traces the program up to the first operator that takes one of them as a placed value.
+        `beamjax.transform` also takes arguments of unknown length, for programs that do not need
+        the number of members as a constant.
+      use_abstract_mesh: accepted for programs written for DrJAX; it has no effect.
       **sizes: the same as `placements`, as keywords.
 
     Returns:
-      A decorator.
+      A decorator, which returns a function with the same signature.
 
     Raises:
-      PlacementError: there is no placement, or one has an impossible size. A call raises it where
-        the arguments do not give the number of members.
+      PlacementError: there is no placement, one is given twice, or one has an impossible name or
+        size. The decorator raises it if the function has no parameter of the given name, and a call
+        if the arguments do not give the number of members.
     """
     del use_abstract_mesh
     active = check_placements(sizes if placements is None else placements)
@@ -91,17 +92,18 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
 
     Args:
       x: a tree of arrays or scalars.
-      placement: the placement; may be left out where the program has one.
-      mesh: the mesh to lay out the members on; None means the one set by `jax.set_mesh`, if any.
+      placement: the placement; None if the program has only one.
+      mesh: the mesh on which to lay out the members; None means the one set by `jax.set_mesh`, if
+        any.
 
     Returns:
-      A tree like `x`, with leaves of shape `(n, *leaf.shape)`.
+      A tree like `x`, with leaves of shape `(n, *leaf.shape)` and the same dtypes.
 
     Raises:
       OutsideProgramError: called outside a program.
       PlacementError: the placement is unknown or ambiguous, or the mesh has Explicit axes but
         none that is named like the placement and divides n.
-      StructureError: a leaf is not an array.
+      StructureError: a leaf is neither an array nor a scalar.
     """
     placement, n = resolve("broadcast", placement)
     mesh = sharding.mesh_for("broadcast", placement, n, mesh)
@@ -124,24 +126,26 @@ def map_fn(
     """Applies a function to each member of a placement.
 
     Args:
-      fn: takes one member and returns a tree of arrays or scalars. It may close over server
-        values, which are broadcast, and over constants. The placement names the axis of the
-        members for `lax.psum`, `pmean`, `pmax`, `pmin`, `all_gather`, `axis_index` and
-        `axis_size`, in straight code and in `lax.scan`.
-      arg: a tree of placed arrays, of shapes `(n, ...)`. A tuple is unpacked: `fn` takes one
+      fn: takes one member and returns a tree of arrays or scalars. It may close over server values,
+        which are broadcast, and over constants. Outside of control flow, and in `lax.scan`, it may
+        call the collectives `lax.psum`, `pmean`, `pmax`, `pmin`, `all_gather`, `axis_index` and
+        `axis_size` with the name of the placement as the axis.
+      arg: a tree of placed arrays of shapes `(n, ...)`. A tuple is unpacked: `fn` takes one
         argument for each of its entries.
-      placement: the placement; may be left out where the program has one.
-      mesh: the mesh to lay out the members on; None means the one set by `jax.set_mesh`, if any.
+      placement: the placement; None if the program has only one.
+      mesh: the mesh on which to lay out the members; None means the one set by `jax.set_mesh`, if
+        any.
 
     Returns:
       The tree that `fn` returns, with leaves of shape `(n, *leaf.shape)`.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, a leaf of `arg` has not n members, or
-        the mesh has Explicit axes but none that is named like the placement and divides n.
-      StructureError: a leaf of `arg`, or of what `fn` returns, is not an array; or `fn` uses
-        another collective.
+      PlacementError: the placement is unknown or ambiguous, a leaf of `arg` does not have n
+        members, or the mesh has Explicit axes but none that is named like the placement and divides
+        n.
+      StructureError: a leaf of `arg` or of the result of `fn` is neither an array nor a scalar; or
+        `fn` closes over a mutable reference or uses another collective.
     """
     placement, n = resolve("map_fn", placement)
     mesh = sharding.mesh_for("map_fn", placement, n, mesh)
@@ -158,7 +162,7 @@ def map_fn(
         results, result_tree = tree_util.tree_flatten_with_path(result)
         where = f"the result of {name}"
         arrays = [as_array("map_fn", where, path, leaf) for path, leaf in results]
-        # Types alone: nothing may hold on to the tracers of a body.
+        # Only types: nothing may keep a reference to the tracers of a body.
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         member_type = tree_util.tree_unflatten(result_tree, types)
         return arrays
@@ -182,17 +186,17 @@ def reduce_sum(x: Any, *, placement: str | None = None) -> Any:
     """Sums over the members of a placement, as `jnp.sum` does over axis 0.
 
     Args:
-      x: a tree of placed arrays, of shapes `(n, ...)`.
-      placement: the placement; may be left out where the program has one.
+      x: a tree of placed arrays of shapes `(n, ...)`.
+      placement: the placement; None if the program has only one.
 
     Returns:
       A tree like `x`, with leaves of shapes `leaf.shape[1:]`. As in `jnp.sum`, bool and small int
-      leaves give the default int of the same sign.
+      leaves become the default int of the same signedness; other leaves keep their dtype.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or a leaf has not n members.
-      StructureError: a leaf is not an array.
+      PlacementError: the placement is unknown or ambiguous, or a leaf does not have n members.
+      StructureError: a leaf is neither an array nor a scalar.
     """
     return _reduce("sum", x, placement)
 
@@ -200,7 +204,18 @@ def reduce_sum(x: Any, *, placement: str | None = None) -> Any:
 def reduce_mean(x: Any, *, placement: str | None = None) -> Any:
     """Averages over the members of a placement, as `jnp.mean` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Bool and int leaves give floats.
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. Bool and int leaves become the
+      default float; other leaves keep their dtype.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
     """
     return _reduce("mean", x, placement)
 
@@ -208,8 +223,21 @@ def reduce_mean(x: Any, *, placement: str | None = None) -> Any:
 def reduce_max(x: Any, *, placement: str | None = None) -> Any:
     """Takes the largest value over the members of a placement, as `jnp.max` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves keep their dtype. The result is NaN where
-    a member is NaN. Members that tie share the derivative.
+    Members that tie share the derivative equally.
+
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the same dtypes. A value is NaN
+      where that of any member is NaN.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+      ValueError: the placement has no members, as for `jnp.max`.
     """
     return _reduce("max", x, placement)
 
@@ -217,8 +245,21 @@ def reduce_max(x: Any, *, placement: str | None = None) -> Any:
 def reduce_min(x: Any, *, placement: str | None = None) -> Any:
     """Takes the smallest value over the members of a placement, as `jnp.min` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves keep their dtype. The result is NaN where
-    a member is NaN. Members that tie share the derivative.
+    Members that tie share the derivative equally.
+
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the same dtypes. A value is NaN
+      where that of any member is NaN.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+      ValueError: the placement has no members, as for `jnp.min`.
     """
     return _reduce("min", x, placement)
 
@@ -226,9 +267,21 @@ def reduce_min(x: Any, *, placement: str | None = None) -> Any:
 def reduce_prod(x: Any, *, placement: str | None = None) -> Any:
     """Multiplies over the members of a placement, as `jnp.prod` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. As in `jnp.prod`, bool and small int leaves give
-    the default int of the same sign. The derivative divides the product by members, save where they
-    are zero: it is wrong where the product over- or underflows.
+    The derivative by a member is the product divided by the member, unless the member is zero. So
+    it is wrong where the product overflows or underflows.
+
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. As in `jnp.prod`, bool and small int
+      leaves become the default int of the same signedness; other leaves keep their dtype.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
     """
     return _reduce("prod", x, placement)
 
@@ -236,7 +289,17 @@ def reduce_prod(x: Any, *, placement: str | None = None) -> Any:
 def reduce_any(x: Any, *, placement: str | None = None) -> Any:
     """Tests whether any member of a placement is true, as `jnp.any` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with bool leaves of shapes `leaf.shape[1:]`. Numbers other than 0 are true.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
     """
     return _reduce("any", x, placement)
 
@@ -244,7 +307,17 @@ def reduce_any(x: Any, *, placement: str | None = None) -> Any:
 def reduce_all(x: Any, *, placement: str | None = None) -> Any:
     """Tests whether all members of a placement are true, as `jnp.all` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves of any dtype give bools.
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with bool leaves of shapes `leaf.shape[1:]`. Numbers other than 0 are true.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
     """
     return _reduce("all", x, placement)
 
@@ -252,8 +325,21 @@ def reduce_all(x: Any, *, placement: str | None = None) -> Any:
 def reduce_argmax(x: Any, *, placement: str | None = None) -> Any:
     """Finds the first member with the largest value, as `jnp.argmax` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves give indices of the default int, one for
-    each element of a member. The first NaN counts as the largest value.
+    The first NaN counts as the largest value.
+
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`: for each element of a member, the
+      index of a member as the default int.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+      ValueError: the placement has no members, as for `jnp.argmax`.
     """
     return _reduce("argmax", x, placement)
 
@@ -261,8 +347,21 @@ def reduce_argmax(x: Any, *, placement: str | None = None) -> Any:
 def reduce_argmin(x: Any, *, placement: str | None = None) -> Any:
     """Finds the first member with the smallest value, as `jnp.argmin` does over axis 0.
 
-    Arguments and errors are those of `reduce_sum`. Leaves give indices of the default int, one for
-    each element of a member. The first NaN counts as the smallest value.
+    The first NaN counts as the smallest value.
+
+    Args:
+      x: as for `reduce_sum`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`: for each element of a member, the
+      index of a member as the default int.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+      ValueError: the placement has no members, as for `jnp.argmin`.
     """
     return _reduce("argmin", x, placement)
 
@@ -271,24 +370,24 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
     """Averages over the members of a placement with weights: `sum(x * w) / sum(w)`.
 
     Args:
-      x: a tree of placed arrays, of shapes `(n, ...)`.
-      w: the weights, a placed array of shape `(n,)` or `(n, *shape)`, whose members broadcast
-        against those of each leaf; or a tree of such arrays that is `x` or a prefix of it. Weights
-        that sum to zero give NaN or inf, as a division does.
-      placement: the placement; may be left out where the program has one.
+      x: a tree of placed arrays of shapes `(n, ...)`.
+      w: the weights: a placed array of shape `(n,)` or `(n, *shape)` whose members broadcast
+        against those of each leaf; or a tree of such arrays with the structure of `x` or of a
+        prefix of it. If weights sum to zero, the mean is NaN or inf.
+      placement: the placement; None if the program has only one.
 
     Returns:
-      A tree like `x`, with leaves of the shapes of the members of `x * w`, mostly
-      `leaf.shape[1:]`, and of its dtypes: float32 for bfloat16 leaves and float32 weights. Leaves
-      and weights that are all ints or bools give the default float. What has 16 bits is averaged in
-      float32.
+      A tree like `x`. Its leaves have the shapes of the members of `x * w` (`leaf.shape[1:]` unless
+      weights broadcast to more) and the dtypes of `x * w`, such as float32 for bfloat16 leaves and
+      float32 weights. If a leaf and its weights are ints or bools, the dtype is the default float.
+      Floats of 16 bits are averaged in float32.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or a leaf or the weights have not n
+      PlacementError: the placement is unknown or ambiguous, or a leaf or a weight does not have n
         members.
-      StructureError: a leaf is not an array, the tree of weights does not fit, or weights don't
-        broadcast against a leaf.
+      StructureError: a leaf is neither an array nor a scalar, the tree of weights does not fit, or
+        weights don't broadcast against a leaf.
     """
     op = "reduce_weighted_mean"
     placement, n = resolve(op, placement)
@@ -358,7 +457,7 @@ def _mean_shape(path: Any, value: jax.Array, weight: jax.Array) -> tuple[int, ..
 
 
 def _mean_dtype(value: jax.Array, weight: jax.Array) -> Any:
-    """The dtype of the mean of values with weights: that of their products, if inexact."""
+    """The dtype of a weighted mean: that of `value * weight` if inexact, else the default float."""
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(value, weight)
     return dtype if jnp.issubdtype(dtype, np.inexact) else jax.dtypes.canonicalize_dtype(float)

@@ -15,16 +15,16 @@ import jax
 from beamjax.errors import OutsideProgramError, PlacementError
 
 Size: TypeAlias = Any
-"""Number of members: an int, a symbolic dimension of `jax.export.symbolic_shape`, or, in the
-decorator of a program, None or the name of a parameter, for one that each call takes from its
-arguments."""
+"""Number of members: an int or a symbolic dimension of `jax.export.symbolic_shape`. In the
+decorator of a program also None or the name of a parameter, if it is taken from the arguments of
+each call."""
 
 Placements: TypeAlias = tuple[tuple[str, Size], ...]
 """Names and sizes of the placements of one program."""
 
-# One entry per running program, the innermost last. A plain context variable would let `jax.jit`
-# serve a function that was traced under other placements; a user context is thread-local, too, and
-# part of the key of every JAX cache.
+# One entry per running program, the innermost last. With a plain context variable, `jax.jit` could
+# reuse a function that was traced under other placements. A user context is part of the key of
+# every JAX cache, and thread-local as well.
 _active = jax.make_user_context(())
 
 
@@ -32,10 +32,10 @@ def check_placements(placements: Mapping[str, Any]) -> Placements:
     """Checks the placements that a user gave.
 
     Args:
-      placements: the number of members for each name.
+      placements: the size of each placement, by name.
 
     Returns:
-      The same as a tuple of pairs.
+      The placements as a tuple of pairs.
 
     Raises:
       PlacementError: there is no placement, a name is not a string, or a size is none of an
@@ -122,9 +122,9 @@ def known_size(placement: str) -> Size | None:
 
 
 class SizeFound(BaseException):
-    """Ends a trace that looks for the size of a placement, with the size that an operator found.
+    """Raised to end a trace that looks for the size of a placement, once an operator finds it.
 
-    It does not derive from `Exception`, so that no handler in the user's function takes it.
+    It does not derive from `Exception`, so handlers in the user's function do not catch it.
     """
 
     def __init__(self, placement: str, size: Size):
@@ -138,9 +138,9 @@ _scope = jax.export.SymbolicScope()
 
 @functools.cache
 def size_looked_for(placement: str) -> Size:
-    """The dimension that stands for the size of a placement while a trace looks for it.
+    """The symbolic dimension that stands for the size of a placement while a trace looks for it.
 
-    It is the same for all traces, so that they share the caches of JAX.
+    All traces use the same one, so that they share the caches of JAX.
     """
     (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
     return n

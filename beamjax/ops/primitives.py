@@ -11,9 +11,9 @@ member axis in front. Its parameters are
 - `mesh`: the mesh along which members are laid out, or None;
 - `spmd_axis_name`: the mesh axis of the members where its type is Auto, otherwise None.
 
-`bj_broadcast` takes a server value to a placed value, `bj_size` gives the number of members at
-run time, and the reductions take a placed value to a server value. Each primitive is made once;
-placements are parameters. How they transform is in `beamjax.ops.autodiff`.
+`bj_broadcast` turns a server value into a placed value, `bj_size` gives the number of members at
+run time, and the reductions turn a placed value into a server value. There is one primitive of each
+kind; placements are parameters. `beamjax.ops.autodiff` has their rules for JAX's transformations.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def trace_body(
     """Traces `fn` on values of types `avals`.
 
     Args:
-      fn: takes one value per type and returns a flat list. It is a new function object for each
-        call, since JAX serves a function that it has seen from its cache.
-      avals: the types, or trees of them.
-      what: the operator and what `fn` is to it, for messages.
-      axes: names and sizes of axes that collectives in `fn` may name.
+      fn: takes one value per type and returns a flat list. It must be a new function object in each
+        call, since JAX caches the trace of a function object.
+      avals: the types, or trees of types.
+      what: the operator and the role of `fn` in it, for messages.
+      axes: the names and sizes of axes for collectives in `fn`.
 
     Returns:
-      A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. They
-      are the leading inputs of the jaxpr, in order.
+      A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. These
+      values are the leading inputs of the jaxpr, in order.
 
     Raises:
       StructureError: `fn` closes over a mutable reference, which members can't share.
@@ -163,7 +163,7 @@ def _map_over_axis(
     spmd_axis_name: str | None,
 ) -> list[jax.Array]:
     del name
-    # JAX batches a shard_map over an Explicit mesh axis only where that axis is not in use.
+    # JAX batches a shard_map over an Explicit mesh axis only if that axis is not in use.
     whole = sharding.is_explicit(mesh, placement) and _contains_shard_map(jaxpr.jaxpr)
     broadcast = args[:num_broadcast]
     placed = [sharding.lay_out(x, placement, mesh, whole) for x in args[num_broadcast:]]
@@ -182,8 +182,8 @@ def _contains_shard_map(jaxpr: jex.Jaxpr) -> bool:
     )
 
 
-# Evaluated operation by operation, as `jax.vmap` is: to compile the body would cost more than it
-# saves, since each call of an operator traces a new jaxpr, which no cache knows.
+# Evaluated operation by operation, like `jax.vmap`. Compiling the body would cost more than it
+# saves, since each call of an operator traces a new jaxpr, which is in no cache.
 map_p.def_impl(_map_over_axis)
 _compat.register_lowering(map_p, _map_over_axis)
 

@@ -1,11 +1,11 @@
-"""Bodies that stay calls of the user's Python function, for a replay.
+"""Bodies that call the user's Python function, for `beamjax.replay`.
 
-While `keeping` is active, `map_fn` maps a body that holds one equation, `python_call`. JAX compiles
-and transforms it as the body that was traced. Evaluated operation by operation, it calls the user's
+While `keeping` is active, `map_fn` maps a body that has one equation, `python_call`. JAX compiles
+and transforms it like the traced body. Evaluated operation by operation, it calls the user's
 function with arrays, so that a debugger can step through it.
 
-The function closes over tracers of the program, whose trace has ended by then. So a copy is called,
-whose closure holds the values of this member instead.
+The function may close over tracers of the program, whose trace has ended by then. So a copy is
+called, whose closure holds the values of the member instead.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _RETURNED: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", def
 
 @dataclass(frozen=True, eq=False)
 class PythonCall:
-    """A body before it was traced.
+    """The Python function of a body.
 
     Attributes:
       fn: the user's function.
-      name: its name.
-      arguments: its arguments of all members, of which only the structure is read.
+      name: the name of the function.
+      arguments: its arguments with all members, of which only the structure is used.
       closed_over: the tracers and arrays that it closes over.
     """
 
@@ -49,11 +49,14 @@ class PythonCall:
     closed_over: tuple[Any, ...] = ()
 
     def mapped(self, jaxpr: jex.ClosedJaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
-        """The body that calls the function; `jaxpr` unless `keeping` is active.
+        """The body to map: one that calls the function if `keeping` is active.
 
         Args:
           jaxpr: the traced body, from `[*consts, *member]` to flat results.
-          consts: what the function closes over.
+          consts: the values that the function closes over.
+
+        Returns:
+          A body with the same types; `jaxpr` if `keeping` is not active.
         """
         if not _KEEPING.get():
             return jaxpr
@@ -64,7 +67,7 @@ class PythonCall:
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """A context in which staged bodies stay calls of the user's Python function."""
+    """A context in which staged bodies call the user's Python function."""
     token = _KEEPING.set(True)
     try:
         yield
@@ -74,7 +77,7 @@ def keeping() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[tuple[str, Any]]]:
-    """Collects the names of the bodies that are called as Python, and the trees they return."""
+    """Collects the names of the functions that `python_call` calls, and the trees they return."""
     found: list[tuple[str, Any]] = []
     token = _RETURNED.set(found)
     try:
@@ -133,11 +136,11 @@ batching.primitive_batchers[call_p] = _batched
 class _Substitution:
     """Copies objects that hold tracers, with values in place of the tracers.
 
-    It looks into closures and defaults of functions, bound methods, `functools.partial`, what
-    `jax.jit` and its like wrap, trees, and the attributes of objects.
+    It looks into closures and defaults of functions, bound methods, `functools.partial`, functions
+    wrapped by `jax.jit` and similar decorators, trees, and the attributes of objects.
 
     Args:
-      values: by the identity of the tracer.
+      values: the value for each tracer, by the `id` of the tracer.
     """
 
     def __init__(self, values: dict[int, Any]):
@@ -174,7 +177,8 @@ class _Substitution:
         )
         made.__kwdefaults__ = self(fn.__kwdefaults__)
         made.__dict__.update(fn.__dict__)
-        self._copies[id(fn)] = made  # before its closure, which may hold the function itself
+        # Entered before the closure is copied, which may contain the function itself.
+        self._copies[id(fn)] = made
         changed = made.__defaults__ is not fn.__defaults__
         changed |= made.__kwdefaults__ is not fn.__kwdefaults__
         for cell, old in zip(new, cells, strict=True):
@@ -195,7 +199,7 @@ class _Substitution:
         return x if same else tree_util.tree_unflatten(tree, new)
 
     def _object(self, x: Any) -> Any:
-        """An object that is no tree: a copy, if one of its attributes holds a tracer."""
+        """An object that is not a tree, copied if one of its attributes holds a tracer."""
         attributes = getattr(x, "__dict__", None)
         if type(attributes) is not dict or isinstance(x, jax.Array):
             return x

@@ -1,4 +1,4 @@
-"""Reductions by key, and by a function of the user."""
+"""Reductions by key, and by a function that the user gives."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ def _segment_prod(x: jax.Array, keys: jax.Array, num_keys: int) -> jax.Array:
 def _segment_prod_jvp(
     num_keys: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivative by a member is the product of the other members with its key, zeros or not.
-
-    JAX doesn't define it. This is the derivative of `bj_reduce_prod` for each key: see
-    `beamjax.ops.autodiff`.
-    """
+    # The derivative by a member is the product of the other members with its key, even if some are
+    # zero. JAX does not define it; `beamjax.ops.autodiff._prod_jvp` explains the same rule for one
+    # product.
     (x, keys), t = primals, tangents[0]
     is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
     nonzero = jnp.where(is_zero, one, x)
@@ -57,7 +55,7 @@ def _segment_prod_jvp(
 
 
 def _segments(op: str) -> Callable[..., jax.Array]:
-    """The function of values, keys and their number that reduces those of each key."""
+    """The function of (values, keys, num_keys) that reduces the values of each key."""
     if op == "prod":
         return _segment_prod
     name = {"any": "max", "all": "min"}.get(op, REDUCERS[op].operation)
@@ -72,31 +70,35 @@ def reduce_by_key(
     op: str = "sum",
     placement: str | None = None,
 ) -> Any:
-    """Reduces the members of each key, as `jax.ops.segment_sum` and its like do.
+    """Reduces the members of each key, like `jax.ops.segment_sum` and related functions.
+
+    With `num_keys`, a key without members gives the same as in `jax.ops`: 0 for "sum", 1 for
+    "prod", the lowest and the highest value of the dtype for "max" and "min", False for "any" and
+    True for "all"; its mean is NaN. Floats of 16 bits are summed and multiplied in float32. Members
+    that tie for a maximum or minimum share the derivative equally; that of a product is as for
+    `reduce_prod`.
+
+    Without `num_keys`, any int is a key, floats are added in float64 in the order of the members,
+    and the program can only return the result.
 
     Args:
-      x: a tree of placed arrays, of shapes `(n, ...)`.
-      keys: a placed array of ints, of shape `(n,)`: the key of each member. Members whose key is
-        not in `[0, num_keys)` are left out.
-      num_keys: the number of keys, an int >= 1; None where they are not known beforehand.
+      x: a tree of placed arrays of numbers or bools, of shapes `(n, ...)`.
+      keys: a placed array of ints of shape `(n,)`: the key of each member. With `num_keys`, members
+        whose key is not in `[0, num_keys)` are left out.
+      num_keys: the number of keys, an int >= 1; None if it is not known.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
-      placement: the placement; may be left out where the program has one.
+      placement: the placement; None if the program has only one.
 
     Returns:
-      A tree like `x`, with leaves of shapes `(num_keys, *leaf.shape[1:])`. Leaves keep their dtype,
-      but bools are summed and multiplied as ints, means of bools and ints are floats, and "any"
-      and "all" give bools. A key without members gives what `jax.ops` gives: 0 for sums, 1 for
-      products, the lowest and the highest value of the dtype for "max" and "min", False for "any"
-      and True for "all"; its mean is NaN, as of 0 / 0. Floats of 16 bits are summed and multiplied
-      in float32. Members that tie for an extreme share the derivative; that of a product is as in
-      `reduce_prod`. Without `num_keys`, a `Keyed`, which the program can only return: any int is
-      a key then, `beamjax.run` gives a `KeyedTable` on disk for it, and `.reduced()` of what
-      `jax.jit` returns gives the same in memory. Floats are added in float64, in the order of
-      the members.
+      With `num_keys`, a tree like `x` with leaves of shapes `(num_keys, *leaf.shape[1:])`. Leaves
+      keep their dtype, except that bools are summed and multiplied as ints, means of bools and ints
+      are floats, and "any" and "all" give bools. Without `num_keys`, a `Keyed`. `beamjax.run`
+      returns it as a `KeyedTable` on disk; under `jax.jit`, its method `reduced()` gives the same
+      rows in memory.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or a leaf or the keys have not n
+      PlacementError: the placement is unknown or ambiguous, or a leaf or the keys do not have n
         members.
       StructureError: a leaf is not an array of numbers or bools, the keys are not ints of shape
         `(n,)`, `num_keys` is not an int >= 1, or there is no such `op`.
@@ -142,9 +144,9 @@ class _Members:
 
     Attributes:
       keys: a placed array of ints (n,).
-      num_keys: the number of keys; None where it is not known.
-      placement: of the members.
-      n: their number.
+      num_keys: the number of keys; None if it is not known.
+      placement: the placement of the members.
+      n: the number of members.
     """
 
     keys: jax.Array
@@ -155,11 +157,21 @@ class _Members:
     def reduced(
         self, op: str, values: Sequence[jax.Array], tree: Any, dtypes: Sequence[Any] | None = None
     ) -> Any:
-        """Reduces a tree of members by key; see `reduce_by_key` for the result."""
+        """Reduces a tree of members by key.
+
+        Args:
+          op: as for `reduce_by_key`.
+          values: the leaves, placed arrays (n, ...).
+          tree: the structure of the leaves.
+          dtypes: the dtypes of the results; by default those of `reduce_by_key`.
+
+        Returns:
+          As for `reduce_by_key`.
+        """
         prepared = [_result_dtype(op, value.dtype) for value in values]
         results = prepared if dtypes is None else dtypes
         if self.num_keys is None:
-            # By a map, so that the members are results of a pass, in files.
+            # A map makes the members results of a pass, which a run writes to files.
             keys, *values = self._mapped(op, lambda *member: list(member), values)
             names = [dtype_name(np.dtype(dtype)) for dtype in results]
             return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
@@ -171,7 +183,7 @@ class _Members:
             cast = [_for_op(op, v, dtype) for v, dtype in zip(member, prepared, strict=True)]
             return [key, jnp.ones_like(key), *cast]
 
-        # Also where nothing is cast: a map says of its operands that they are placed.
+        # Needed even if nothing is cast: the map marks its operands as placed.
         keys, ones, *values = self._mapped(op, prepare, values)
         totals = [_segments(op)(value, keys, num_keys) for value in values]
         if op == "mean":
@@ -247,35 +259,36 @@ def reduce(
 ) -> Any:
     """Reduces the members of a placement by an associative function, in their order.
 
-    The function need not be commutative: it is called on the values of neighbouring ranges of
-    members, the left one first. It is called in the order of a binary tree over the members, so a
-    function that is associative up to rounding gives the same bits on every runner; and shards
-    merge in parallel.
+    The function need not be commutative: it combines the values of two neighbouring ranges of
+    members, the left one first. The calls form a fixed binary tree over the members. So shards
+    merge in parallel, and a function that is associative only up to rounding gives the same bits on
+    every runner.
 
-    The derivative in forward mode is again such a reduction. In reverse mode, the derivative by a
-    member needs the reduction of the members before it and of those after it. So `run` gathers the
-    leaves on which the derivative depends on the server: none if the function is linear.
+    The derivative in forward mode is a reduction of the same kind. In reverse mode, the derivative
+    by a member needs the reduction of the members before it and of those after it. So `run` gathers
+    to the server the leaves on which the derivative depends: none if the function is linear.
 
     Args:
       combine: takes two trees like one member of `x` and returns such a tree. It may close over
         server values and over constants.
-      x: a tree of placed arrays, of shapes `(n, ...)`.
+      x: a tree of placed arrays of shapes `(n, ...)`.
       identity: a tree like one member with which `combine` changes nothing, such as 0 for a sum. It
-        is combined once, from the left, with the reduction of all members, so any value of its type
-        can serve as an initial value. It is the result if there are no members. None means that
-        there is no identity.
-      placement: the placement; may be left out where the program has one.
+        is the result if there are no members. Otherwise it is combined once, from the left, with
+        the reduction of all members, so any initial value can be given in its place. None means
+        that there is no identity.
+      placement: the placement; None if the program has only one.
 
     Returns:
-      A tree like `x`, with leaves of shapes `leaf.shape[1:]`.
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the same dtypes.
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, a leaf has not n members, or there
-        are no members and no identity.
-      StructureError: a leaf is not an array; what `combine` returns, or `identity`, differs from a
-        member of `x` in structure, or in the shape or dtype of a leaf; or `combine` has side
-        effects.
+      PlacementError: the placement is unknown or ambiguous, a leaf does not have n members, or
+        there are no members and no identity.
+      StructureError: a leaf is neither an array nor a scalar; the result of `combine`, or
+        `identity`, differs from a member of `x` in structure, or in the shape or dtype of a leaf;
+        `combine` has side effects or closes over a mutable reference; or it is called in a function
+        with weights (`reweight`).
     """
     placement, n = resolve("reduce", placement)
     name = name_of(combine)
@@ -324,17 +337,20 @@ def reduce(
 def _like_member(
     what: str, value: Any, x: Any, members: list[Any], cast: bool = False
 ) -> list[jax.Array]:
-    """The leaves of a tree that is to be like one member of `x`.
+    """Checks that a tree is like one member of `x`, and returns its leaves.
 
     Args:
       what: the tree, for messages.
       value: the tree.
       x: the placed tree.
-      members: the types of a member's leaves.
-      cast: whether Python scalars take the dtype that they are to have.
+      members: the types of the leaves of a member.
+      cast: whether Python scalars are converted to the dtype of the member.
+
+    Returns:
+      The leaves as arrays.
 
     Raises:
-      StructureError: it is not.
+      StructureError: the structure, or the type of a leaf, differs.
     """
     paths, tree = tree_util.tree_flatten_with_path(value)
     expected: Any = tree_util.tree_structure(x)

@@ -1,7 +1,7 @@
 """Lays out placed values on a mesh: the member axis along the mesh axis with the placement's name.
 
-Where a mesh axis has type Auto, placed values get sharding constraints that leave the other axes
-to the compiler. Where it has type Explicit, the layout is part of the type of a placed value.
+If the mesh axis has type Auto, placed values get sharding constraints that leave the other axes to
+the compiler. If it has type Explicit, the layout is part of the type of a placed value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mesh_for(name: str, placement: str, n: Any, mesh: AnyMesh | None) -> AnyMesh
 
 
 def active_mesh(placement: str, mesh: AnyMesh | None = None) -> AnyMesh | None:
-    """As `mesh_for`, but None where that raises an error."""
+    """Like `mesh_for`, but without its checks and errors."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return None if _axis_type(mesh, placement) in (None, AxisType.Manual) else mesh
 
@@ -111,7 +111,7 @@ def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = Fa
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """`x` with its first axis whole on each device, where its type says otherwise."""
+    """Reshards `x` so that each device has its whole first axis, if its type says otherwise."""
     sharding = jax.typeof(x).sharding
     if not sharding.spec or sharding.spec[0] is None:
         return x
@@ -120,6 +120,11 @@ def whole(x: jax.Array) -> jax.Array:
 
 def check_shared(x: jax.Array, placement: str, mesh: AnyMesh | None) -> None:
     """Checks that the members can share `x`, which the mapped function closes over.
+
+    Args:
+      x: the value.
+      placement: the placement of the members.
+      mesh: the mesh on which they are laid out, if any.
 
     Raises:
       PlacementError: `x` lies along the Explicit mesh axis of the members.

@@ -27,6 +27,10 @@ from beamjax.ops.placements import (
 def check_parameters(placements: Placements, fn: Callable[..., Any]) -> None:
     """Checks that `fn` has the parameters that placements name.
 
+    Args:
+      placements: the placements of the program.
+      fn: the function of the program.
+
     Raises:
       PlacementError: it has no such parameter.
     """
@@ -35,7 +39,7 @@ def check_parameters(placements: Placements, fn: Callable[..., Any]) -> None:
             continue
         try:
             signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # of what is not written in Python
+        except (TypeError, ValueError):  # a callable that is not written in Python
             signature = inspect.Signature()
         if parameter not in signature.parameters:
             raise PlacementError(
@@ -51,21 +55,25 @@ def find_sizes(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Placements:
-    """The placements of a call of a program, with a size for each.
+    """Finds the size of each placement in a call of a program.
 
-    The size of a placement that names a parameter is the length of the first axis of its argument.
-    An open size, None, is that of the placement of the same name in a program around this one, if
-    there is one; otherwise the length of the first axis of the arguments, or, where these differ,
+    A placement that names a parameter has the length of the first axis of that argument. The size
+    None stands for the size of the placement of the same name in an enclosing program, if there is
+    one. Otherwise it is the length of the first axis of the arguments, or, if these lengths differ,
     of the first value that the program gives to an operator of the placement.
 
     Args:
-      placements: of the program.
+      placements: the placements of the program.
       fn: the function of the program.
-      args, kwargs: of the call.
+      args: the arguments of the call.
+      kwargs: the keyword arguments of the call.
+
+    Returns:
+      The placements with their sizes.
 
     Raises:
       PlacementError: the arguments do not give a size.
-      Exception: what `fn` raises before it uses a placement whose size is looked for.
+      Exception: any error of `fn` in a trace that looks for a size.
     """
     sizes = dict(placements)
     for name, n in placements:
@@ -77,7 +85,7 @@ def find_sizes(
     if opened:
         lengths = _lengths((args, kwargs))
         if len(opened) == 1:
-            # An array of unknown length is one of members.
+            # If an argument has an unknown length, its first axis is that of the members.
             lengths = [n for n in lengths if not isinstance(n, int)] or lengths
         if len(lengths) == 1:
             sizes |= dict.fromkeys(opened, lengths[0])
@@ -135,9 +143,9 @@ def _find_in_use(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Gives each placement without a size that of the first value that is used as its members.
+    """Gives each placement without a size the length of the first value used as its members.
 
-    Each trace ends where it finds one, so there are as many as open sizes.
+    A trace ends when it finds one size, so there are as many traces as unknown sizes.
     """
     while opened := [name for name, n in sizes.items() if n is None]:
         known = ((name, size_looked_for(name) if n is None else n) for name, n in sizes.items())
@@ -145,7 +153,7 @@ def _find_in_use(
             with unobserved(), activate(tuple(known)):
                 _trace(fn, args, kwargs)
         except SizeFound as found:
-            if found.placement not in opened:  # of a program around this one
+            if found.placement not in opened:  # a placement of an enclosing program
                 raise
             sizes[found.placement] = found.size
         except Exception as error:

@@ -1,11 +1,10 @@
 """Weights of members: a member with weight w counts w times.
 
-`reweight` gives every reduction over a placement the weights of its members. Weights of 0, 1, 2, …
-leave members out or count them several times, as cross-validation and the bootstrap do. The
-derivative by the weights, where all are 1, is the influence of each member on the result (Hampel,
-"The Influence Curve and its Role in Robust Estimation", 1974), and gives standard errors by the
-infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", 1982,
-chapter 6).
+`reweight` weights the members in every reduction over a placement. Weights of 0, 1, 2, … leave
+members out or count them several times, as cross-validation and the bootstrap do. The derivative by
+the weights at 1 is the influence of each member on the result (Hampel, "The Influence Curve and its
+Role in Robust Estimation", 1974), and gives standard errors by the infinitesimal jackknife (Efron,
+"The Jackknife, the Bootstrap and Other Resampling Plans", 1982, chapter 6).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class _Weights:
 
     Attributes:
       given: an array (n,), or a function from the index of a member to its weight.
-      placement: the placement of the members; None for the only one of the program.
-      used: the placement of the reductions that have used them.
+      placement: the placement of the members; None if the program has only one.
+      used: the placement of the reductions that have used the weights so far.
     """
 
     given: Any
@@ -51,9 +50,9 @@ class _Weights:
     used: str | None = None
 
 
-# JAX caches what it traces by the value of a user context. Each call of a reweighted function has a
-# value of its own, so JAX never serves a function that was traced with other weights. The weights
-# are kept apart from that value, since the caches of JAX outlive them.
+# The value of a user context is part of the key of JAX's tracing caches. Each call of a reweighted
+# function has its own value, so JAX never reuses a function that was traced with other weights. The
+# value holds no weights, since the caches outlive them.
 _calls = jax.make_user_context(())
 _weights: dict[object, _Weights] = {}
 
@@ -70,14 +69,17 @@ def _in_force(weights: _Weights) -> Iterator[None]:
 
 
 def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
-    """The weights of the members in a reduction that is called now; None where there are none.
+    """Returns the weights that apply to a reduction that is called now.
 
-    They are the product of the weights of all reweighted functions that are being called.
+    They are the product of the weights of all reweighted functions around the call.
 
     Args:
       op: the operator, for messages.
-      placement: of the reduction.
+      placement: the placement of the reduction.
       n: its number of members.
+
+    Returns:
+      The weights; None if no reweighted function is being called.
 
     Raises:
       PlacementError: there are not n weights, or the program has several placements and
@@ -142,8 +144,8 @@ class MemberWeights:
 
     Attributes:
       array: a placed array (n,) of real numbers.
-      placement: of the members.
-      n: their number.
+      placement: the placement of the members.
+      n: the number of members.
     """
 
     array: jax.Array
@@ -151,7 +153,7 @@ class MemberWeights:
     n: Size
 
     def reduced(self, op: str, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduces placed arrays by any of `REDUCE_PRIMITIVES`, each member by its weight."""
+        """Reduces placed arrays (n, ...) by any of `REDUCE_PRIMITIVES`, with the weights."""
         if op in ("sum", "prod", "mean"):
             weighed = self.weighed(op, values, [REDUCERS[op].result_dtype(x.dtype) for x in values])
             totals = self._reduced("prod" if op == "prod" else "sum", weighed.values)
@@ -174,15 +176,18 @@ class MemberWeights:
         return self._reduced("argmax", self._mapped(is_best, values))
 
     def weighed(self, op: str, values: Sequence[jax.Array], dtypes: Sequence[Any]) -> Weighed:
-        """Multiplies members with their weights, or takes them to that power.
+        """Multiplies members by their weights, or raises them to that power for "prod".
 
-        Sums and products of ints and bools stay ints where the weights are ints or bools. Where the
+        Sums and products of ints and bools stay ints if the weights are ints or bools. If the
         weights are floats, they become floats, so that they have a derivative.
 
         Args:
           op: "sum", "mean" or "prod".
           values: placed arrays (n, ...).
-          dtypes: of the results without weights.
+          dtypes: the dtypes of the results without weights.
+
+        Returns:
+          The weighted members.
         """
         dtypes = [
             np.dtype(
@@ -207,8 +212,8 @@ class MemberWeights:
         return Weighed(found[: len(values)], found[len(values) :], dtypes)
 
     def keys_of_present(self, keys: jax.Array) -> jax.Array:
-        """The keys of members; that of a member with weight 0 is -1, which no member has."""
-        # Keys that can be in range are int32.
+        """The keys of members, with -1, which is never in range, for members with weight 0."""
+        # Unsigned keys above the largest signed int may wrap: they are out of range as well.
         bits = jnp.iinfo(keys.dtype).bits
         signed = np.dtype(f"int{max(bits, 32)}")
         (found,) = self._mapped(
@@ -222,7 +227,7 @@ class MemberWeights:
     def _mapped(
         self, fn: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        """Maps a function of a weight and of members' values."""
+        """Maps a function of the weight and the values of a member."""
         mesh = sharding.mesh_for("reweight", self.placement, self.n, None)
         found = map_members(
             fn, [], [self.array, *values],
@@ -233,12 +238,12 @@ class MemberWeights:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Values of members, multiplied with the weights.
+    """Values of members, multiplied by the weights.
 
     Attributes:
-      values: placed arrays, wide enough to be added: float32 for floats of 16 bits.
-      weights: placed arrays (n,) of the dtypes of `values` for means, else none.
-      dtypes: of the results.
+      values: placed arrays in the dtypes in which they are summed: float32 for floats of 16 bits.
+      weights: for means, placed arrays (n,) of the dtypes of `values`; otherwise empty.
+      dtypes: the dtypes of the results.
     """
 
     values: list[jax.Array]
@@ -246,7 +251,7 @@ class Weighed:
     dtypes: list[Any]
 
     def results(self, totals: Sequence[jax.Array], counts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Sums of the values, or means where there are sums of the weights, in the final dtypes."""
+        """The results: `totals` of the values, divided by `counts` of the weights if given."""
         if counts:
             totals = [
                 total / count.reshape(*count.shape, *[1] * (total.ndim - count.ndim))
@@ -257,7 +262,7 @@ class Weighed:
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     if _is_inexact(x.dtype):
-        # A member that is left out does not show, even if it is infinite or NaN.
+        # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
         x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
     return x * weight
 
@@ -276,7 +281,7 @@ def _is_inexact(dtype: Any) -> bool:
 def reweight(
     fn: Callable[_Args, _Result], *, placement: str | None = None
 ) -> Callable[..., _Result]:
-    """Transforms a function so that each member counts as often as its weight says.
+    """Transforms a function so that each member has a weight.
 
     `reweight(fn)(weights, *args)` is `fn(*args)` in which every reduction over the placement counts
     member i `weights[i]` times:
@@ -288,32 +293,34 @@ def reweight(
       leave out members with weight 0;
     - `reduce_by_key` does the same for each key.
 
-    A member with weight 0 never shows in a result, even if its value is not finite. With ints or
-    bools as weights all results keep their dtypes. With floats, sums and products of ints become
-    floats, so that they have derivatives.
+    A member with weight 0 never changes a result, even if its value is not finite. If weights are
+    ints or bools, all results keep their dtypes. If they are floats, sums and products of ints
+    become floats, so that they have derivatives.
 
-    The transformation composes with others. The derivative by the weights, where all are 1, is the
-    influence of each member; see `influence` and `standard_error`. `jax.vmap` over several sets of
-    weights computes all of them in one pass over the data.
+    The transformation composes with those of JAX. The derivative by the weights, at weights of 1,
+    is the influence of each member; see `influence` and `standard_error`. `jax.vmap` over several
+    sets of weights computes all of them in one pass over the data.
 
-    Only the reductions of beamjax take weights. A function like `jnp.sum` that a program calls on
-    placed values, and `len(x)`, count each member once.
+    Only the reductions of beamjax use weights. `len(x)`, and functions like `jnp.sum` that a
+    program calls on placed values, count each member once.
 
     Args:
       fn: a program, or any function of programs, such as one that trains in rounds.
-      placement: the placement that has the weights; may be left out where `fn` reduces over one.
+      placement: the placement that has the weights; None if `fn` reduces over only one.
 
     Returns:
-      A function of the weights and the arguments of `fn`. The weights are a real array of shape
-      (n,); or a function from the index of a member, an int32 scalar, to its weight, which the
-      workers compute: no array of weights is made then. See `bootstrap_weights`.
+      A function of the weights and the arguments of `fn`, with the result of `fn`. The weights are
+      an array of real numbers or bools of shape (n,); or a function from the index of a member, an
+      int32 scalar, to its weight. The workers call this function, and no array of n weights is
+      made. See `bootstrap_weights`.
 
     Raises:
-      PlacementError: there are not n weights, or it is not clear which placement has them. A call
-        raises it.
-      StructureError: the weights are no real numbers, `fn` uses no weights, or it calls
-        `beamjax.reduce` or `beamjax.compress.reduce_mean`, which do not support weights. A
-        call raises it.
+      PlacementError: when called: there are not n weights, or `fn` reduces over several placements
+        and `placement` is None.
+      StructureError: when called: the weights are not real numbers or not of shape (n,); or `fn`
+        calls no reduction, or one that does not support weights: `beamjax.reduce`,
+        `beamjax.compress.reduce_mean`, a collective in `map_fn`, or `reduce_by_key` without
+        `num_keys` for other than "sum" and "prod".
 
     Example:
       The mean without the first member::
@@ -341,20 +348,20 @@ def reweight(
 
 
 def bootstrap_weights(key: jax.Array, replicates: int) -> tree_util.Partial:
-    """Weights of the Poisson bootstrap, for `jax.vmap` over `reweight`.
+    """Returns weights of the Poisson bootstrap, for `jax.vmap` over `reweight`.
 
-    Each replicate counts each member as often as an independent Poisson variable of mean 1 says,
-    drawn from `key`, the number of the replicate and the index of the member. Workers draw the
-    weights of the members that they read, so there is never an array of n weights for each
-    replicate. (Hanley and MacGibbon, "Creating non-parametric bootstrap samples using Poisson
-    frequencies", 2006.)
+    In each replicate, the weight of a member is an independent Poisson variable of mean 1, drawn
+    from `key`, the number of the replicate and the index of the member. Workers draw the weights of
+    the members that they read, so no array of n weights is made for a replicate. (Hanley and
+    MacGibbon, "Creating non-parametric bootstrap samples using Poisson frequencies", 2006.)
 
     Args:
       key: a key of `jax.random`.
-      replicates: their number, an int >= 1.
+      replicates: the number of replicates, an int >= 1.
 
     Returns:
-      A function of the index of a member, which is a tree with an array of `replicates` keys.
+      A function from the index of a member to its weight, an int32 scalar. It is a pytree whose
+      only leaf is an array of `replicates` keys, over which `jax.vmap` maps.
 
     Example:
       The standard error of a mean, from 1,000 replicates in one pass over the data::
@@ -388,27 +395,27 @@ def influence(
     *,
     placement: str | None = None,
 ) -> Callable[..., Any]:
-    """Transforms a function to one that gives the influence of each member on its result.
+    """Transforms a function to one that returns the influence of each member on its result.
 
     The influence of member i is the derivative of the result by the weight of the member, where all
     members have weight 1. To first order, the result without member i is the result minus the
-    influence of i. One reverse pass computes the influence of all members, through rounds of
-    training, too; a result of several numbers takes one pass for each.
+    influence of i. One reverse pass computes the influence of all members on one number of the
+    result, also through rounds of training.
 
     Args:
       fn: a program, or any function of programs.
       output: selects the numbers of interest from the result of `fn`; None for all of it.
-      placement: the placement of the members; may be left out where `fn` has one.
+      placement: the placement of the members; None if `fn` has only one.
 
     Returns:
-      A function with the arguments of `fn`. It gives a tree like the output, with placed leaves of
-      shapes `(n, *leaf.shape)`. Given to `beamjax.run` with the option `keep="placed"`, they stay
-      on disk.
+      A function with the arguments of `fn`. It returns a tree like the output, with placed leaves
+      of shapes `(n, *leaf.shape)` and the same dtypes. With the option `keep="placed"`,
+      `beamjax.run` leaves them on disk.
 
     Raises:
-      PlacementError: it is not clear which placement the members have. A call raises it.
-      StructureError: a leaf of the output is no float, or `reweight` refuses `fn`. A call raises
-        it.
+      PlacementError: when called: `fn` has several placements and `placement` is None, or `fn` does
+        not have that placement.
+      StructureError: when called: a leaf of the output is not a real float; or as for `reweight`.
     """
 
     def influences(*args: Any, **kwargs: Any) -> Any:
@@ -425,25 +432,26 @@ def influence(
 def standard_error(
     fn: Callable[..., _Result], *, placement: str | None = None
 ) -> Callable[..., tuple[_Result, Any]]:
-    """Transforms a function to one that gives its result with standard errors.
+    """Transforms a function to one that returns its result with standard errors.
 
-    The error is that of the infinitesimal jackknife: with the influence `u[i]` of member i on a
-    number of the result, it is the root of the sum of `(u[i] - mean(u)) ** 2`. It holds where
-    members are independent and the result depends on them smoothly; it takes one reverse pass for
-    each number of the result, and no second fit. For the mean it is the usual standard error with
-    n in place of n - 1, for least squares the sandwich estimate (HC0).
+    They are the standard errors of the infinitesimal jackknife: with the influence `u[i]` of member
+    i on a number of the result, the square root of the sum of `(u[i] - mean(u)) ** 2`. They are
+    valid if members are independent and the result is a smooth function of them. They take one
+    reverse pass for each number of the result, and no second fit. For the mean, this is the usual
+    standard error with n in place of n - 1; for least squares, the sandwich estimate (HC0).
 
     Args:
       fn: a program, or any function of programs.
-      placement: the placement of the members; may be left out where `fn` has one.
+      placement: the placement of the members; None if `fn` has only one.
 
     Returns:
-      A function with the arguments of `fn`. It gives what `fn` gives, and a tree like it with the
-      errors: NaN for ints and bools, which have no derivative.
+      A function with the arguments of `fn`. It returns a pair: the result of `fn`, and a tree like
+      it with the standard errors, of the same shapes and dtypes. The errors of ints and bools,
+      which have no derivative, are NaN.
 
     Raises:
-      PlacementError: it is not clear which placement the members have. A call raises it.
-      StructureError: `reweight` refuses `fn`. A call raises it.
+      PlacementError: as for `influence`.
+      StructureError: when called: as for `reweight`.
 
     Example:
       A mean with its error::
@@ -489,7 +497,7 @@ def _floats(tree: Any) -> Any:
 def _ones(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, placement: str | None
 ) -> jax.Array:
-    """A weight of 1 for each member of the placement that a function has."""
+    """An array of weights of 1 for the members of the placement of a function."""
     with observe() as found:
         jax.eval_shape(lambda: fn(*args, **kwargs))
     sizes = {size for name, size in found if placement in (None, name)}
