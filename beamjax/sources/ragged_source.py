@@ -10,6 +10,7 @@ import numpy as np
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.source_base import (
+    MASK,
     Count,
     HoldsLeaves,
     LeafSpec,
@@ -20,15 +21,14 @@ from beamjax.sources.source_base import (
     describe_source,
 )
 
-MASK = "mask"
-"""The name of the leaf that marks rows, as opposed to padding."""
 MAX_BUCKETS = 8
-"""Largest number of buckets by default; each costs a compilation of each body that reads it."""
+"""Largest number of default buckets. Each bucket costs one more compilation of each body."""
 MULTIPLE = 8
 """Default buckets are multiples of this: finer ones save little, and 8 suits devices."""
 
 ANY_ROWS = 1 << 16
-"""Rows that a bucket may always have, even if the members have fewer."""
+"""A bucket may have this many rows even if there are fewer in total. Larger buckets are refused,
+so that a damaged spec can't cause a large allocation."""
 
 
 class RaggedSource(HoldsLeaves, kind="ragged"):
@@ -45,10 +45,10 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         """Use `from_ragged`, which checks.
 
         Args:
-            rows: of all members, those of member 0 first.
+            rows: the rows of all members, those of member 0 first.
             ends: one leaf int64[]: for each member the number of rows up to its end.
-            buckets: ascending; the last one holds the longest member.
-            mask_at: the place of the mask among the leaves.
+            buckets: numbers of rows to pad to, ascending; the longest member fits in the last one.
+            mask_at: the position of the mask among the leaves.
             treedef: the tree that they form, the mask included; a tuple by default.
         """
         if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
@@ -152,14 +152,14 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
             return jnp.sum(losses, where=client["mask"]) / jnp.maximum(client["mask"].sum(), 1)
 
     A member is the dict of its rows with one more entry, "mask": True for rows, False for the zeros
-    that they are padded with. Rows that are no dict are its entry "rows". Under `jax.jit` all
-    members have the length of the longest. A run pads a shard to the first of `buckets` that holds
-    its members, and compiles the bodies once for each bucket, where all that depends on the length
-    is inside of bodies. Members of like length that stand together are padded least.
+    that they are padded with. Rows that are no dict become the entry "rows". Under `jax.jit` all
+    members have the length of the longest. A run pads the members of a shard to the first of
+    `buckets` in which they fit, and compiles each body once per bucket, provided that only bodies
+    depend on the length. Neighbouring members of similar length need the least padding.
 
     Args:
-      rows: tree of arrays of shape (total, ...), or a `Source`: the rows of all members, one member
-        after the other.
+      rows: tree of arrays of shape (total, ...), or a `Source`: the rows of member 0, then those of
+        member 1, and so on.
       lengths: int[n], the number of rows of each member; 0 is allowed.
       buckets: lengths to pad to, ascending, the last one at least the longest member; by default
         up to eight multiples of 8, each about half of the next, down from the longest member.
@@ -167,7 +167,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
     Raises:
       StructureError: `lengths` are no integers of shape (n,), or the rows have a leaf named "mask".
       PlacementError: the lengths are negative, or do not add up to the number of rows.
-      SourceError: the longest member is in no bucket.
+      SourceError: the longest member does not fit in the last bucket.
     """
     source = rows if isinstance(rows, Source) else from_arrays(rows)
     if isinstance(source, StreamSource) or source.buckets:
@@ -194,7 +194,10 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:
-    """Lengths to pad members to: the longest, and those of its halves that some members need."""
+    """Default lengths to pad members to: about the longest, its half, and so on.
+
+    Those that no member would be padded to are left out.
+    """
     longest = max(int(lengths.max()), 1)
     ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
     fits = {*np.searchsorted(ladder, lengths).tolist(), len(ladder) - 1}
@@ -202,15 +205,15 @@ def choose_buckets(lengths: np.ndarray) -> list[int]:
 
 
 def _most_rows(rows: Source) -> int:
-    """The longest length to which a member may be padded."""
+    """The largest bucket that is allowed."""
     return max(len(rows), ANY_ROWS) + MULTIPLE
 
 
 def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
-    """Lengths to pad members to: those of a user, if they will do, or some for these members.
+    """The buckets of a user, checked, or default ones for members of these lengths.
 
     Raises:
-      SourceError: they won't.
+      SourceError: the buckets of the user are not valid for these members.
     """
     if buckets is None:
         return choose_buckets(lengths)
@@ -232,7 +235,7 @@ def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: So
 
 
 def _place_of_mask(rows: Source) -> tuple[int, PyTreeDef]:
-    """The place of the mask among the leaves, and the tree of all."""
+    """The position of the mask among the leaves, and the tree of all leaves."""
     import jax
 
     tree = jax.tree_util.tree_unflatten(rows.treedef, range(len(rows.leaves)))

@@ -1,5 +1,5 @@
-"""What a placed input is: `Source`, members of placed arrays, read by index on the workers; and
-`StreamSource`, members whose number is known only when all have been read.
+"""Base classes of placed inputs: `Source`, members that workers read by index, and `StreamSource`,
+members that are read in order and counted as they are read.
 
 A source is described by plain JSON data (`to_spec`), from which another process opens it again
 (`open_spec`); it is never pickled with its data. The sources themselves are in `beamjax.sources`.
@@ -32,7 +32,8 @@ PyTreeDef: TypeAlias = Any
 T = TypeVar("T")
 
 MAX_VALUES = 2**48
-"""Limit of the values of a member and of all counts in a spec: larger numbers are damage."""
+"""Limit of the values of a member and of all counts in a spec; larger numbers are refused as
+damaged."""
 MAX_NDIM = 62
 """Largest rank of a member: NumPy allows 64 axes, and members are stacked twice."""
 
@@ -76,10 +77,11 @@ class LeafSpec:
         dtype = dtype_from_name(record["dtype"])
         shape = wire.checked_shape("leaf of a source", record["shape"], dtype)
         if math.prod(max(size, 1) for size in shape) > MAX_VALUES or len(shape) > MAX_NDIM:
-            raise TypeError(f"found a member of shape {list(shape)}, which no array holds two of")
+            raise TypeError(f"found a member of shape {list(shape)}, which is too large to stack")
         impl = record["key_impl"]
         if impl is not None and not isinstance(impl, str):
             raise TypeError(f"found keys of {impl!r:.80}, expected a name or None")
+        # Specs of earlier versions have no field "ragged".
         ragged = field(record, "ragged", bool) if "ragged" in record else False
         if ragged and not shape:
             raise TypeError("found ragged members of shape [], expected rows")
@@ -124,14 +126,14 @@ class Source(abc.ABC):
         """Members start..stop-1 of each leaf, as arrays of shape (stop - start, *leaf.shape).
 
         Raises:
-            SourceError: if the range is not in 0..n, or the data is not what it was.
+            SourceError: if the range is not in 0..n, or the data has changed.
         """
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Numbers of rows to which ragged members are padded where they may be short, ascending.
+        """Numbers of rows to which `read_short` pads ragged members, ascending.
 
-        The last one is that of `leaves`. There are none if no leaf is ragged.
+        The last one is the number of rows in `leaves`. Empty if no leaf is ragged.
         """
         return ()
 
@@ -141,7 +143,10 @@ class Source(abc.ABC):
         return 0.0
 
     def rows_of(self, start: int, stop: int) -> np.ndarray | None:
-        """int[n]: the rows of ragged members, if known before these are read; else None."""
+        """int[stop - start]: the number of rows of each ragged member.
+
+        None if these are known only after the members are read.
+        """
         return None
 
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
@@ -154,11 +159,11 @@ class Source(abc.ABC):
         return ()
 
     def with_inner(self, inner: Sequence[Source]) -> Source:
-        """The same source over others with the same members, in the order of `inner`."""
+        """This source, reading from other sources with the same members instead of `inner`."""
         return self
 
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        """Which source has a value: one of `inner`, or this one.
+        """The source from which a value comes: one of `inner`, or this one.
 
         Args:
             leaf: the number of the leaf.
@@ -174,7 +179,7 @@ class Source(abc.ABC):
 
         Args:
             leaf: as for `origin`.
-            index: likewise.
+            index: as for `origin`.
         """
         source, number, at = self.origin(leaf, index)
         if source is not self:
@@ -183,21 +188,22 @@ class Source(abc.ABC):
         return f"{self.describe()}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
 
     def wraps(self, leaf: int) -> bool:
-        """Whether integers of a leaf wrap where JAX has no 64 bits for them.
+        """Whether 64-bit integers of a leaf may wrap while JAX computes with 32 bits.
 
-        Those of arrays in memory do, as under `jax.jit`, and those in files of a run, which were
-        checked when they were written. All others are refused.
+        Those of arrays in memory wrap, as under `jax.jit`. So may those in files of a run, which
+        were checked when they were written. In all other sources, integers that would wrap are
+        refused.
         """
         source, number, _ = self.origin(leaf, (0,) * (1 + len(self.leaves[leaf].shape)))
         return source is not self and source.wraps(number)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the members that are decoded together, to read any of them; 0 if none is."""
+        """Bytes of members that are decoded to read any one of them; 0 if there are no blocks."""
         return sum(source.block_bytes for source in self.inner)
 
     def spilled(self, folder: str) -> Source:
-        """The same members, with what is in the memory of this process in files of a folder.
+        """The same members, with those in the memory of this process written to files in a folder.
 
         Raises:
             SourceError: a file cannot be written.
@@ -208,8 +214,8 @@ class Source(abc.ABC):
     def snapshot(self) -> Source:
         """The same members, without memory that the caller can still write to.
 
-        Arrays are copied unless they are read-only. An object or a function that gives members,
-        and files, are read later all the same.
+        Writable arrays are copied. Files, and objects or functions that give members, are still
+        read later.
         """
         parts = [source.snapshot() for source in self.inner]
         pairs = zip(parts, self.inner, strict=True)
@@ -232,34 +238,34 @@ class Source(abc.ABC):
         """Describes what the members depend on, to detect a changed source.
 
         Returns:
-            Plain JSON values, and the files, by path or URL, whose contents count as well. Where
-            the files are, and when they were written, makes no difference. Unless the class knows
-            better, the spec and no files.
+            Plain JSON values, and the paths or URLs of files whose contents count as well. The
+            location of the files and the time at which they were written make no difference. By
+            default, the spec and no files.
         """
         return self.to_spec(), []
 
     def content_mark(self, start: int, stop: int) -> str | None:
-        """A text that changes when members [start, stop) do, found without reading them.
+        """A string that changes when members [start, stop) change, found without reading them.
 
-        None where there is none that is sure to change; then the members are read.
+        None if no string is certain to change. The caller then reads the members.
         """
         return None
 
     @property
     def treedef(self) -> PyTreeDef:
-        """The tree that the leaves form; a tuple unless the class knows better."""
+        """The tree that the leaves form; by default a tuple."""
         import jax
 
         return jax.tree_util.tree_structure(tuple(self.leaves))
 
     @property
     def is_live(self) -> bool:
-        """Whether only this process can read it; then it has no spec, but can be `spilled`."""
+        """Whether only this process can read the source, which has no spec but can be `spilled`."""
         return False
 
     @property
     def is_local(self) -> bool:
-        """Whether it reads what only this machine may have: memory, or files at paths."""
+        """Whether it reads memory or local paths, which other machines may not have."""
         return self.is_live
 
     @property
@@ -292,14 +298,14 @@ class Source(abc.ABC):
 
 
 class StreamSource(Source):
-    """Members of a pytree of placed arrays whose number is known only when all have been read.
+    """Members of a pytree of placed arrays that are read in order and counted as they are read.
 
-    For what can't be read by index: compressed files, the rows of a query, a generator of records.
+    For data that can't be read by index: compressed files, rows of a query, a generator of records.
     `beamjax.run` takes it where the size of the placement is open (`placements={"clients": None}`).
 
-    A subclass gives its `kind` as any source, and `leaves`, `chunks`, `to_spec` and `from_spec`; it
-    has no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and
-    anew only if the runner repeats work that failed.
+    A subclass gives its `kind` like any source, and `leaves`, `chunks`, `to_spec` and `from_spec`,
+    but no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and
+    again only if the runner retries work that failed.
     """
 
     @property
@@ -312,22 +318,22 @@ class StreamSource(Source):
 
     @abc.abstractmethod
     def chunks(self, piece: int) -> Iterator[Sequence[np.ndarray]]:
-        """Reads the members of one piece, in their order: the same ones each time it is called.
+        """Reads the members of one piece, in order. Every call yields the same members.
 
-        How they are cut into chunks has no influence on any result; a chunk of a few MiB is read
-        fastest, and only one is in memory at a time.
+        The division into chunks does not affect any result. Chunks of a few MiB are read fastest;
+        only one is in memory at a time.
 
         Args:
             piece: from 0 to `pieces` - 1.
 
         Yields:
-            For each leaf an array of shape (rows, *leaf.shape) and of the leaf's dtype, with any
-            number of rows that is the same for all leaves, 0 included. The arrays are copied
-            before the next chunk is asked for, so a buffer may be used again.
+            For each leaf an array of shape (rows, *leaf.shape) and of the leaf's dtype. The number
+            of rows is the same for all leaves and may be 0. The arrays are copied before the next
+            chunk is requested, so a buffer may be reused.
         """
 
     def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
-        """As `where`, with the number of the row in a piece."""
+        """As `where`, with `index[0]` counted from the beginning of a piece."""
         path, part = self.leaves[leaf].path, f"piece {piece}, " if self.pieces > 1 else ""
         text = row_text(index)
         return f"{self.describe()}, {part}{f'leaf {path}, ' if path else ''}{text}"
@@ -342,19 +348,17 @@ class StreamSource(Source):
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         raise SourceError(f"{self!r}: is read from its beginning, by chunks(), not by index.")
 
-    def describe(self) -> str:
-        return describe_source(self, self.kind or type(self).__name__)
-
 
 class PlainSource(Source):
     """A source whose spec is the arguments of its constructor.
 
-    The constructor has the attribute `_name` for each argument `name`, of a type that
-    `storage.schema` knows, and checks them; but for `treedef`, which is not part of a spec.
+    The constructor checks each argument `name` and stores it as the attribute `_name`. The types of
+    arguments are those that `storage.schema` knows. `treedef` is not part of a spec.
     """
 
     def to_spec(self) -> dict[str, Any]:
-        # That of the class of this kind: a subclass without one is opened as that.
+        # `open_spec` makes a subclass without a kind of its own an instance of the class that has
+        # the kind, so the spec holds the arguments of that class.
         names = _arguments(_KINDS[self.kind])
         arguments = {name: getattr(self, f"_{name}") for name in names}
         return {**self.spec_head(), **schema.to_plain(arguments)}
@@ -409,10 +413,10 @@ def field(record: dict[str, Any], name: str, kind: type[T]) -> T:
 
 
 def natural(value: Any, least: int = 0) -> int:
-    """A number of members or the like in a spec.
+    """Checks a number of members or the like in a spec.
 
     Raises:
-        TypeError: it is none, or out of range.
+        TypeError: it is no int, or out of range.
     """
     if type(value) is not int or not least <= value < MAX_VALUES:
         raise TypeError(f"found {value!r:.80}, expected a number from {least}")
@@ -422,9 +426,11 @@ def natural(value: Any, least: int = 0) -> int:
 Count = Annotated[int, natural]
 """A number of members or the like, in the arguments of a `PlainSource`."""
 Positive = Annotated[int, functools.partial(natural, least=1)]
-"""The same without 0."""
+"""A `Count` that is not 0."""
 Leaves = tuple[LeafSpec, ...]
-Files = tuple[str, ...]
+
+MASK = "mask"
+"""Name of the leaf that marks the rows of ragged members, as opposed to padding."""
 
 
 def row_text(index: tuple[int, ...], name: str = "row") -> str:
@@ -441,7 +447,7 @@ def describe_source(source: Source, where: str) -> str:
     return f"{len(source)} members of {leaves}{more} ({source.nbytes} bytes) {where}"
 
 
-# --- sources of this process, which its other threads find by a token
+# --- sources of this process, which its threads find by a token
 
 _LIVE: dict[str, Source] = {}
 _LIVE_LOCK = threading.Lock()
@@ -488,6 +494,7 @@ def release(token: str) -> None:
 
 
 _KINDS: dict[str, type[Source]] = {}
+"""The class of each kind of source whose module has been imported."""
 
 
 def open_spec(spec: dict[str, Any]) -> Source:
@@ -503,7 +510,7 @@ def open_spec(spec: dict[str, Any]) -> Source:
     if kind not in _KINDS and isinstance(module, str) and module not in ("", "__main__"):
         try:
             importlib.import_module(module)
-        except (ImportError, TypeError, ValueError) as error:  # the last ones for odd names
+        except (ImportError, TypeError, ValueError) as error:  # the latter for malformed names
             raise SourceError(
                 f"source of kind {kind!r}: cannot import its module {module!r} in process "
                 f"{os.getpid()} ({error}); install it on the workers."

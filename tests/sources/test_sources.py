@@ -438,6 +438,8 @@ def test_a_source_of_ones_own():
 
 def test_specs_that_cannot_be_opened():
     npy = {"kind": "npy", "leaves": [], "files": [], "wraps": False}
+    leaf = {"shape": [], "dtype": "int32", "key_impl": None, "path": ""}
+    series = [[{"path": "a.npy", "rows": n, "name": "", "stamp": None}] for n in (3, 4)]
     for spec, message in [
         ({"kind": "odd"}, r"'odd' \(module None\) is unknown in process \d+"),
         ({"kind": "odd", "module": "__main__"}, "module that the workers can import"),
@@ -446,7 +448,9 @@ def test_specs_that_cannot_be_opened():
         ({"kind": "npy"}, r"'npy': found the spec .*KeyError: 'files'"),
         ({**npy, "leaves": 3}, "'npy': found the spec .*leaves: found 3"),
         ({**npy, "files": ["a"]}, "files: found .a."),
-        (npy, "as many members in the files of each leaf"),
+        (npy, r"found \[\] files for 0 leaves, expected at least one file for each leaf"),
+        ({**npy, "leaves": [leaf], "files": [[]]}, r"found \[0\] files for 1 leaves"),
+        ({**npy, "leaves": [leaf] * 2, "files": series}, r"found \[3, 4\] members in the files"),
         ({"kind": "array"}, "a source in memory has no spec"),
         ({"kind": "live", "token": "gone"}, "source gone: not registered in process"),
         ({"kind": "live"}, "source None: not registered"),

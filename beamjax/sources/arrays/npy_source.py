@@ -1,4 +1,4 @@
-"""Placed inputs in memory-mapped files of NumPy: .npy, several one after the other, and .npz.
+"""Placed inputs in memory-mapped files of NumPy: one or more .npy files a leaf, or an .npz file.
 
 Reading needs no JAX, so that a worker can read ahead before JAX has started.
 """
@@ -45,13 +45,13 @@ from beamjax.storage.dtypes import FLOAT0
 
 @dataclasses.dataclass(frozen=True)
 class ArrayFile:
-    """A file with one array of consecutive members of a leaf, or the array of an .npz file.
+    """An array of consecutive members of a leaf: an .npy file, or an array in an .npz file.
 
     Attributes:
-        path: absolute.
+        path: the absolute path.
         rows: the number of members.
-        name: of the array in an .npz file; "" for an .npy file.
-        stamp: the file as it must be; None for files that no other process writes.
+        name: the name of the array in an .npz file; "" for an .npy file.
+        stamp: the file as it was when the source was made; None for files of this run.
     """
 
     path: str
@@ -63,14 +63,15 @@ class ArrayFile:
         """All its members, mapped.
 
         Args:
-            leaf: what a member must be.
-            checked: paths that this read has compared with their stamps; this one is added.
+            leaf: the expected type of a member.
+            checked: paths that this read has compared with their stamps; the path is added.
 
         Raises:
-            SourceError: the file is not what it was.
+            SourceError: the file has changed.
         """
         if self.stamp is not None and self.path not in checked:
-            self.stamp.check()  # A map shows what is written to the file later.
+            # On every read: a memory map shows what is written to the file later.
+            self.stamp.check()
             checked.add(self.path)
         array = map_file(self.path, self.name, self.stamp)
         expected = (self.rows, *leaf.shape, *([0] if leaf.dtype == FLOAT0 else []))
@@ -86,7 +87,7 @@ class ArrayFile:
 
 
 class NpySource(HoldsLeaves, kind="npy"):
-    """Memory-mapped arrays, one or several one after the other for each leaf."""
+    """Memory-mapped arrays: for each leaf one, or several that are concatenated."""
 
     def __init__(
         self,
@@ -98,18 +99,31 @@ class NpySource(HoldsLeaves, kind="npy"):
         """Use `from_npy` or `from_npz`, which check.
 
         Args:
-            files: those of each leaf. Dtypes that .npy does not know are stored as unsigned
+            files: the files of each leaf. Dtypes that .npy does not know are stored as unsigned
                 integers of the same width.
-            leaves: what a member of each must be.
+            leaves: one member of each.
             treedef: the tree that they form; a tuple by default.
             wraps: whether the files stand for arrays in memory, see `Source.wraps`.
+
+        Raises:
+            SourceError: a leaf has no files, or the leaves have different numbers of members.
         """
         super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
         self._wraps = wraps
         self._ends = [ends_of([file.rows for file in series]) for series in self._files]
-        if len(self._files) != len(self._leaves) or len({int(x[-1]) for x in self._ends}) != 1:
-            raise ValueError("expected as many members in the files of each leaf")
+        if not self._files or not all(self._files) or len(self._files) != len(self._leaves):
+            counts = list(map(len, self._files))
+            raise SourceError(
+                f"source of .npy files: found {counts} files for {len(self._leaves)} leaves, "
+                "expected at least one file for each leaf."
+            )
+        sizes = [int(ends[-1]) for ends in self._ends]
+        if len(set(sizes)) > 1:
+            raise SourceError(
+                f"source of .npy files: found {sizes} members in the files of the leaves, expected "
+                "the same number for each leaf."
+            )
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -127,7 +141,7 @@ class NpySource(HoldsLeaves, kind="npy"):
         self.check_range(start, stop)
         found, checked = [], set[str]()
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
-            if len(files) == 1:  # Most sources; small reads take half the time without blocks.
+            if len(files) == 1:  # The usual case; small reads take half the time without blocks.
                 found.append(files[0].array(leaf, checked)[start:stop])
                 continue
 
@@ -147,7 +161,7 @@ class NpySource(HoldsLeaves, kind="npy"):
         return self._wraps
 
     def check_files(self) -> None:
-        """SourceError unless each file is there, and holds what it must."""
+        """Raises SourceError unless each file is there and has the expected type."""
         checked = set[str]()
         for files, leaf in zip(self._files, self._leaves, strict=True):
             for file in files:
@@ -169,7 +183,15 @@ def written_source(
     treedef: PyTreeDef | None = None,
     wraps: bool = False,
 ) -> NpySource:
-    """The source of files that this run has written, one a leaf; arguments as of `NpySource`."""
+    """The source of files that this run has written, one for each leaf.
+
+    Args:
+        paths: the file of each leaf.
+        leaves: as for `NpySource`.
+        size: the number of members.
+        treedef: as for `NpySource`.
+        wraps: as for `NpySource`.
+    """
     files = tuple((ArrayFile(path, size),) for path in paths)
     return NpySource(files, tuple(leaves), treedef, wraps)
 
@@ -177,7 +199,7 @@ def written_source(
 # --- files of a shuffle
 
 Part = tuple[int, int]
-"""The number of a part and of the members in it."""
+"""The number of a part, and the number of members in it."""
 _FIRST_LEAF = re.compile(r"part-(\d+)-leaf-000\.npy")
 
 
@@ -185,7 +207,7 @@ class PartFiles(NpySource):
     """Members in .npy files of one folder that a shuffle wrote: a file for each leaf of each part.
 
     Attributes:
-      folder: of the files.
+      folder: the folder of the files.
     """
 
     def __init__(
@@ -221,15 +243,15 @@ def from_npy(paths: Any) -> NpySource:
 
     Args:
         paths: a path, or a pytree of paths, of files with arrays of shape (n, ...). A pattern such
-            as "data/x-*.npy" is a leaf too: its files, in the order of their names, one after the
-            other.
+            as "data/x-*.npy" is one leaf: the arrays in its files, concatenated in the order of
+            their names.
 
     Raises:
-        SourceError: if a file is missing, truncated, or no .npy file. When it is read: it was
-            written anew.
-        StructureError: if a file holds a scalar, or a dtype that JAX does not know, files of one
+        SourceError: a file is missing, truncated, or no .npy file. When the source is read: a file
+            has changed.
+        StructureError: a file holds a scalar, or a dtype that JAX does not know, files of one
             pattern differ in shape or dtype, or a URL is given.
-        PlacementError: if n is 0, or not the same for all leaves.
+        PlacementError: n is 0, or not the same for all leaves.
     """
     import jax
 
@@ -263,16 +285,16 @@ def from_npy(paths: Any) -> NpySource:
 def from_npz(path: str | os.PathLike[str]) -> NpySource:
     """A placed input from the arrays in an .npz file, which the launcher and all workers see.
 
-    A member is a dictionary of a row of each array, by their names. The file is mapped, as those of
-    `from_npy`; np.savez_compressed writes what can't be.
+    A member is a dictionary of a row of each array, by their names. The file is mapped, like those
+    of `from_npy`, so it must not be compressed, as `np.savez_compressed` writes it.
 
     Args:
-      path: of the file.
+      path: the path of the file.
 
     Raises:
       SourceError: it is missing, damaged, compressed, or no .npz file.
-      StructureError: an array is a scalar, or has other than numbers.
-      PlacementError: there are no members, or not as many in all arrays.
+      StructureError: an array is a scalar, or has elements other than numbers.
+      PlacementError: there are no members, or the arrays have different numbers of them.
     """
     import jax
 
@@ -331,7 +353,7 @@ def stored_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """An array as a .npy file holds it."""
+    """An array as it is stored in a .npy file."""
     native = native_dtype(array.dtype)
     if native == FLOAT0:
         return np.empty((*array.shape, 0), np.uint8)
@@ -354,7 +376,8 @@ def restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 _MAPPED: collections.OrderedDict[tuple[str, str, int, str], np.ndarray] = collections.OrderedDict()
 _MAPPED_LOCK = threading.Lock()
-_MAX_MAPPED = 128  # each map keeps a file descriptor open
+_MAX_MAPPED = 128
+"""Files that stay mapped. Each map holds a file descriptor."""
 
 
 def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.ndarray:
@@ -363,7 +386,7 @@ def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.nda
     Args:
         file: an .npy file, or an .npz file.
         name: of the array in an .npz file.
-        stamp: the file as it is, where the caller has looked already.
+        stamp: the file as it is now, if the caller has it already.
     """
     if stamp is None:
         try:
@@ -377,6 +400,8 @@ def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.nda
         if key in _MAPPED:
             _MAPPED.move_to_end(key)
             return _MAPPED[key]
+    # Without the lock, so that slow file systems do not block other files. Two threads may map a
+    # file at the same time; the second map replaces the first.
     array = _zipped_array(file, name) if name else _npy_array(file, key[2])
     with _MAPPED_LOCK:
         _MAPPED[key] = array
@@ -406,9 +431,12 @@ def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
 
 
 HEADER_ERRORS = (OSError, ValueError, EOFError, tokenize.TokenError)
-"""Errors from a file that is no .npy file: headers are Python, which Python parses."""
+"""Errors from a file that is no .npy file. NumPy parses headers as Python, hence `TokenError`."""
 _HEADER_BYTES = 1 << 20
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip; then its name and extra data
+"""Longest header that is read: a damaged file must not cause a large allocation."""
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Header of a file in a zip: magic, skipped fields, lengths of the name and of extra data, which
+follow it."""
 
 
 def _zipped_array(file: str, name: str) -> np.ndarray:
@@ -434,7 +462,8 @@ def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
             where = f"{file}, {entry.filename!r}"
             if name == entry.filename or name in found:
                 raise SourceError(f"{where}: expected arrays only, each of its own name.")
-            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            is_encrypted = entry.flag_bits & 1
+            if entry.compress_type != zipfile.ZIP_STORED or is_encrypted:
                 raise SourceError(
                     f"{where}: is compressed, expected an array as np.savez writes it, which can "
                     f"be mapped: np.savez('new.npz', **np.load({os.path.basename(file)!r}))."
@@ -464,23 +493,27 @@ def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo) -> np.ndarray:
     if offset + nbytes > opened.seek(0, os.SEEK_END):
         raise ValueError("the file ends before it")
     if not nbytes:
-        return np.empty(shape, dtype)  # Nothing can be mapped.
+        return np.empty(shape, dtype)  # mmap refuses empty ranges.
     return np.memmap(opened, dtype, "r", offset, shape, "F" if in_columns else "C")
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is stored by columns (Fortran order), and dtype; leaves the file after it.
+    """Reads the header of an .npy file.
+
+    Returns:
+      The shape, whether the array is in Fortran order, and the dtype.
 
     Raises:
-      one of HEADER_ERRORS: the file has no such header here.
+      one of HEADER_ERRORS: there is no such header at the position of the file.
     """
     version = np.lib.format.read_magic(file)
+    # Version 3 differs from 2 by the encoding of names of fields, which no dtype here has.
     read = {(1, 0): np.lib.format.read_array_header_1_0}
-    return read.get(version, np.lib.format.read_array_header_2_0)(_Short(file))
+    return read.get(version, np.lib.format.read_array_header_2_0)(_HeaderFile(file))
 
 
-class _Short:
-    """A file at its beginning; refuses headers of impossible length."""
+class _HeaderFile:
+    """A file of which NumPy reads the header; refuses headers of impossible length."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file

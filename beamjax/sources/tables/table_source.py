@@ -15,6 +15,7 @@ from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.data_files import DataFile, find_files, is_url
 from beamjax.sources.block_source import Arrays, BlockSource, SourceBlock
 from beamjax.sources.source_base import (
+    MASK,
     MAX_VALUES,
     Count,
     LeafSpec,
@@ -28,6 +29,7 @@ from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, t
 from beamjax.sources.tables.arrow_types import Shape, agree, chosen, row_type
 
 _FOOTERS_AT_ONCE = 16
+"""Threads that read footers: most of the time is spent waiting for URLs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TableFile:
 
     Attributes:
       file: as it was when the source was made.
-      rows: of each of its row groups or record batches.
+      rows: the number of rows of each row group or record batch.
     """
 
     file: DataFile
@@ -47,9 +49,9 @@ class RowRange(NamedTuple):
     """Rows of a row group.
 
     Attributes:
-      start: the first.
-      length: how many.
-      step: how many each piece has that the row group is read by, but perhaps for the last one.
+      start: the first row.
+      length: the number of rows.
+      step: rows of each piece in which the row group is read; its last piece may be shorter.
     """
 
     start: int
@@ -58,21 +60,21 @@ class RowRange(NamedTuple):
 
 
 class TableSource(BlockSource):
-    """Rows of tables; a subclass says how a row group of its files is read.
+    """Rows of tables. A subclass defines how a row group of its files is read.
 
     Args:
-        files: with the members, in their order.
-        columns: the name of each leaf's column; that of `MASK` where lists have any length.
+        files: the files, in the order of their members.
+        columns: the column of each leaf; `MASK` for the mask of padded lists.
         leaves: one member of each.
         treedef: the tree that they form; a tuple by default.
-        buckets: lengths to which lists are padded; none where all lists of a column are of one.
-        fill: the number for missing ones, as a text: JSON has no NaN.
+        buckets: lengths to which lists are padded; empty if all lists of a column have one length.
+        fill: the number that replaces missing ones, as text: JSON has no NaN.
     """
 
     batch_kind: ClassVar[str]
-    """What rows of a file come in: "row group"."""
+    """The name of a batch of rows in messages, such as "row group"."""
     endings: ClassVar[tuple[str, ...]]
-    """Of the files that are read of a folder."""
+    """Endings of the files that are read in a folder."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class TableSource(BlockSource):
     @classmethod
     @abc.abstractmethod
     def _head(cls, path: str) -> tuple[TableFile, Any]:
-        """A file, and the schema of its columns, without reading its rows."""
+        """The file and the schema of its columns; reads no rows."""
 
     @classmethod
     @abc.abstractmethod
@@ -113,10 +115,10 @@ class TableSource(BlockSource):
         """Columns of a row group, as a Table or a RecordBatch of Arrow.
 
         Args:
-            file: that is read, and checked to be the same as before.
-            number: of the row group.
-            columns: their names.
-            rows: that are needed; a format may give more after them, if there is no row before.
+            file: the file, which is checked to be unchanged.
+            number: the number of the row group.
+            columns: the names of the columns.
+            rows: the requested rows. A format may return later rows as well, if `rows.start` is 0.
 
         Raises:
             SourceError: they can't be read.
@@ -128,6 +130,7 @@ class TableSource(BlockSource):
 
     @property
     def usual_rows(self) -> float:
+        # The lengths are not known before the rows are read, so the middle bucket is a guess.
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
 
     @property
@@ -145,12 +148,12 @@ class TableSource(BlockSource):
         return [array[:, :rows] if leaf.ragged else array for array, leaf in pairs]
 
     def _most_rows(self) -> int:
-        """Of a block; a row group of more than twice as many is read by pieces."""
+        """Most rows of a piece. A row group of more than twice as many is read in pieces."""
         return MAX_VALUES
 
     @classmethod
     def _check(cls, file: TableFile, rows: Sequence[int], schema: Any, columns: Any) -> None:
-        """Raises SourceError if a file has other rows or columns by now."""
+        """Raises SourceError if the rows or columns of a file have changed."""
         path, kind = file.file.path, cls.batch_kind
         if tuple(rows) != file.rows:
             raise SourceError(
@@ -182,7 +185,7 @@ class TableSource(BlockSource):
     def read(self, start: int, stop: int) -> Arrays:
         try:
             return super().read(start, stop)
-        except RowError:  # If it is not in the range, these members can be read.
+        except RowError:  # The bad row may be outside of the range: decode only the range.
             parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
             return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
@@ -226,12 +229,12 @@ class TableSource(BlockSource):
         ]
 
     def _stored(self) -> list[tuple[str, LeafSpec]]:
-        """The columns that are in the files, and their leaves."""
+        """The columns in the files, without the mask, and their leaves."""
         pairs = zip(self._columns, self._leaves, strict=True)
         return [(name, leaf) for name, leaf in pairs if not self._buckets or name != MASK]
 
     def _padded(self, table: Any, batch: Batch) -> Arrays:
-        """The same with lists of any length, and the mask."""
+        """Decodes members whose lists have any length, and adds the mask."""
         arrays: dict[str, np.ndarray] = {}
         lengths: dict[str, np.ndarray] = {}
         for name, leaf in self._stored():
@@ -266,19 +269,17 @@ class TableSource(BlockSource):
         return self.to_spec() | {"files": None}, [file.file.path for file in self._files]
 
 
-MASK = "mask"
-"""The leaf that marks items of lists, as opposed to padding."""
 MAX_LIST = 1 << 24
-"""Items of a padded list, at most."""
+"""Largest number of items of a padded list."""
 MAX_TEXT = 1 << 20
-"""Bytes of a text, at most."""
+"""Largest `text_bytes`."""
 
 Found = TypeVar("Found", bound=TableSource)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How a user wants columns to become arrays; see `from_parquet`."""
+    """The options by which columns are converted to arrays; see `from_parquet`."""
 
     text_bytes: int | None = None
     buckets: Sequence[int] | None = None
@@ -286,7 +287,7 @@ class Conversion:
     times: bool = False
 
     def check(self, caller: str) -> None:
-        """Raises StructureError for impossible choices."""
+        """Raises StructureError for invalid options."""
         size, fill = self.text_bytes, self.fill_null
         if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
             raise StructureError(
@@ -310,13 +311,13 @@ def from_tables(
     conversion: Conversion,
     caller: str,
 ) -> Found:
-    """A source of some kind from the files that a user names; see `from_parquet`."""
+    """A source of the class `cls` from the files that a user names; see `from_parquet`."""
     import jax
 
     conversion.check(caller)
     buckets = conversion.buckets
     found = find_files(paths, caller, cls.endings)
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # most of the time is waiting for URLs
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         heads = list(pool.map(cls._head, found))
     names = chosen(heads[0][1], columns, found[0], caller)
     types = _row_types(heads, names, columns, conversion, caller)
@@ -345,7 +346,11 @@ def from_tables(
 def _padded_columns(
     types: dict[str, tuple[Shape, np.dtype]], buckets: Sequence[int], file: str, caller: str
 ) -> list[str]:
-    """The columns of lists, whose shapes are set to the longest, and the mask."""
+    """Sets the shapes of columns of lists to the last bucket, and adds the mask to `types`.
+
+    Returns:
+      The names of these columns and of the mask.
+    """
     listed = list(buckets)
     sound = listed and all(type(b) is int and 1 <= b <= MAX_LIST for b in listed)
     if not sound or listed != sorted(set(listed)):
@@ -379,7 +384,7 @@ def _row_types(
     conversion: Conversion,
     caller: str,
 ) -> dict[str, tuple[Shape, np.dtype]]:
-    """Shape and dtype of each column, as all files have it."""
+    """Shape and dtype of each column, which all files agree on."""
     types: dict[str, tuple[Shape, np.dtype]] = {}
     first = heads[0][0].file.path
     for file, schema in heads:
@@ -404,7 +409,7 @@ def _row_types(
 
 
 def _merged(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> tuple[Shape, np.dtype]:
-    """The sizes that one of two files knows."""
+    """The common type; a size that one file leaves open is taken from the other."""
     shape = tuple(b if a is None else a for a, b in zip(first[0], other[0], strict=True))
     return shape, first[1]
 
@@ -412,7 +417,7 @@ def _merged(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> tup
 def _known_shapes(
     cls: type[TableSource], file: TableFile, number: int, types: dict[str, tuple[Shape, np.dtype]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of a row of each column; of lists that of the first row, which is read."""
+    """The shape of a row of each column. For columns of lists, this reads the first row."""
     open_ones = [name for name, (shape, _) in types.items() if None in shape]
     shapes = {name: cast(tuple[int, ...], shape) for name, (shape, _) in types.items()}
     if open_ones:
