@@ -1,4 +1,4 @@
-"""A cache of the results of shards, addressed by a hash of all that they depend on."""
+"""A cache of the results of shards. A key is a hash of everything that the results depend on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def uncached_reason(plan: Plan, step: Map) -> str:
-    """Why the shards of a pass are not cached; "" if they are."""
+    """The reason why the shards of a pass are not cached; "" if they are."""
     if step.results:
         return "it makes placed values, of which later steps need all members"
     if not step.partial_bytes:
@@ -42,16 +42,16 @@ def uncached_reason(plan: Plan, step: Map) -> str:
 class CachedShards:
     """The shards of one pass in a cache.
 
-    The address of a shard is a hash of the bodies, the server values that they read, the type of
-    the machine and the versions that show in bits, and the members. The index of the first member
-    is part of it only where a body reads it, so that members may move.
+    The address of a shard is a hash of the bodies, the server values that they read, the members,
+    and the type of machine and the versions that affect the bits of results. The index of the first
+    member is included only if a body reads it, so a shard is also found after its members moved.
 
     Args:
-      cache: where they are.
-      plan: of the step.
+      cache: the cache.
+      plan: the plan of the step.
       step: a pass without an `uncached_reason`.
       broadcasts: the server values that it reads, by name.
-      xla_threads: that XLA divides one computation among, on a CPU.
+      xla_threads: the number of threads that XLA uses for one computation on a CPU.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class CachedShards:
     ):
         self._cache = cache
         self._step = step
-        # For each shard that is about to be read, by its number: where to record the content of its
-        # files.
+        # Shards that are about to be read, by number: the address at which `computed` records the
+        # content of their files, so that the next run need not read them.
         self._notes: dict[int, str] = {}
         bodies = [plan.bodies[key] for key in step.executables]
         self._reads_start = any(_reads_start(body, step.guard is not None) for body in bodies)
@@ -84,14 +84,15 @@ class CachedShards:
     def computed(
         self, shard: Shard, operands: Sequence[np.ndarray], compute: Callable[[], Computed]
     ) -> Computed:
-        """The results of a shard: found, or computed and stored.
+        """The results of a shard, from the cache; otherwise they are computed and stored.
 
-        A shard of which members are dropped is not stored, so that each run reports them.
+        The results of a shard with dropped members are not stored, so that each run reports these
+        members.
 
         Args:
-          shard: which.
+          shard: the shard.
           operands: one array for each operand of the step.
-          compute: computes it.
+          compute: computes the shard.
         """
         contents = list(map(array_fingerprint, operands))
         if (note := self._notes.pop(shard.index, None)) is not None:
@@ -107,13 +108,13 @@ class CachedShards:
         return made
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
-        """The results of a shard, if an earlier run has read the same files.
+        """The results of a shard whose files an earlier run has read; no members are read.
 
-        Otherwise None; `computed` then records the content of these files.
+        None if there are no such results; `computed` then records the content of the files.
 
         Args:
-          shard: which.
-          reader: of all operands of the step.
+          shard: the shard.
+          reader: reads all operands of the step.
         """
         marks = reader.content_marks(self._step.operands, shard.start, shard.start + shard.count)
         if marks is None:
@@ -129,11 +130,11 @@ class CachedShards:
         return None
 
     def is_known(self, shard: Shard, reader: Reader) -> bool:
-        """Whether the cache has a shard; it reads no members but those in memory.
+        """Whether the cache has a shard. Only members that are in memory are read.
 
         Args:
-          shard: which.
-          reader: of all operands of the step, which are in memory or have content marks.
+          shard: the shard.
+          reader: reads all operands of the step, which are in memory or have content marks.
         """
         operands, stop = self._step.operands, shard.start + shard.count
         marks = reader.content_marks(operands, shard.start, stop)
@@ -157,7 +158,7 @@ class CachedShards:
         arrays, meta = found
         types = [(array.shape, array.dtype.name) for array in arrays]
         if types != self._types or type(meta.get("left_out")) is not int:
-            _log.warning("cache: found other arrays than the pass gives in %s", address)
+            _log.warning("cache: the arrays in %s are not of the types of this pass", address)
             return None
         counts.shards_cached += 1
         return Computed([], partials_of(self._step, arrays), meta["left_out"])
@@ -170,7 +171,7 @@ class CachedShards:
 
 
 def _note_of(marks: Sequence[str]) -> str:
-    """The address of the record of the content of files with these marks."""
+    """The address of the record that says what files with these marks contain."""
     return digest([_FORM, "content of files", list(marks)]).removeprefix("#")
 
 
@@ -184,12 +185,12 @@ MOST_COUNTED_BYTES = 1 << 28
 def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     """The number of shards of a pass that a run on this machine would find in the cache.
 
-    A text says why it is not known before a run, where that takes reading or computing.
+    If finding out requires reading or computing, the result is a text that says so.
 
     Args:
       inputs: the values of the plan's inputs.
       step: a pass without an `uncached_reason`.
-      options: of the run, with a cache.
+      options: the options of the run, with a cache.
     """
     plan, reader = inputs.plan, inputs.reader()
     n = plan.sizes[step.placement]
@@ -209,7 +210,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
         return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
-    with with_lapack_threads():  # as in a run, whose number is part of the addresses
+    with with_lapack_threads():  # as in a run: the number of threads is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
     every = shards(n, plan.shard_sizes[step.placement])
@@ -231,12 +232,13 @@ def cached_shards(
 
 @functools.lru_cache(maxsize=16)
 def _cache_in(folder: str) -> PartialCache:
-    """The cache of this process, which counts the bytes that all its threads write."""
+    """The cache in a folder: one object for all threads, as it counts the bytes that they write."""
     return PartialCache(folder)
 
 
 def _reads_start(body: Body, guarded: bool) -> bool:
-    """Whether a body reads the index of the first member; or those of all, if it has a guard."""
+    """Whether a body reads the index of the first member, or of any member if it has a guard."""
+    # Argument 0 is the index of the first member; with a guard, argument 1 has all indices.
     heads = {0, 1} if guarded else {0}
     return any(heads & set(_exported_facts(data)[1]) for data in body.artefacts.values())
 
@@ -248,7 +250,7 @@ def _fingerprint_of(body: Body) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _exported_facts(data: bytes) -> tuple[str, tuple[int, ...]]:
-    """The fingerprint of an artefact, and the numbers of the arguments that it reads."""
+    """The fingerprint of an artefact, and the positions of the arguments that it reads."""
     exported = export.deserialize(bytearray(data))
     body = Body("", {"": data})
     return body_fingerprint(body), tuple(exported.module_kept_var_idx)

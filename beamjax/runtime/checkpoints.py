@@ -1,9 +1,9 @@
 """Checkpoints as bytes: the position of a run, and the values that the rest of the run needs.
 
 A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in
-it; big ones are files beside it, which hold such buffers too, so that a checksum covers every byte.
-Nothing is pickled. Everything is checked before it is used: a forged manifest can't take more
-memory than its length.
+it. Large values are files beside it, which hold such buffers too, so that a checksum covers every
+byte. Nothing is pickled. Everything is checked before it is used, and reading a forged manifest
+takes no more memory than its length.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from beamjax.storage.dtypes import dtype_from_name
 KIND = "beamjax checkpoint"
 FORMAT = 1
 MAX_BYTES = 2**26
-"""Largest size of a manifest that is read, in bytes. Values of more than 64 KiB are in files
-instead."""
+"""Largest manifest that is read, in bytes. Values of more than 64 KiB are in files instead."""
 KEPT = 2
-"""Checkpoints that a run keeps. If the last one is damaged, the one before it is used."""
+"""Number of checkpoints that a run keeps. If the last one is damaged, the one before it is used."""
 
 _STORED = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]{0,61}\.arrays")
 _STEM = re.compile(r"[A-Za-z0-9_-]{1,200}")
@@ -45,13 +44,13 @@ class Array:
 
 @dataclass(frozen=True)
 class Stored:
-    """A raw array in files of the folder, whose names are unique.
+    """A raw array in files of the folder. Their names are unique.
 
     Attributes:
-      key: of its reference in a store.
-      dtype: by name.
-      shape: of the array.
-      files: name and size in bytes of each file, in order.
+      key: the key of its reference (`Ref`) in a store.
+      dtype: the name of its dtype.
+      shape: its shape.
+      files: the name and the size in bytes of each file, in order.
     """
 
     key: str
@@ -65,8 +64,8 @@ class Members:
     """A placed value in files of consecutive members, `stem-start-count.members`.
 
     Attributes:
-      stem: that the files' names begin with.
-      parts: start and count of each file.
+      stem: the prefix of the file names.
+      parts: the first member and the number of members of each file.
     """
 
     stem: str
@@ -82,7 +81,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry along the first axis of each member, which has so many of them."""
+    """The entry `index` of the `size` entries along the first axis of each member."""
 
     of: Record
     index: int
@@ -91,7 +90,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stack:
-    """Placed values, one after the other along the first axis of each member."""
+    """Placed values, stacked along the first axis of each member."""
 
     of: tuple[Record, ...]
 
@@ -106,7 +105,7 @@ class Scattered:
 
 @dataclass(frozen=True)
 class Rows:
-    """Several entries of a stacked result, along axis 0 of one array."""
+    """Several entries of a stacked server value, along axis 0 of one array."""
 
     of: Record
 
@@ -119,13 +118,13 @@ class Checkpoint:
     """The state of a run after a round.
 
     Attributes:
-      plan: fingerprint of the plan.
-      inputs: fingerprints of its inputs.
-      position: the rounds and branches under way.
-      finished: whether the run is at its end; then `values` are its outputs.
+      plan: the fingerprint of the plan.
+      inputs: the fingerprints of its inputs.
+      position: the rounds and branches that have begun and not ended.
+      finished: whether the run has ended; then `values` are its outputs.
       values: the values that the rest of the run needs, by name.
-      stacks: for each stacked result of a loop under way, its entries so far.
-      provenance: the kinds of machine that computed all of these.
+      stacks: the entries so far of each stacked result of a loop that has not ended.
+      provenance: the kinds of machine that computed these values.
     """
 
     plan: Mapping[str, str]
@@ -137,7 +136,7 @@ class Checkpoint:
     provenance: Provenance = UNKNOWN
 
     def files(self) -> set[str]:
-        """Names of the files that hold its values."""
+        """The names of the files that hold its values."""
         stacked = (record for records in self.stacks.values() for record in records)
         return {name for r in (*self.values.values(), *stacked) for name in _files(r)}
 
@@ -151,7 +150,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
     """The manifest of a checkpoint.
 
     Raises:
-      ArrayFormatError: it would be longer than can be read again.
+      ArrayFormatError: it is larger than `MAX_BYTES`.
     """
     arrays: list[np.ndarray] = []
     write = lambda record: _to_json(record, arrays)
@@ -240,7 +239,7 @@ def _to_json(record: Record, arrays: list[np.ndarray]) -> dict[str, Any]:
             return {"rows": _to_json(of, arrays)}
 
 
-# --- reading what anyone may have written
+# --- reading manifests, which may be damaged or forged
 
 
 def _from_json(value: Any, arrays: list[np.ndarray], depth: int = 0) -> Record:
@@ -272,7 +271,7 @@ def _stored(key: str, fields: dict[str, Any]) -> Stored:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Ranges of members in order, each after the one before it."""
+    """Ranges of members. Each begins where the one before it ends."""
     end = 0
     for start, count in _pairs(fields.get("parts"), "parts"):
         if _number(start) != end:

@@ -1,4 +1,4 @@
-"""Control flow: the loops and branches of a plan, over whatever runs the steps between them."""
+"""Runs the loops and branches of a plan. Subclasses run the steps between them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from beamjax.telemetry.monitor import Monitor
 
 V = TypeVar("V")
 MAX_RECORDED = 1 << 20
-"""Largest bytes of a value whose checksum is recorded, so that checksums do not slow rounds
-down."""
+"""Size in bytes of the largest value whose checksum is recorded. Checksums of larger values would
+slow down rounds."""
 
 
 class Checkpointer(Protocol):
     """Saves the state of a run, and holds the state of an earlier run to continue from.
 
     Attributes:
-      every: rounds between two checkpoints.
+      every: the number of rounds between two checkpoints.
       position: where to continue; empty to start at the beginning.
       finished: whether the earlier run has finished; then `values` are its outputs.
-      values: at that position, as the runner has them.
-      stacks: entries of the stacked results of unfinished loops.
-      provenance: the kinds of machine that computed these.
+      values: the values at that position, in the form that the runner uses.
+      stacks: the entries of the stacked results of unfinished loops.
+      provenance: the kinds of machine that computed these values.
     """
 
     provenance: Provenance
@@ -51,28 +51,28 @@ class Checkpointer(Protocol):
     def save(
         self, position: Position, values: Mapping[str, Any], stacks: Mapping[str, Sequence[Any]]
     ) -> None:
-        """Saves a checkpoint: what is live of these values."""
+        """Saves a checkpoint with those of these values that later steps read."""
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Saves the outputs of a run that is at its end."""
+        """Saves the outputs of a finished run."""
 
 
 def starts_anew(checkpointer: Checkpointer | None) -> bool:
-    """Whether a run starts at the beginning."""
+    """Whether a run starts at the beginning, not from a checkpoint."""
     return checkpointer is None or not (checkpointer.position or checkpointer.finished)
 
 
 class ControlFlow(abc.ABC, Generic[V]):
-    """Runs a plan. A subclass runs *segments*, which are steps in a row without control flow.
+    """Runs a plan. A subclass runs *segments*: consecutive steps without control flow.
 
-    A value is dropped as soon as no later step needs it. A checkpoint is saved after each round at
-    which one is due.
+    A value is dropped as soon as no later step needs it. A checkpoint is saved every
+    `checkpointer.every` rounds, at the end of a round.
 
     Args:
-      plan: what to run.
+      plan: the plan to run.
       values: its inputs, by name; `value` finds those that are missing.
-      monitor: of the run.
-      checkpointer: saves the run as it goes on; None saves nothing.
+      monitor: the monitor of the run.
+      checkpointer: saves checkpoints of the run; None saves none.
 
     Raises:
       WorkerError: the run is strict, and the earlier one had other machines or versions.
@@ -88,11 +88,13 @@ class ControlFlow(abc.ABC, Generic[V]):
         self.plan = plan
         self.values = dict(values)
         self.monitor = monitor
-        # Entries of the stacked results of loops that are under way.
+        # Entries of the stacked results of loops that have begun and not ended.
         self.stacks: dict[str, list[V]] = {}
         self._checkpointer = checkpointer
+        # The rounds and branches that the current step is in, from the outermost.
         self._path: list[tuple[str, int]] = []
-        self._deciding = 0
+        # Depth of conditions of loops that are being computed; a condition may contain loops.
+        self._conditions = 0
         self._until_checkpoint = checkpointer.every if checkpointer else sys.maxsize
         if checkpointer is not None:
             monitor.computed(checkpointer.provenance)
@@ -106,9 +108,9 @@ class ControlFlow(abc.ABC, Generic[V]):
         """Runs steps without control flow, and adds their results to `values`.
 
         Args:
-          steps: in order.
+          steps: the steps, in order.
           prefix: the rounds and branches that they are in, as `loop[3]/cond(1)/`.
-          needed: names of the values that must be known afterwards.
+          needed: the names of the values that later steps read.
         """
 
     @abc.abstractmethod
@@ -117,11 +119,11 @@ class ControlFlow(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def entry(self, name: str, whole: V, index: int) -> V:
-        """The value `name` of a round: an entry of one that `lax.scan` slices."""
+        """The value `name` of a round: one entry of the value `whole`, which `lax.scan` slices."""
 
     @abc.abstractmethod
     def stacked(self, name: str, entries: Sequence[V]) -> V:
-        """The entries of all rounds as the one value `name`."""
+        """Stacks the entries of all rounds as the value `name`."""
 
     def value(self, name: str) -> V:
         """The value with this name."""
@@ -157,10 +159,10 @@ class ControlFlow(abc.ABC, Generic[V]):
         """Runs a block, and drops its values as soon as no later step needs them.
 
         Args:
-          block: what to run.
-          prefix: of the names of its steps.
+          block: the block to run.
+          prefix: the prefix of the names of its steps.
           own: names of the values that it may drop, besides those that it makes.
-          at: where to go on in it; empty to start at its beginning.
+          at: the position in it to continue from; empty to start at its beginning.
 
         Returns:
           The outputs.
@@ -169,6 +171,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         groups = _segments(block.steps)
         for number, steps in enumerate(groups):
             if at and steps[0].name != at[0][0]:
+                # The earlier run has finished these steps; the checkpoint has their live results.
                 own.update(name for step in steps for name in made(step))
                 continue
             later = set(block.outputs).union(
@@ -176,6 +179,8 @@ class ControlFlow(abc.ABC, Generic[V]):
             )
             match steps:
                 case [Loop() as loop]:
+                    # An initial value can be dropped when the loop has copied it to its state,
+                    # unless rounds or later steps read it too.
                     inits = {value.init for value in loop.carried} & own
                     self._loop(loop, prefix, inits - later - used_by_rounds(loop), at)
                 case [Branch() as branch]:
@@ -191,7 +196,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         return outputs
 
     def _record(self, steps: Iterable[Step], prefix: str) -> None:
-        """Records checksums of small server values of rounds, for `beamjax.diff`."""
+        """Records checksums of small server values that rounds compute, for `beamjax.diff`."""
         if not prefix or not self.monitor.checksums.enabled:
             return
         for step in steps:
@@ -209,7 +214,7 @@ class ControlFlow(abc.ABC, Generic[V]):
     # ----------------------------------------------------------------- branches and loops
 
     def _branch(self, branch: Branch, prefix: str, at: Position) -> None:
-        """Runs one of several blocks; from a position in it on, if one is given."""
+        """Runs the block of a branch that its index selects, or the rest of it from a position."""
         index = at[0][1] if at else int(self.array(self.value(branch.index)))
         index = min(max(index, 0), len(branch.blocks) - 1)
         with self._within(branch.name, index):
@@ -217,25 +222,26 @@ class ControlFlow(abc.ABC, Generic[V]):
             outputs = self.block(branch.blocks[index], where, (), at[1:])
         self.values.update(zip(branch.results, outputs, strict=True))
 
-    def _loop(self, loop: Loop, prefix: str, gone: Iterable[str], at: Position) -> None:
+    def _loop(self, loop: Loop, prefix: str, unneeded: Iterable[str], at: Position) -> None:
         """Runs all rounds of a loop.
 
         Args:
-          loop: what to run.
-          prefix: of the names of its steps.
-          gone: initial values that no step needs once the loop has started.
-          at: where to go on in it; empty to start with its first round.
+          loop: the loop to run.
+          prefix: the prefix of the names of its steps.
+          unneeded: initial values that no step needs once the loop has started.
+          at: the position in it to continue from; empty to start with its first round.
         """
         first = at[0][1] if at else 0
         if not at:
             self._carry(loop, [self.value(value.init) for value in loop.carried])
-            # A loop inside of another one starts anew in each round of that.
+            # Replaces the entries from the previous round of an enclosing loop.
             self.stacks |= {name: [] for name in loop.stacked}
-        self.drop(gone)
+        self.drop(unneeded)
         wholes = {value.param: self.value(value.operand) for value in loop.sliced}
         at = at[1:]
         for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
-            if not at and not self._goes_on(loop, f"{prefix}{loop.name}[{number}]/"):
+            # A run that continues inside of a round has already computed its condition.
+            if not at and not self._continues(loop, f"{prefix}{loop.name}[{number}]/"):
                 break
             self._round(loop, number, wholes, prefix, at)
             self._save_if_due((loop.name, number + 1))
@@ -263,22 +269,22 @@ class ControlFlow(abc.ABC, Generic[V]):
         params = (value.param for value in loop.carried)
         self.values.update(zip(params, carried, strict=True))
 
-    def _goes_on(self, loop: Loop, prefix: str) -> bool:
-        """Whether the condition of a loop, if it has one, asks for another round."""
+    def _continues(self, loop: Loop, prefix: str) -> bool:
+        """Whether a loop runs another round: its condition is true, or it has none."""
         if loop.condition is None:
             return True
-        self._deciding += 1
+        self._conditions += 1
         try:
             (value,) = self.block(loop.condition, prefix)
         finally:
-            self._deciding -= 1
+            self._conditions -= 1
         return bool(self.array(value))
 
     # --------------------------------------------------------------------------- checkpoints
 
     @contextlib.contextmanager
     def _within(self, name: str, number: int) -> Iterator[None]:
-        """While a round of a loop is under way, or a block of a branch."""
+        """A context in which a round of a loop, or a block of a branch, runs."""
         self._path.append((name, number))
         try:
             yield
@@ -289,10 +295,10 @@ class ControlFlow(abc.ABC, Generic[V]):
         """Counts a round, and saves a checkpoint if it is due.
 
         Args:
-          at: the name of the loop, and how many of its rounds are done.
+          at: the name of the loop, and the number of its rounds that are done.
         """
-        # No checkpoint is saved within a condition: it is computed again after a restart.
-        if self._checkpointer is None or self._deciding:
+        # A condition is computed again after a restart, so its own loops save nothing.
+        if self._checkpointer is None or self._conditions:
             return
         self._until_checkpoint -= 1
         if self._until_checkpoint <= 0:
@@ -303,7 +309,7 @@ class ControlFlow(abc.ABC, Generic[V]):
 
 
 def _segments(steps: Iterable[Step]) -> list[list[Step]]:
-    """Groups steps: consecutive ones without control flow together, each loop and branch alone."""
+    """Groups consecutive steps without control flow; each loop and branch is a group of its own."""
     groups: list[list[Step]] = []
     for step in steps:
         if groups and is_straight([*groups[-1], step]):

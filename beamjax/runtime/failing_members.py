@@ -1,8 +1,8 @@
 """Computes a shard without the members that can't be read or computed.
 
-The shard is bisected to find the failing members, and computed again without them. A member that
-did not fail stands in for each of them, so bodies never see what failed, and the result depends
-only on the members that are left.
+The shard is bisected to find the failing members, and computed again without them. Each is replaced
+by a member that did not fail, so bodies never see the failing values, and the result depends only
+on the members that are left.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from beamjax.sources.padding import padded_rows
 from beamjax.telemetry.progress import NOT_CHECKED
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
-"""Calls a body with the rows of the members to compute, and a mask of the members that count."""
+"""Calls a body. Its arguments are the positions of the members to compute and a mask of those that
+count."""
 
 MOST_CHECKED_BYTES = 1 << 16
-"""Largest bytes of the results of a shard whose checksum is recorded; a checksum takes 10 µs."""
+"""Largest results of a shard, in bytes, whose checksum is recorded; a checksum takes 10 µs."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Computed:
     """The results of a shard.
 
     Attributes:
-      results: the placed results, (count, ...) each.
-      partials: a vector for each buffer, then a list of arrays for each combine; None for a combine
-        if no member is left.
+      results: the placed results, each of shape (count, ...).
+      partials: a vector for each buffer, then a list of arrays for each combine; None where no
+        member is left.
       left_out: the number of members that are not in the partials.
       dropped: the members that this pass dropped.
     """
@@ -57,7 +58,7 @@ class Computed:
 
 
 def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
-    """What a body returns after the placed results, as the partials of buffers and combines."""
+    """The partials of buffers and combines, from what a body returns after the placed results."""
     rest = iter(arrays)
     buffers = [next(rest) for _ in step.buffers]
     return [*buffers, *([next(rest) for _ in combine.leaves] for combine in step.combines)]
@@ -71,13 +72,13 @@ def compute_rest(
     Args:
       step: a pass with a guard.
       start: the first member of the shard.
-      kept: bool[count], False for members that were dropped before.
-      lost: the reasons why members could not be read, by their place in the shard.
+      kept: bool[count], False for members that an earlier pass dropped.
+      lost: the reasons why members could not be read, by their position in the shard.
       call: computes the shard.
 
     Returns:
       What the body returned, without the flags of finite members, or None if no member is left; a
-      mask of the members that are left; and the members that were dropped.
+      mask of the members that are left; and the members that this pass dropped.
 
     Raises:
       Exception: what `call` raises, unless dropping members avoids it.
@@ -89,6 +90,7 @@ def compute_rest(
     kept = kept.copy()
     kept[list(lost)] = False
     outs = None
+    # Each turn drops at least one member, or ends.
     while kept.any():
         try:
             outs = call(*_stand_ins(kept))
@@ -130,10 +132,10 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
 
     Args:
       kept: bool[count], the members to try.
-      call: as for `compute_rest`.
+      call: see `compute_rest`.
 
     Returns:
-      The message of each member that fails alone, by its place.
+      The error message of each member that fails by itself, by its position.
     """
 
     def attempt(places: np.ndarray) -> None:
@@ -147,7 +149,7 @@ def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
 def _bisected(
     places: np.ndarray, attempt: Callable[[np.ndarray], None]
 ) -> Iterator[tuple[int, str]]:
-    """Tries members together, then halves of those that fail; records which fail alone, and why."""
+    """Tries members together, and halves a group that fails; yields single members that fail."""
     try:
         attempt(places)
     except JobCancelledError:  # not the failure of a member
@@ -161,13 +163,13 @@ def _bisected(
 
 
 def _stand_ins(kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places to compute, in which the first member that counts stands in for the others."""
+    """The positions to compute: the first member that counts replaces those that do not count."""
     places = np.arange(len(kept))
     return np.where(kept, places, np.flatnonzero(kept)[0]), kept
 
 
 def message_of(error: BaseException) -> str:
-    """A short message of an error; keeps the end, where JAX has what a callback raised."""
+    """A message of limited length. It keeps the end, where JAX reports errors of callbacks."""
     text = f"{type(error).__name__}: {error}".strip()
     return text if len(text) <= MAX_MESSAGE else f"{text[:200]} ... {text[-MAX_MESSAGE:]}"
 
@@ -187,9 +189,10 @@ def read_rest(
       count: the number of members.
 
     Returns:
-      The values, with zeros for members that can't be read, and the reasons by their places.
+      The values, with zeros for members that can't be read, and the reasons by their positions.
     """
     lost: dict[int, str] = {}
+    # In the order of members, since `_bisected` tries the first half first.
     pieces: list[Mapping[str, np.ndarray]] = []
 
     def attempt(places: np.ndarray) -> None:
@@ -213,7 +216,7 @@ def read_rest(
 
 
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """Placed results with NaN, or 0 for dtypes without NaN, for members that were dropped."""
+    """Placed results in which dropped members are NaN, or 0 for dtypes without NaN."""
     array = array.copy()
     array[~kept] = hole_of(array.dtype)
     return array

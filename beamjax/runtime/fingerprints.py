@@ -1,6 +1,6 @@
-"""Fingerprints of plans and inputs: processes with equal ones run the same plan on the same inputs.
+"""Fingerprints of plans and inputs: runs with equal ones run the same plan on the same inputs.
 
-They depend neither on the process nor on the lines of the user's functions in a file.
+They depend neither on the process nor on where in a file the user's functions are.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from beamjax.sources.arrays.data_files import FileHashes
 from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
-"""Facts that are compared, as short texts or hashes, by names for messages."""
+"""Short texts or hashes, by names that messages use."""
 
 _FOR_PEOPLE = ("line", "lines", "reason", "functions", "loop_reason", "vectorization", "saved")
+"""Fields of a plan that only explain it."""
 _LOCATION = re.compile(r'^#loc.*\n?| loc\((?:"(?:[^"\\]|\\.)*"|[#\w]+)\)', re.M)
-_SCANNED = 1 << 24
+"""Locations in the user's code, as MLIR prints them."""
+_BLOCK_BYTES = 1 << 24
+"""Bytes of an array that are hashed, and if need be copied, at a time."""
 
 
 def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
     """The fingerprint of a plan, and of the options that affect how it runs.
 
-    Of functions that are called on the host, it includes only the places of the calls.
+    It includes where functions on the host are called, but not what these functions do.
     """
     bodies = {key: body_fingerprint(body) for key, body in plan.bodies.items()}
     types = {name: str(value) for name, value in sorted(plan.values.items())}
@@ -56,12 +59,12 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
 
 
 def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fingerprint:
-    """Of each input that steps read, by its path in the arguments.
+    """The fingerprint of each input that steps read, by its path in the arguments.
 
-    Arrays and files count by their content, other sources by their specs.
+    Arrays and files are compared by their content, other sources by their specs.
 
     Args:
-      inputs: of a run.
+      inputs: the inputs of a run.
       hashes: known hashes of files; new ones are added.
 
     Raises:
@@ -81,7 +84,7 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Names under which two fingerprints differ; with both texts where they are short."""
+    """The names under which two fingerprints differ, with both texts if they are short."""
     names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
     texts = []
     for name in names:
@@ -92,7 +95,7 @@ def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[s
 
 
 def source_fingerprint(source: Source) -> str:
-    """Of all leaves of a source; files count by path, size and time of change."""
+    """The fingerprint of all leaves of a source. Files are compared by path, size and mtime."""
     return digest([_source_leaf(source, leaf) for leaf in range(len(source.leaves))])
 
 
@@ -116,9 +119,9 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
 
 
 def array_fingerprint(array: np.ndarray) -> str:
-    """Of dtype, shape and content; no more than a block of it is copied."""
+    """A hash of dtype, shape and content. At most `_BLOCK_BYTES` of the array are copied."""
     content = hashlib.blake2b(f"{array.dtype.name}{array.shape}".encode(), digest_size=16)
-    rows = max(1, _SCANNED // max(array[:1].nbytes, 1)) if array.ndim else 1
+    rows = max(1, _BLOCK_BYTES // max(array[:1].nbytes, 1)) if array.ndim else 1
     blocks = (array[i : i + rows] for i in range(0, len(array), rows)) if array.ndim else [array]
     for block in blocks:
         if block.nbytes:
@@ -128,7 +131,7 @@ def array_fingerprint(array: np.ndarray) -> str:
 
 
 def body_fingerprint(body: Body) -> str:
-    """The fingerprint of a body, without the lines of the user's code."""
+    """The fingerprint of a body. It does not depend on line numbers of the user's code."""
     if body.python is not None:
         return f"python {body.python.fingerprint}"
     artefacts = {name: _stable_hlo(data) for name, data in sorted(body.artefacts.items())}
@@ -136,16 +139,16 @@ def body_fingerprint(body: Body) -> str:
 
 
 def _stable_hlo(data: bytes) -> str:
-    """The text of an artefact, without the user's lines."""
+    """A hash of the StableHLO of an artefact, without the locations in the user's code."""
     try:
         text = export.deserialize(bytearray(data)).mlir_module()
-    except Exception:  # of any kind, for an artefact that this version can't read
+    except Exception:  # JAX raises errors of many types for artefacts of other versions
         return digest(data.hex())
     return digest(_LOCATION.sub("", text))
 
 
 def _plain(value: Any, bodies: Mapping[str, str]) -> Any:
-    """Dataclasses as JSON, without texts for users, and with fingerprints in place of bodies."""
+    """Dataclasses as JSON, without `_FOR_PEOPLE`; fingerprints of bodies replace their keys."""
     if isinstance(value, np.ndarray):
         return array_fingerprint(value)
     if dataclasses.is_dataclass(value):
@@ -169,6 +172,6 @@ def _without_bodies(value: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Of plain values, as `json` writes them."""
+    """A hash of plain values, as `json` writes them."""
     text = json.dumps(value, sort_keys=True, default=str)
     return f"#{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"

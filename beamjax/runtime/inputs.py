@@ -1,4 +1,4 @@
-"""The inputs of a run: whole on the server, by index range along the members."""
+"""The inputs of a run: server values as whole arrays, placed values by ranges of members."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reader:
 
     Attributes:
       sources: all sources.
-      where: for each placed input of the plan, the number of its source and of its leaf there.
+      where: for each placed input of the plan, the indices of its source and of its leaf there.
       x64: whether the plan computes with 64-bit types.
     """
 
@@ -40,8 +40,8 @@ class Reader:
         """Members [start, stop) of the placed inputs of these names, as raw arrays.
 
         Raises:
-          SourceError: a source gives another number of members than it was asked for, or an integer
-            that does not fit the dtype that JAX has for it.
+          SourceError: a source returns another number of members than requested, or an integer that
+            does not fit the dtype that JAX uses for it.
         """
         requested = sorted({self.where[name][0] for name in names})
         arrays = {i: self.sources[i].read(start, stop) for i in requested}
@@ -64,8 +64,7 @@ class Reader:
     def content_marks(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
         """A text for each input of these names that changes when members [start, stop) change.
 
-        None if a source would have to read the members for it, or if an input is not read by
-        shards.
+        None if a source has to read the members to know, or if an input is not read by shards.
         """
         found = []
         for name in names:
@@ -80,7 +79,7 @@ class Reader:
 
     @functools.cached_property
     def _masks(self) -> dict[int, int]:
-        """The leaf that marks rows, as opposed to padding, by the number of its source."""
+        """The leaf that marks rows, as opposed to padding, by the index of its source."""
         found = {i: mask_of(source) for i, source in enumerate(self.sources)}
         return {i: mask for i, mask in found.items() if mask is not None}
 
@@ -90,7 +89,7 @@ class Inputs:
 
     Args:
       plan: the plan.
-      values: for each input of the plan an array, a scalar, or a pair of a `Source` and the number
+      values: for each input of the plan an array, a scalar, or a pair of a `Source` and the index
         of its leaf.
     """
 
@@ -154,7 +153,7 @@ class Inputs:
         return Reader(tuple(sources), where, self.plan.x64)
 
     def streams(self) -> Streams | None:
-        """The sources of unknown length, if any, including sources that no step reads."""
+        """The sources of unknown length, if any, even those that no step reads."""
         sources: list[StreamSource] = []
         where = {}
         for value, spec in zip(self.values, self.plan.inputs, strict=True):
@@ -169,7 +168,7 @@ class Inputs:
         return Streams(tuple(sources), where, self.plan.x64) if sources else None
 
     def _source(self, value: Any, spec: Input, rows: int) -> Source:
-        """An input with so many of its rows in one member."""
+        """The source of an input, with `rows` of its rows in each member."""
         if isinstance(value, tuple):
             source = value[0]
         else:

@@ -1,9 +1,10 @@
-"""Reductions too large to add up in memory: partials wait in files, and are merged piece by piece.
+"""Reductions too large to add up in memory: partials are written to files and merged in ranges.
 
-A reduction buffer is cut into sections. A file holds the partial of one shard for one section,
-unchanged. Accumulators are in memory for one piece of a section at a time, while it is merged. When
-there are many partials, they are merged to encoded accumulators, which replace them. Merging is
-associative, so the results do not depend on when that happens.
+A reduction buffer is cut into sections (`ValueRange`). A file holds the partial of one shard for
+one section, unchanged. To merge a section, it is cut into smaller ranges, and only the accumulator
+of one range is in memory at a time. When there are many partials, they are merged to encoded
+accumulators, which replace them. Merging is associative, so the results do not depend on when that
+happens.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 MAX_ROWS = 8
-"""Partials that wait before they are merged."""
+"""Number of partials of a section that are stored before they are merged."""
 
 
 @dataclass
 class Terms(Generic[T]):
-    """The partials of a section that are to be merged; `T` is an array or its place in a file.
+    """The partials of a section that are to be merged; `T` is an array or a reference to one.
 
     Attributes:
-      rows: number of the shard, and the partial, a flat vector.
-      merged: lists of encoded accumulators, with one for each piece of the section.
-      left_out: how many members are in none of the partials of `rows`. Accumulators count their
-        own.
-      provenance: the kinds of machine that computed all of them.
+      rows: the number of a shard, and its partial, a flat vector.
+      merged: lists of encoded accumulators, with one for each range of the section.
+      left_out: the number of members that are in none of the partials of `rows`. Accumulators
+        count the members that they leave out themselves.
+      provenance: the kinds of machine that computed the partials.
     """
 
     rows: list[tuple[int, T]] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Terms(Generic[T]):
     provenance: Provenance = UNKNOWN
 
     def moved(self, move: Callable[[T], U]) -> Terms[U]:
-        """The same terms with each array moved."""
+        """The same terms, with `move` applied to each array or reference."""
         rows = [(shard, move(row)) for shard, row in self.rows]
         merged = [list(map(move, pieces)) for pieces in self.merged]
         return Terms(rows, merged, self.left_out, self.provenance)
@@ -70,14 +71,16 @@ def merged_pieces(
     terms: Terms[T],
     load: Callable[[T], np.ndarray],
 ) -> Iterator[tuple[ValueRange, Accumulator]]:
-    """Each piece of a section, with an accumulator of all terms, one after the other.
+    """The ranges of a section, each with the accumulator of all terms.
+
+    A generator: each accumulator is built when it is requested, and holds one range.
 
     Args:
-      section: of the buffer.
+      section: a section of the buffer.
       buffer: the buffer.
-      mode: of the accumulators.
-      terms: of the section.
-      load: gives the array that a term refers to.
+      mode: the mode of the accumulators, "exact" or "fast".
+      terms: the terms of the section.
+      load: returns the array that a term refers to.
     """
     rows = [(shard, _read_only(load(row))) for shard, row in terms.rows]
     for number, piece in enumerate(section.cut(buffer_ranges.RANGE_VALUES)):
@@ -92,7 +95,7 @@ def merged_pieces(
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """The same array, read-only, so that accumulators may keep it."""
+    """A read-only view. Accumulators collect read-only partials, and add several at once."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -106,7 +109,7 @@ def merge_terms(
     load: Callable[[T], np.ndarray],
     save: Callable[[np.ndarray], U],
 ) -> Terms[U]:
-    """All terms of a section as encoded accumulators; see `merged_pieces`."""
+    """Merges all terms of a section to encoded accumulators; see `merged_pieces`."""
     pieces = merged_pieces(section, buffer, mode, terms, load)
     merged = [save(np.frombuffer(a.encode(), np.uint8)) for _, a in pieces]
     return Terms([], [merged], provenance=terms.provenance)
@@ -119,14 +122,14 @@ def finished_sections(
     pieces: Iterable[tuple[ValueRange, Accumulator]],
     room: Callable[[str, int, int], np.ndarray],
 ) -> None:
-    """Puts the results of a section where they belong.
+    """Writes the results of a section into arrays.
 
     Args:
-      plan: that the step is part of.
+      plan: the plan of the step.
       step: the pass.
-      section: of one of its buffers.
-      pieces: of the section, merged.
-      room: gives the place for values of a result [start, stop).
+      section: a section of one of its buffers.
+      pieces: the merged ranges of the section.
+      room: returns the array to write the values [start, stop) of a result to.
     """
     buffer = step.buffers[section.buffer]
     for piece, accumulator in pieces:
@@ -136,12 +139,12 @@ def finished_sections(
 
 
 class LargeBuffers:
-    """The buffers of a pass that are too large to be added up in memory.
+    """Reduces the buffers of a pass that are too large to be added up in memory.
 
     Args:
       step: the pass.
-      mode: of the accumulators.
-      scratch: where partials wait.
+      mode: the mode of the accumulators, "exact" or "fast".
+      scratch: the files in which partials are stored.
     """
 
     def __init__(self, step: Map, mode: Any, scratch: Scratch):
@@ -150,11 +153,11 @@ class LargeBuffers:
         self.scratch = scratch
         self.sections = file_ranges(step)
         self._waiting: dict[ValueRange, Terms[Slot]] = collections.defaultdict(Terms)
-        # The last shard stays in memory, so a pass with one shard writes no file.
+        # The latest shard stays in memory, so a pass with one shard writes no file.
         self._last: tuple[int, Sequence[np.ndarray | None]] | None = None
 
     def add(self, shard: int, partials: Sequence[np.ndarray | None], left_out: int) -> None:
-        """Adds the partials of a shard; they are kept, and must not be changed afterwards."""
+        """Adds the partials of a shard, which must not be changed afterwards."""
         self._write_last()
         for section in self.sections:
             if self.step.buffers[section.buffer].kind == "sum":
@@ -162,10 +165,10 @@ class LargeBuffers:
         self._last = shard, partials
 
     def terms(self) -> Iterator[tuple[ValueRange, Terms[np.ndarray]]]:
-        """The terms of each section, in memory while the caller looks at them."""
+        """The terms of each section, loaded when they are requested."""
         for section in self.sections:
             terms = self._waiting[section]
-            if len(terms.rows) > self._few(section):
+            if len(terms.rows) > self._rows_of_accumulator(section):
                 self._waiting[section] = terms = self._merged(section)
             found = terms.moved(self.scratch.read)
             if self._last is not None:
@@ -204,8 +207,8 @@ class LargeBuffers:
                 self._waiting[section] = self._merged(section)
         self._last = None
 
-    def _few(self, section: ValueRange) -> int:
-        """How many partials take no more space than an encoded accumulator."""
+    def _rows_of_accumulator(self, section: ValueRange) -> int:
+        """The number of partials that take about as much space as an encoded accumulator."""
         buffer = self.step.buffers[section.buffer]
         return 3 if buffer.kind == "sum" and np.dtype(buffer.dtype).kind in "fc" else 1
 
@@ -214,6 +217,7 @@ class LargeBuffers:
         merged = merge_terms(
             section, buffer, self.mode, terms, self.scratch.read, self.scratch.write
         )
+        # The old slots are freed after `merge_terms` has read them.
         for slot in (*(row for _, row in terms.rows), *(s for m in terms.merged for s in m)):
             self.scratch.free(slot)
         return merged

@@ -1,4 +1,4 @@
-"""The plan run in this process, without Beam: the reference for every runner."""
+"""Runs a plan in this process, without Beam. All runners give the same results."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def evaluate(
     """Runs a plan without Beam.
 
     Args:
-      plan: what to run.
+      plan: the plan to run.
       inputs: its inputs.
-      options: `reduction`, `shard_timeout` and `local_threads` are those that matter here.
-      monitor: of the job.
-      checkpointer: saves the run as it goes on; None saves nothing.
-      results: placed results that go to files.
+      options: the options of the run.
+      monitor: the monitor of the job.
+      checkpointer: saves checkpoints of the run; None saves none.
+      results: the placed results that are written to files.
 
     Returns:
       The raw array of each output that is a value of the plan, by name, or the handle to its
@@ -90,18 +90,18 @@ def evaluate(
 def values_before(
     plan: Plan, inputs: Inputs, options: Options, step: str, rounds: int
 ) -> dict[str, np.ndarray]:
-    """The values that a step finds.
+    """The values that exist when a step starts.
 
     Args:
-      plan: of the step.
-      inputs: of the plan.
-      options: of the run.
+      plan: the plan of the step.
+      inputs: the inputs of the plan.
+      options: the options of the run.
       step: the name of the step.
-      rounds: the number of rounds of loops that are over by then.
+      rounds: the number of rounds of loops that end before it starts.
 
     Returns:
-      Raw arrays that were computed before and are needed from there on, by name; placed ones have
-      their members along axis 0.
+      Raw arrays that were computed before, and that this or a later step needs, by name; placed
+      ones have their members along axis 0.
 
     Raises:
       OptionsError: the run does not reach the step in this round.
@@ -121,8 +121,9 @@ Read = tuple[Shard, list[np.ndarray] | Computed, Mapping[int, str], Meter]
 
 
 class _Evaluation(ControlFlow[np.ndarray]):
-    """A plan run on arrays. Placed values have their members along axis 0; placed inputs are read
-    when a pass needs them.
+    """Runs a plan on arrays.
+
+    Placed values have their members along axis 0. Placed inputs are read when a pass needs them.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class _Evaluation(ControlFlow[np.ndarray]):
     ):
         super().__init__(plan, inputs.server(), monitor, checkpointer)
         self.options = options
-        # Server values that passes have read, and their copies.
+        # Server values that passes have read, and their copies on the device.
         self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
-        # Bodies that are known not to read padding.
+        # Keys of bodies that are known not to read padding.
         self.checked: set[str] = set()
-        # Names of those that are arrays in files.
+        # Names of the results whose array is a mapped file of `results`.
         self.mapped: set[str] = set()
         self.reader = inputs.reader()
         self.streams = inputs.streams()
@@ -151,13 +152,13 @@ class _Evaluation(ControlFlow[np.ndarray]):
         self.outputs = {out.value for out in plan.outputs if out.value is not None}
 
     def evaluated(self) -> dict[str, np.ndarray | Placed]:
-        """Runs all steps; the outputs that are values of the plan, by name."""
+        """Runs all steps; returns the outputs that are values of the plan, by name."""
         if open_placements(self.plan):
             self.one_pass()
             found = {name: self.values[name] for name in self.outputs}
         else:
             found = self.run()
-        return {name: self.kept(name, array) for name, array in found.items()}
+        return {name: self.materialized(name, array) for name, array in found.items()}
 
     # ------------------------------------------------------------------------------- values
 
@@ -170,7 +171,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return self.members(name, 0, self.plan.sizes[self.plan.values[name].placement or ""])
 
     def members(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Some members of a placed value."""
+        """Members [start, stop) of a placed value."""
         if name in self.values:
             return self.values[name][start:stop]
         return self.reader.read([name], start, stop)[name]
@@ -194,8 +195,8 @@ class _Evaluation(ControlFlow[np.ndarray]):
         for name in names:
             self.on_device.pop(name, None)
 
-    def kept(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
-        """A result; in files, if the options ask for that."""
+    def materialized(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
+        """A result; the handle to its files if the options request files."""
         if name not in self.results.folders:
             return array
         if name not in self.mapped:
@@ -203,8 +204,10 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return self.results.finish(self.results.find(self.plan, name))
 
     def room(self, name: str, n: int | None) -> np.ndarray:
-        """Where a pass puts its placed results: a file from the start, if they are kept in one, or
-        if they are large and only for other passes."""
+        """The array for a placed result of a pass.
+
+        It is a mapped file if the result is materialized, or if it is large and no output.
+        """
         value = self.plan.values[name]
         shape, dtype = (n or 0, *value.shape), np.dtype(value.dtype)
         found = self.results.room(name, shape, dtype) if n is not None else None
@@ -216,20 +219,20 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return np.empty(shape, dtype)
 
     def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> Any:
-        """A context in which something may take as long as a shard may."""
+        """A context in which the work must end within `shard_timeout`."""
         return self.table.at(doing, step, shard, self.options.shard_timeout)
 
     def one_pass(self) -> None:
-        """Runs all steps of a plan whose members are counted as they are read."""
+        """Runs all steps of a plan whose members are counted while they are read."""
         before, after = split(self.plan)
         self.segment(before, "", live_before(after, self.outputs))
-        if open_placements(self.plan):  # No step reads members: they are counted all the same.
+        if open_placements(self.plan):  # No step has read the members, but their number is needed.
             (placement,) = open_placements(self.plan)
             collections.deque(self.streamed(self.plan.shard_sizes[placement]), maxlen=0)
         self.segment(after, "", self.outputs)
 
     def streamed(self, size: int) -> Iterator[MemberBlock]:
-        """The blocks of the members of unknown number, which is known at the end."""
+        """The blocks of a stream of unknown length. At its end, the plan gets its length."""
         assert self.streams is not None
         n = 0
         for block in self.streams.blocks(size):
@@ -262,7 +265,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
                 self.values[result] = np.moveaxis(self.values[operand], axis, 0)
 
     def computes(self) -> None:
-        """This process computes something."""
+        """Records that this process computes values of the run."""
         self.monitor.computed(provenance_here(self.options.xla_threads))
 
     def server(self, step: Server) -> None:
@@ -293,7 +296,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             meter.lap("merge")
             meter.shard(shard.start, shard.count, done.found.checksum())
         self.monitor.drop(letters.dropped, self.plan.sizes)
-        for name in step.results:
+        for name in step.results:  # `_put` may have made the array larger than needed
             self.values[name] = self.values[name][: self.plan.sizes[step.placement]]
         meter = Meter(step.name, execute.size, self.monitor)
         with self.at_work("merging", step):
@@ -341,7 +344,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         return computed(jobs, shards, threads, step.body, self.table.check)
 
     def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
-        """Adds members to those that a pass drops; if they are too many, all are reported."""
+        """Adds members that a pass drops; reports all of them if they exceed the limit."""
         try:
             letters.add(found, self.plan.sizes)
         except WorkerError:
@@ -349,12 +352,12 @@ class _Evaluation(ControlFlow[np.ndarray]):
             raise
 
     def meters(self, step: Map, size: int) -> Callable[[], Meter]:
-        """Makes a meter for each shard of a pass."""
+        """A factory of meters for the shards of a pass."""
         sends = step.partial_bytes, step.saved
         return functools.partial(Meter, step.name, size, self.monitor, sends)
 
     def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
-        """The shards of a pass, with their operands."""
+        """Reads the shards of a pass."""
         read = [name for name in step.operands if name not in self.values]
         n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
         new_meter = self.meters(step, size)
@@ -362,6 +365,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             stop = shard.start + shard.count
             meter = new_meter()
             with self.at_work("reading", step, shard), shard_errors(step, shard):
+                # The cache knows a shard by its files only if all operands are in files.
                 whole = read == [*step.operands]
                 found = execute.unread(shard, self.reader) if whole else None
                 if found is None:
@@ -378,7 +382,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             yield shard, operands, lost, meter
 
     def read_streams(self, step: Map) -> Iterator[Read]:
-        """The same for members that are counted while they are read."""
+        """Reads the shards of a pass whose members are counted while they are read."""
         size = self.plan.shard_sizes[step.placement]
         new_meter = self.meters(step, size)
         meter = new_meter()
@@ -390,11 +394,11 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
 
 class _Reached(Exception):
-    """Ends a run at the step that `_Until` looks for."""
+    """Ends a run at the target of `_Until`."""
 
 
 class _Until(_Evaluation):
-    """Runs the steps before `target`: the name of a step, and a number of rounds."""
+    """Runs the steps before `target`: the name of a step, and the number of finished rounds."""
 
     target: tuple[str, int]
 
@@ -405,7 +409,10 @@ class _Until(_Evaluation):
 
 
 def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:
-    """Copies members into an array, or into a larger copy of it if they do not fit."""
+    """Copies members into an array, or into a larger copy of it if they do not fit.
+
+    Doubling keeps the copies of a stream of unknown length linear in its length.
+    """
     stop = start + len(array)
     if stop > len(room):
         larger = np.empty((max(stop, 2 * len(room)), *room.shape[1:]), room.dtype)

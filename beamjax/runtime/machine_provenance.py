@@ -1,4 +1,4 @@
-"""The properties of this process, besides the program, on which last bits of results depend."""
+"""The properties of this process, besides the program, on which the last bits of results depend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def provenance_here(xla_threads: int) -> Provenance:
     """The provenance of values that this process computes.
 
     Args:
-      xla_threads: that XLA divides one computation among, on a CPU.
+      xla_threads: the number of threads that XLA uses for one computation on a CPU.
     """
     return _here(xla_threads, lapack_threads())
 
@@ -46,21 +46,21 @@ _NO_MATTER = re.compile(r"--xla_(force_host_platform_device_count|dump_\w+)(=|$)
 
 
 def _flags() -> str:
-    """The flags of XLA that may change bits."""
+    """The flags of XLA that may change the bits of results."""
     flags = sorted(f for f in os.environ.get("XLA_FLAGS", "").split() if not _NO_MATTER.match(f))
     return f"XLA_FLAGS {' '.join(flags)}" if flags else ""
 
 
 _VECTORS = re.compile(r"avx|sse|fma|f16c|amx|bmi|asimd|neon|sve|sme|bf16|i8mm|fphp|fcma")
-"""Instructions by which XLA, Eigen and OpenBLAS choose their kernels."""
+"""CPU features by which XLA, Eigen and OpenBLAS choose their kernels."""
 _NAMES = ("model name", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")
 
 
 @functools.cache
 def _processor() -> str:
-    """The type of the processor: its name, what it can do, and its caches.
+    """The type of the processor: its name, its vector instructions, and the sizes of its caches.
 
-    Eigen cuts a contraction into blocks by the sizes of the caches.
+    Eigen cuts a contraction into blocks by the sizes of the caches, which changes last bits.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def _caches() -> list[str]:
-    """Sizes of the data caches, the nearest first."""
+    """The sizes of the data caches, from L1 on."""
     found = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:

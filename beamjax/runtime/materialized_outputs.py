@@ -1,4 +1,4 @@
-"""Placed results that a run leaves in files."""
+"""Placed results that a run writes to files and returns as handles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from beamjax.storage.scratch import allocate
 
 VERSION = 1
 HANDED_BYTES = 1 << 24
-"""Largest bytes of a placed value that passes hand on in memory; larger ones go through files."""
+"""Largest placed value, in bytes, that passes exchange in memory; larger ones go through files."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MaterializedOutputs:
     """The placed results of a run that go to files.
 
     Attributes:
-      folders: of each value of the plan that is kept, by name.
-      stem: of the names of all files, which no other run has.
-      persistent: whether the files outlive the handles.
+      folders: the folder of each value of the plan that is materialized, by name.
+      stem: the prefix of the names of all files, different in each run.
+      persistent: whether the files stay after the handles (`Placed`) are garbage collected.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
@@ -45,19 +45,19 @@ class MaterializedOutputs:
     persistent: bool = True
 
     def write(self, name: str, start: int, members: np.ndarray) -> None:
-        """Writes members of a value, from `start` on, to a file of their own.
+        """Writes members of a value, beginning with member `start`, to a file of their own.
 
         Raises:
-          SourceError: it can't be written.
+          SourceError: the file can't be written.
         """
         file = Placed.file_name(self.stem, start, len(members))
         _write(self.folders[name], file, encode_part(members))
 
     def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-        """A local file for all members of a value, as an array, if it is kept in one.
+        """A mapped file for all members of a value; None unless the value goes to a local folder.
 
         Raises:
-          SourceError: the file can't be made.
+          SourceError: the file can't be created.
         """
         folder = self.folders.get(name)
         if folder is None or is_url(folder) or 0 in shape:
@@ -66,19 +66,20 @@ class MaterializedOutputs:
         with _writing(path, math.prod(shape) * dtype.itemsize):
             os.makedirs(folder, mode=0o700, exist_ok=True)
             stored = np.lib.format.open_memmap(path, "w+", stored_dtype(dtype), shape)
+            # Without this, a full disk would kill the process (SIGBUS) when the array is written.
             with open(path, "r+b") as file:
                 allocate(file.fileno(), stored.offset, stored.nbytes)
         return stored.view(dtype)
 
     def find(self, plan: Plan, name: str) -> Placed:
-        """A value whose files are written.
+        """The handle to a value whose files are all written.
 
         Args:
-          plan: with the number of members.
-          name: of the value.
+          plan: the plan, with the number of members.
+          name: the name of the value.
 
         Raises:
-          SourceError: members are missing, or the folder can't be written.
+          SourceError: members are missing, or the folder can't be read.
         """
         from beamjax.storage import files
 
@@ -98,7 +99,9 @@ class MaterializedOutputs:
         return placed
 
     def finish(self, placed: Placed) -> Placed:
-        """Lists the files of a value that is whole, and has them removed with it if they are to be.
+        """Writes the list of the files of a value, which makes it readable for other processes.
+
+        Files that are not persistent are removed when the handle is garbage collected.
 
         Raises:
           SourceError: the folder can't be written.
@@ -111,7 +114,7 @@ class MaterializedOutputs:
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Removes what was written if the `with` block fails."""
+        """Removes the files of this run if the `with` block fails."""
         try:
             yield
         except BaseException:
@@ -130,10 +133,10 @@ def materialized_outputs(
     """The results that a run materializes: placed results with all members along axis 0.
 
     Args:
-      plan: of the run.
-      paths: where each output stands in the result, as `jax.tree_util.keystr` writes it.
+      plan: the plan of the run.
+      paths: the path of each output in the result, as `jax.tree_util.keystr` writes it.
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
-      numbers: outputs that are materialized in any case.
+      numbers: indices of outputs that are materialized whatever `keep` says.
     """
     base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:
@@ -150,7 +153,7 @@ def materialized_outputs(
         if name is None or plan.values[name].placement is None or name in folders:
             continue
         if any(other.value == name and other.axis for other in plan.outputs):
-            continue
+            continue  # files have members along axis 0
         word = re.sub(r"[^A-Za-z0-9_]+", "-", path).strip("-") or "result"
         taken = word if f"{base}/{word}" not in folders.values() else f"{word}-{len(folders)}"
         folders[name] = f"{base}/{taken}"
@@ -169,7 +172,7 @@ def _write(folder: str, name: str, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _writing(path: str, nbytes: int) -> Iterator[None]:
-    """Makes errors of writing a file of a result a SourceError that names it."""
+    """Replaces errors of writing a file by a SourceError that names the file."""
     try:
         yield
     except Exception as error:
@@ -183,11 +186,11 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed:
     """The handle to a placed result in files, in any process.
 
     Args:
-      folder: of one result, by path or URL: `placed.folder`.
+      folder: the path or URL of the folder of one result, `placed.folder`.
 
     Raises:
-      SourceError: there is none.
-      ArrayFormatError: what is there is not what was written.
+      SourceError: the folder has no finished result.
+      ArrayFormatError: the list of files is damaged.
     """
     from beamjax.storage import files
 
@@ -207,7 +210,7 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed:
         raise ArrayFormatError(
             f"{path}: found {record!r:.80}, expected a list of files of version {VERSION}"
         )
-    # The folder may have been moved since.
+    # The folder may have been moved since it was written.
     found = open_spec({**record, "kind": Placed.kind, "folder": where})
     assert isinstance(found, Placed)
     return found

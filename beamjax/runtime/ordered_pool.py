@@ -1,7 +1,7 @@
 """Runs jobs in threads, and returns their results in the order of the jobs.
 
-Meanwhile the caller's thread reads the operands of the next job, and adds up earlier results. As
-one thread does both, in order, the results do not depend on the number of threads.
+Meanwhile the caller's thread reads the operands of the next job and adds up earlier results. Since
+this one thread reads and adds up in order, the sums do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from beamjax.errors import JobCancelledError
 from beamjax.options import Options
 
 MAX_THREADS = 64
-"""Most threads: more of them hold more shards in memory, but save no time."""
+"""Largest number of threads. More would hold more shards in memory, but save no time."""
 AHEAD = 1
-"""Jobs that wait for a thread, or whose results wait, for each running job."""
+"""Jobs for each running job that wait for a thread, or whose results wait for the caller."""
 
 LOOK = 0.2
-"""Seconds between two looks whether results are still needed."""
+"""Seconds between two calls of `check` while the caller waits for a result."""
 SECONDS_TO_END = 20.0
 """Seconds that threads have to finish their jobs when the results are no longer needed."""
 
@@ -34,29 +34,30 @@ T = TypeVar("T")
 
 
 def most_jobs(threads: int) -> int:
-    """Most jobs at once: waiting, running, or done with a result that waits."""
+    """The largest number of jobs that wait, run, or have a result that waits."""
     return (1 + AHEAD) * threads if threads > 1 else 1
 
 
 def usual_threads() -> int:
-    """How many threads compute in this process, unless an option says how many."""
+    """The number of threads that compute in this process, unless an option sets it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(2, min(cores or 2, MAX_THREADS))
 
 
 def computing_threads(options: Options) -> int:
-    """How many threads compute the shards of a bundle that has a machine for itself, at most."""
+    """The largest number of threads for the shards of a bundle that has a machine for itself."""
     return options.local_threads or usual_threads()
 
 
 class Workers:
-    """Threads that take jobs from one queue. Unlike Python's pool, they do not keep the process
-    from ending.
+    """Threads that take jobs from one queue.
+
+    They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job hangs.
 
     Args:
-      threads: how many.
-      name: of the threads.
-      as_here: whether they have the settings of JAX, and the context variables, of this thread.
+      threads: the number of threads.
+      name: the prefix of their names.
+      as_here: whether they get the JAX settings and the context variables of the calling thread.
     """
 
     def __init__(self, threads: int = 1, name: str = "beamjax shards", *, as_here: bool = False):
@@ -79,18 +80,18 @@ class Workers:
         return future
 
     def close(self) -> None:
-        """Ends the threads, once they have done or seen the end of all jobs."""
+        """Ends the threads after the queued jobs that are not cancelled."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(SECONDS_TO_END)
 
     def _work(self) -> None:
-        # A watchdog may raise its error in this thread after the late work has ended.
+        # The watchdog raises JobCancelledError in this thread. That may happen after the late job.
         with contextlib.suppress(JobCancelledError):
             while (item := self._jobs.get()) is not None:
                 _do(*item)
-                del item  # frees the operands of the job
+                del item  # else the operands of the job would stay in memory until the next job
 
 
 def _do(future: Future[Any], job: Callable[[], Any]) -> None:
@@ -103,11 +104,11 @@ def _do(future: Future[Any], job: Callable[[], Any]) -> None:
 
 
 class OrderedResults(Generic[T]):
-    """The results of jobs, in the order in which they are added.
+    """The results of jobs, in the order in which the jobs are added.
 
     Args:
-      most: jobs that there may be at once.
-      check: is called regularly while a result is awaited; raises if no result can come.
+      most: the largest number of jobs at once.
+      check: called regularly while the caller waits for a result; raises if none can come.
     """
 
     def __init__(self, most: int, check: Callable[[], None] = lambda: None):
@@ -116,25 +117,25 @@ class OrderedResults(Generic[T]):
         self._jobs: collections.deque[Future[T]] = collections.deque()
 
     def add(self, job: Future[T]) -> Iterator[T]:
-        """Takes a job.
+        """Adds a job.
 
         Yields:
-          The results of jobs that were added first, until few enough are left.
+          The results of the oldest jobs, until fewer than `most` jobs are left.
 
         Raises:
-          Exception: what the first job raises that fails, in the order in which they were added.
+          Exception: the error of the oldest job that failed.
         """
         self._jobs.append(job)
         while len(self._jobs) >= self._most:
             yield self._next()
 
     def rest(self) -> Iterator[T]:
-        """The results of all jobs that are left; raises what they raise."""
+        """The results of all jobs that are left; raises their errors."""
         while self._jobs:
             yield self._next()
 
     def cancel(self) -> None:
-        """Forgets all jobs; those that no thread has begun never will be."""
+        """Forgets all jobs. Jobs that no thread has started are cancelled."""
         while self._jobs:
             self._jobs.pop().cancel()
 

@@ -1,4 +1,4 @@
-"""One pass over shards in this process: shards are computed concurrently, and added up in order."""
+"""A pass over shards in this process: computes shards concurrently, and adds them up in order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Sums:
     """Adds up the partials of the shards of a pass.
 
     Args:
-      plan: that the pass is part of.
+      plan: the plan of the pass.
       step: the pass.
-      trees: empty ones for its combines.
-      options: of the run.
+      trees: an empty tree for each combine of the pass.
+      options: the options of the run.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Sums:
     ):
         self.step = step
         self.trees = trees
-        self.wide: LargeBuffers | None = None
+        self.large: LargeBuffers | None = None
         self.accumulators: list[Any] = []
         if is_in_files(step, options.reduction):
-            self.wide = LargeBuffers(step, options.reduction, Scratch(options.scratch_folder))
+            self.large = LargeBuffers(step, options.reduction, Scratch(options.scratch_folder))
         else:
             self.accumulators = new_accumulators(step, options.reduction)
 
     def add(self, shard: Shard, found: Computed) -> None:
-        """Adds the results of a shard; shards must come in order."""
+        """Adds the results of a shard. Shards must be added in order."""
         buffers = len(self.step.buffers)
         partials, rest = found.partials[:buffers], found.partials[buffers:]
         parts = []
-        if self.wide is not None:
-            self.wide.add(shard.index, partials, found.left_out)
+        if self.large is not None:
+            self.large.add(shard.index, partials, found.left_out)
         else:
             parts = list(zip(self.step.buffers, self.accumulators, partials, strict=True))
         add_computed(parts, list(zip(self.trees, rest, strict=True)), shard, found.left_out)
@@ -65,10 +65,10 @@ class Sums:
         """The server values that the pass reduces to, by name.
 
         Args:
-          plan: with the number of the members that were read.
+          plan: the plan, with the number of members that were read.
         """
         step = self.step
-        found = {} if self.wide is None else self.wide.results(plan)
+        found = {} if self.large is None else self.large.results(plan)
         for buffer, accumulator in zip(step.buffers, self.accumulators, strict=False):
             for name, _, values in finish_buffer(plan, step, buffer, accumulator, (0, buffer.size)):
                 found[name] = values.reshape(plan.values[name].shape)
@@ -79,7 +79,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Done:
-    """A shard that was computed."""
+    """A shard and its results."""
 
     shard: Shard
     found: Computed
@@ -93,19 +93,20 @@ def computed(
     body: Hashable,
     check: Callable[[], None],
 ) -> Iterator[Done]:
-    """Computes shards, in several threads where that pays.
+    """Computes shards, in several threads where that is faster.
 
-    The first ones of a body are computed in this thread, where JAX compiles it, and measured.
+    The first shards of a body are computed in the calling thread, where JAX compiles the body and
+    the time of a shard is measured.
 
     Args:
-      jobs: compute a shard each. They are taken in this thread.
-      count: of the shards, if it is known.
-      threads: at most.
-      body: names what they compute.
+      jobs: each computes a shard. The calling thread iterates over them, which reads the shards.
+      count: the number of shards, if it is known.
+      threads: the largest number of threads.
+      body: the key of the body of the pass.
       check: raises if no result can come.
 
     Yields:
-      What they give, in their order.
+      The results, in the order of the jobs.
 
     Raises:
       Exception: the error of the first job, in order, that fails.

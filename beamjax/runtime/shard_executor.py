@@ -1,4 +1,4 @@
-"""Computes one shard of a pass: pads it, computes it, and cuts the padding off."""
+"""Computes one shard of a pass: pads it, runs the body, and removes the padding."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ShardExecutor:
         they are there already.
       device: the device to compute on; None for the default of JAX. A body that holds a mesh uses
         the first devices of the same client.
-      checked: the bodies that are known not to read padding in this process. The first shard of
-        other bodies is computed again with more padding. None checks nothing.
-      cached: what its shards gave in earlier runs; None computes all of them.
+      checked: keys of the bodies that are known not to read padding. The first shard of another
+        body is computed again with more padding, and its key is added. None checks nothing.
+      cached: the results of its shards in earlier runs; None computes all shards.
 
     Raises:
       WorkerError: the body can't be loaded here.
@@ -71,22 +71,22 @@ class ShardExecutor:
         self.device = device
         self.size = plan.shard_sizes[step.placement]
         self._types = plan.values
-        # The guard emits the mask of members that are left, not the body.
+        # The results that the body returns: the guard adds the mask of the members that are left.
         emits_mask = step.guard is not None and step.guard.emits_mask
         self._made = step.results[:-1] if emits_mask else step.results
         self._x64 = plan.x64
         self._body = plan.bodies[step.body]
-        # A body that calls back to the host gets no padding, so that the host is never called for
-        # padding.
+        # A body that calls back to the host gets no padding, so the host never sees padding.
         self._pads = self._body.python is None
         first = load_body(step.body, self._body, self.size, self._client_of)
         self._calls = {(step.body, self.size): first}
-        # The mask of members that are left is no operand of a body.
+        # The mask that the guard reads is an operand of the step, but not of the body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
         self._fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
         self._bodies = plan.bodies
         self.copies = is_copied(device)
-        # An accelerator computes one shard at a time, while the next ones are transferred.
+        # An accelerator computes one shard at a time, as memory allows, while threads that wait for
+        # the lock have already transferred their shards.
         self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
         with with_x64(self._x64), transferring():
             self.broadcasts = {
@@ -100,7 +100,7 @@ class ShardExecutor:
 
     @property
     def calls_back(self) -> bool:
-        """Whether the body calls functions of the host, which get one shard at a time."""
+        """Whether the body calls functions on the host. These get one shard at a time."""
         return self._body.python is not None
 
     def __call__(
@@ -111,7 +111,7 @@ class ShardExecutor:
         Args:
           shard: the shard to compute.
           operands: one array of shape (shard.count, ...) for each operand of the step.
-          lost: the reasons why members could not be read, by their place in the shard.
+          lost: the reasons why members could not be read, by their position in the shard.
 
         Raises:
           WorkerError: the computation failed; the message names step, shard and members.
@@ -119,7 +119,7 @@ class ShardExecutor:
         with shard_errors(self.step, shard):
             arrays = list(map(np.asarray, operands))
             compute = functools.partial(self._computed, shard, arrays, lost or {})
-            # Members that could not be read are no part of the content.
+            # Zeros replace members that could not be read, so `arrays` is not a key of the results.
             if self._cached is None or lost:
                 return compute()
             return self._cached.computed(shard, arrays, compute)
@@ -142,12 +142,12 @@ class ShardExecutor:
     def _run(
         self, shard: Shard, full: bool, heads: Sequence[Any], arrays: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """Calls the body.
+        """Pads the operands and calls the body for them.
 
         Args:
           shard: the shard to compute.
           full: whether it has no padding, and all its members count.
-          heads: the arguments of the body after the first member of the shard.
+          heads: the arguments of the body after the index of the first member.
           arrays: the operands.
         """
         if self._pads:
@@ -163,7 +163,9 @@ class ShardExecutor:
         heads: Sequence[Any],
         arrays: Sequence[np.ndarray],
     ) -> None:
-        """Compares the results of the body for a shard with less and with more padding, once.
+        """Compares the results of the body with less and with more padding, once for each body.
+
+        This finds programs whose results depend on the padding of ragged members.
 
         Raises:
           StructureError: the body reads padding.
@@ -191,7 +193,7 @@ class ShardExecutor:
     def _body_of(
         self, step: Map | Bucketed | PaddingCheck, full: bool, shard: Shard
     ) -> Callable[..., Any]:
-        """The function that computes a shard of a step, loaded at first use."""
+        """The function that computes a shard, loaded at its first use."""
         key = step.body if full else step.short_body
         if key is None:
             raise WorkerError(
@@ -223,7 +225,7 @@ class ShardExecutor:
     def _guarded(
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str], guard: Guard
     ) -> Computed:
-        """Computes a shard of which members may be left out."""
+        """Computes a shard of a step with a guard, which may drop members."""
         kept = arrays.pop() if guard.reads else np.ones(shard.count, np.bool_)
         last: Any = ()
 
@@ -233,6 +235,7 @@ class ShardExecutor:
                 missing = np.zeros(self.size - shard.count, np.bool_)
                 members, counted = self._pad(members), np.concatenate([counted, missing])
             all_counted = bool(counted[: shard.count].all())
+            # Then `places` is 0, 1, ..., and the operands need no copy.
             plain = len(places) == shard.count and places[-1] == shard.count - 1 and all_counted
             rows = arrays if plain else [x[places] for x in arrays]
             full = plain and shard.count == self.size
@@ -245,14 +248,14 @@ class ShardExecutor:
             self._check_padding(shard, *last)
             results, partials = self._split(shard, outs)
         else:
-            results, partials = self._of_nobody(shard, call)
+            results, partials = self._without_members(shard, call)
         if not kept.all():
             results = [filled(x, kept) for x in results]
         if guard.emits_mask:
             results.append(kept)
         return Computed(results, partials, int((~kept).sum()), dropped)
 
-    def _of_nobody(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
+    def _without_members(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
         """The results of a shard of which no member is left."""
         step = self.step
         types = [self._types[name] for name in self._made]
@@ -261,8 +264,9 @@ class ShardExecutor:
         reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}
         if not nothing or (shard.index and PICK.name not in reducers):
             return results, nothing
-        # The first shard adds the initial values of reductions. Members that the server selects,
-        # even dropped ones, come from the shard that holds them.
+        # The first shard adds the initial values of reductions, and a member that the server picks
+        # by its index comes from its shard even if it was dropped. So the body runs with all
+        # members masked, which may fail as it did for the members.
         try:
             outs = call(np.arange(shard.count), np.zeros(shard.count, np.bool_))
         except Exception as error:
@@ -287,7 +291,7 @@ class ShardExecutor:
 
 
 def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:
-    """A server value on a device; one that is there already as it is."""
+    """Puts a server value on a device; a `jax.Array` is returned as it is."""
     if isinstance(value, jax.Array):
         return value
     counts.broadcasts += 1
@@ -300,7 +304,7 @@ def new_accumulators(step: Map, mode: Any) -> list[Any]:
 
 
 def new_accumulator(buffer: FusedBuffer, size: int, mode: Any) -> Accumulator:
-    """An empty accumulator for `size` values of a buffer: all of them, or a piece."""
+    """An empty accumulator for `size` values of a buffer: all of them, or a range."""
     return make_accumulator(buffer.kind, np.dtype(buffer.dtype), size, mode=mode)
 
 
@@ -310,8 +314,8 @@ def read_shard(
     """Reads placed inputs of a shard.
 
     Returns:
-      The inputs by name; and why members could not be read, by their place in the shard, where the
-      step may leave them out.
+      The inputs by name, and the reasons why members could not be read, by their position in the
+      shard. Where the step must not drop members, errors are raised instead.
     """
     if step.guard is None or step.guard.on_error != "drop" or not names:
         return reader.read(names, shard.start, shard.start + shard.count), {}
@@ -328,10 +332,10 @@ def add_computed(
     """Adds the results of a shard to the accumulators of buffers and to the trees of combines.
 
     Args:
-      accumulators: with the buffer and the partial of each; a partial is None if no member is left.
-      trees: likewise.
-      shard: which.
-      left_out: how many of its members are not in the partials.
+      accumulators: each with its buffer and the partial, which is None if no member is left.
+      trees: each with the partial, which is None if no member is left.
+      shard: the shard.
+      left_out: the number of its members that are not in the partials.
     """
     for buffer, accumulator, partial in accumulators:
         if buffer.kind == "sum":
@@ -349,14 +353,14 @@ def join_shards(
     """The function that merges two partials of a combine, for a `DyadicTree`.
 
     Args:
-      plan: with the body of the combine.
-      step: the pass that it ends.
-      combine: the reduction.
+      plan: the plan, with the body of the combine.
+      step: the pass whose results it reduces.
+      combine: the combine.
       known: server values, by name.
-      device: to compute on; None for JAX's default.
+      device: the device to compute on; None for JAX's default.
 
     Raises:
-      WorkerError: the body can't be loaded here; and later, if it fails.
+      WorkerError: the body can't be loaded here. The function raises it if the body fails.
     """
     call = load_body(combine.body, plan.bodies[combine.body], device=device)
     with with_x64(plan.x64):
@@ -378,7 +382,7 @@ def join_shards(
 def finish_tree(
     combine: Combine, tree: DyadicTree[list[np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The name and the value of each result, from a tree with all shards.
+    """The name and the value of each result, from a tree that has all shards.
 
     Raises:
       WorkerError: a shard was added twice, or all members were dropped.
@@ -394,13 +398,17 @@ def finish_tree(
 def finish_buffer(
     plan: Plan, step: Map, buffer: FusedBuffer, accumulator: Any, piece: tuple[int, int]
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Turns the finished accumulator of a piece of a buffer into results.
+    """Rounds the accumulator of a range of a buffer to the values of results.
 
     Args:
+      plan: the plan of the step.
+      step: the pass.
+      buffer: one of its buffers.
+      accumulator: the merged accumulator of all shards.
       piece: the range [lo, hi) of the buffer that the accumulator holds.
 
     Yields:
-      The name of a result, the offset of these values in it, and the values, a flat vector.
+      The name of a result, the offset of the values in it, and the values, a flat vector.
     """
     lo, hi = piece
     n = plan.sizes[step.placement]

@@ -1,4 +1,4 @@
-"""Times shards in this process, and decides whether computing them in other threads pays."""
+"""Measures shards in this process, and decides whether to compute them in other threads."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from dataclasses import dataclass
 from beamjax.telemetry.meters import Meter
 
 LONG = 2e-4
-"""Seconds of a shard above which a thread pays: several times the seconds of handing a shard
-over."""
+"""Seconds of a shard from which threads are faster: several times the cost of passing it to one."""
 LONG_IN_BUNDLE = 2e-3
-"""Seconds of a shard above which one computing thread pays, as it overlaps reading and merging."""
+"""Seconds of a shard from which a further thread in a bundle is faster: it computes while the other
+one reads and merges."""
 LONG_PASS = 4e-3
-"""Seconds of all shards together above which starting threads pays."""
+"""Seconds of all remaining shards from which it is faster to start threads for them."""
 SURELY_LONG = 2e-2
-"""Seconds of a first shard above which it is not a short one, though a first run takes longer."""
+"""Seconds of the first shard of a body from which later shards are surely long too. A first run
+takes longer than later ones."""
 HELD = 1e-3
-"""Seconds of a shard in which its thread may hold the GIL, so that other threads wait."""
+"""Seconds of a shard for each thread: a thread holds the GIL for a part of its shard, so short
+shards do not keep many threads busy."""
 FEW = 8
-"""Threads for shards whose time is above the limit, however short."""
+"""Number of threads that even the shortest shards above `LONG` may use."""
 _MAX_KNOWN = 1024
+"""Number of bodies whose times are remembered."""
 
 
 @dataclass
 class _ShardTime:
-    """Seconds of a shard at least, the cores that it kept busy, and whether these are known."""
+    """The time of a shard of a body.
+
+    Attributes:
+      seconds: the shortest time so far.
+      cores: the number of cores that a shard kept busy.
+      known: whether these are measured well enough to decide by.
+    """
 
     seconds: float
     cores: float
@@ -37,11 +46,11 @@ _times: dict[Hashable, _ShardTime] = {}
 
 
 def learn(body: Hashable, meter: Meter, begun: float) -> None:
-    """Records that a shard was read and computed in one thread.
+    """Records the time of a shard that was read and computed in one thread.
 
     Args:
-      body: what was computed; a key of it. Nothing is to be learned of one that is known.
-      meter: what measured it.
+      body: the key of its body. If its time is known already, nothing is recorded.
+      meter: the meter that measured the shard.
       begun: `time.process_time()` before it was computed.
     """
     before = _times.get(body)
@@ -52,14 +61,14 @@ def learn(body: Hashable, meter: Meter, begun: float) -> None:
     if before is None:
         if len(_times) >= _MAX_KNOWN:
             _times.pop(next(iter(_times)))
-        # Compiling uses all cores, which makes the CPU time of the process useless here.
+        # Compilation uses all cores, so the CPU time of the process says nothing about the body.
         _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
     else:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
 
 
 def pays(body: Hashable, left: int | None) -> bool:
-    """Whether threads gain anything for so many shards of a body; None for any number."""
+    """Whether threads speed up `left` more shards of a body; None for an unknown number."""
     found = _times.get(body)
     if found is None or not found.known or found.seconds < LONG:
         return False
@@ -67,18 +76,21 @@ def pays(body: Hashable, left: int | None) -> bool:
 
 
 def pays_in_bundle(body: Hashable) -> bool:
-    """Whether a thread that computes pays while another one reads and merges."""
+    """Whether it is faster to compute in another thread than the one that reads and merges."""
     found = _times.get(body)
     return found is not None and found.known and found.seconds >= LONG_IN_BUNDLE
 
 
 def threads_in_bundle(body: Hashable, most: int) -> int:
-    """The same where another thread reads and adds up: one is enough for a body of many cores."""
+    """The number of threads for a bundle, besides the one that reads and merges.
+
+    One is enough for a body that uses many cores.
+    """
     return max(1, _share(body, most))
 
 
 def threads(body: Hashable, most: int) -> int:
-    """How many threads of this body keep as many cores busy as `most` threads of one core each.
+    """The number of threads for a body that keep as many cores busy as `most` one-core threads.
 
     At least two, so that one can compute while the other waits for its shard.
     """

@@ -1,8 +1,8 @@
 """The requirements of a run on its worker processes, checked when they start.
 
-A `Machine` travels with the steps. When it is unpickled, before the process computes anything, it
-sets the variables that JAX reads at its start. `check` then starts JAX; its errors say what to
-change. Nothing here forks.
+A `Machine` is pickled with the steps. When it is unpickled, before the process computes anything,
+it sets the environment variables that JAX reads when it starts. `check` then starts JAX; its errors
+say what to change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from beamjax.errors import WorkerError
 from beamjax.options import REQUIRED, XLA_THREADS, Options
 
 PROCESS = uuid.uuid4().hex
-"""Identifies this process; an id alone does not, as systems reuse ids."""
+"""Identifies this process. A pid does not, since systems reuse pids and machines share them."""
 
 _log = logging.getLogger("beamjax")
 
@@ -37,7 +37,7 @@ class Versions:
 
     Attributes:
       beamjax, jax, jaxlib: versions.
-      convention: by which `jax.export` calls what is exported; a number.
+      convention: the calling convention version of `jax.export`.
     """
 
     beamjax: str
@@ -59,24 +59,24 @@ class Versions:
 def check_versions(
     made: Versions, here: Versions, platform: str, custom_calls: Sequence[str] = ()
 ) -> str | None:
-    """Whether bodies that were exported there can be run here.
+    """Checks whether a worker can run bodies that were exported with these versions.
 
-    `jax.export` promises that an artefact can be run by a JAX that is up to six months newer, or
-    three weeks older, than the one that exported it. Hence another minor version that is older is
-    an error; anything else but equal versions is a warning, as the last bits may differ. Custom
-    calls without that promise take equal versions of jax and jaxlib.
+    `jax.export` guarantees that an artefact runs with a JAX that is up to six months newer, or
+    three weeks older, than the one that exported it. Hence an older minor version is an error. Any
+    other difference is a warning, as the last bits may differ. Custom calls without that guarantee
+    need equal versions of jax and jaxlib.
 
     Args:
-      made: where the program was launched.
-      here: on the worker.
-      platform: of the worker, for the advice.
-      custom_calls: targets in the bodies for which JAX promises nothing.
+      made: the versions where the program was launched.
+      here: the versions on the worker.
+      platform: the platform of the worker, for the advice.
+      custom_calls: targets of custom calls in the bodies for which JAX guarantees nothing.
 
     Returns:
       A warning, or None.
 
     Raises:
-      WorkerError: they can't, or nothing says that they can.
+      WorkerError: the worker can't run them, or nothing guarantees that it can.
     """
     if made == here:
         return None
@@ -117,30 +117,30 @@ _EXTRAS = {"cuda": "[cuda12]", "gpu": "[cuda12]", "tpu": "[tpu]"}
 
 
 def install_command(versions: Versions, platform: str) -> str:
-    """What installs these versions, for workers of a platform."""
+    """The command that installs these versions on workers of a platform."""
     jax_package = f"jax{_EXTRAS.get(platform, '')}=={versions.jax}"
     return f"pip install 'beamjax=={versions.beamjax}' '{jax_package}' jaxlib=={versions.jaxlib}"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a worker must be.
+    """The requirements of a run on its workers.
 
     Attributes:
-      require_platform: what it must compute on, "gpu" for any of "cuda" and "rocm"; None for
-        anything that there is an artefact for.
-      device_memory_fraction: of the memory of each device, for JAX.
-      preallocate: whether JAX takes that memory when it starts.
-      local_devices: how many devices of the worker are used; None for all of an accelerator, and
-        one of a CPU.
-      memory: of the process in bytes, which what is kept in caches depends on; None for any.
-      compile_cache: where JAX keeps what it compiles; None for where it does so by itself.
-      cache: where partials of shards are kept for later runs; None for nowhere.
-      versions: of where the program was launched; None if they do not matter.
-      custom_calls: in the bodies of the run, that take these very versions of jax and jaxlib.
-      xla_threads: that XLA divides one computation among, on a CPU.
-      strict: whether values of machines that may give other bits must not be mixed.
-      launcher: the process that this was made in.
+      require_platform: the platform that a worker must compute on, "gpu" for "cuda" or "rocm"; None
+        for any platform that the bodies are exported for.
+      device_memory_fraction: the fraction of the memory of each device that JAX uses.
+      preallocate: whether JAX allocates that memory when it starts.
+      local_devices: the number of devices that a worker uses; None for all accelerators, or one
+        CPU.
+      memory: the memory of a worker in bytes, which limits its caches; None for unknown.
+      compile_cache: the folder of JAX's compilation cache; None for JAX's own setting.
+      cache: the folder of cached partials of shards; None for no cache.
+      versions: the versions where the program was launched; None for any.
+      custom_calls: custom calls in the bodies that need exactly these versions of jax and jaxlib.
+      xla_threads: the number of threads that XLA uses for one computation on a CPU.
+      strict: whether values of machines that may give different bits must not be mixed.
+      launcher: `PROCESS` of the process that launched the run.
     """
 
     require_platform: str | None = None
@@ -158,7 +158,7 @@ class Machine:
 
     @classmethod
     def of(cls, options: Options) -> Machine:
-        """What the workers of a run must be, that is launched from this process."""
+        """The requirements of a run that this process launches."""
         return cls(
             require_platform=options.require_platform,
             device_memory_fraction=options.device_memory_fraction,
@@ -173,6 +173,8 @@ class Machine:
         )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
+        # Unpickling is the first that a worker does with a step, so JAX has not started yet unless
+        # another module started it.
         self.__dict__.update(state)
         if not self.is_here and not _compat.backends_started():
             self._make_settings()
@@ -184,7 +186,7 @@ class Machine:
             else:
                 os.environ[name] = value
         if not _compat.config.jax_platforms and self.require_platform in _PLATFORMS:
-            # A device that can't be used is an error then, with the reason.
+            # With an explicit platform, JAX raises an error that says why it can't use it.
             jax.config.update("jax_platforms", _PLATFORMS[self.require_platform])
 
     def _environment(self) -> dict[str, str | None]:
@@ -203,20 +205,20 @@ class Machine:
         return self.launcher == PROCESS
 
     def check(self) -> tuple[Any, ...]:
-        """Starts JAX and checks what the worker is, once a process.
+        """Starts JAX and checks the requirements, once in each process.
 
         Returns:
-          The devices that it computes on.
+          The devices to compute on.
 
         Raises:
-          WorkerError: it is not what it must be; the message says what to do.
+          WorkerError: a requirement is not met; the message says what to do.
         """
         if self.compile_cache is not None:
             use_compile_cache(self.compile_cache)
         return _check(self)
 
     def versions_checked(self, platform: str) -> None:
-        """Warns or raises `WorkerError` if the versions here don't fit."""
+        """Warns or raises `WorkerError` if this process has unsuitable versions."""
         if self.versions is None:
             return
         warning = check_versions(self.versions, Versions.here(), platform, self.custom_calls)
@@ -278,7 +280,8 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     count = machine.local_devices
     if default_platform() == "cpu":
         devices = cpu_devices(machine.xla_threads)
-        if not machine.is_here:  # where it is, LAPACK's threads are the user's after the run
+        if not machine.is_here:
+            # For the life of the process. The launching process limits them during a run only.
             hold_lapack_threads()
         count = count or 1
     return devices[:count]
