@@ -50,14 +50,14 @@ def choice_facts(
 
 
 def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
-    """Returns how the partials of a pass are merged, beside a pass without partials."""
+    """Returns how the partials of a pass are merged, with the alternatives."""
     chosen, others = _groups(merge.groups), []
     if merge.other:
         others.append(WayFact(_groups(merge.other), merge.other_seconds, merge.merged))
     n = plan.sizes[step.placement]
     if n is not None:
         nbytes = n * fact.partial_bytes
-        others.append(WayFact("each member by itself", nbytes / MERGE_RATE, nbytes))
+        others.append(WayFact("each member separately", nbytes / MERGE_RATE, nbytes))
     return ChoiceFact(
         f"reduction of {fact.name}",
         f"{human_bytes(fact.partial_bytes)} a shard, merged in {chosen}",
@@ -70,7 +70,7 @@ def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
 
 
 def _groups(count: int) -> str:
-    return f"{count} groups" if count > 1 else "one go"
+    return f"{count} groups" if count > 1 else "one step"
 
 
 def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
@@ -82,11 +82,11 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
         what, chosen, other = f"results of {crossing.step}", stored, again
         why = f"read by {later}"
         if again is None:
-            why += "; they cannot be rematerialized from the inputs of the later pass"
+            why += "; the later pass cannot rematerialize them from its inputs"
     else:
         assert again is not None
         what, chosen, other = f"values of {crossing.step} in {later}", again, stored
-        why = "elementwise operations compute them"
+        why = "they are results of elementwise operations"
         if not crossing.is_elementwise:
             why = "they take little time to compute"
     if options.recompute is not None:
@@ -94,7 +94,7 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
     elif options.plan is not None:
         why = f"by the saved plan; {why}"
     elif times.is_clear(again=not crossing.is_stored):
-        why = f"clearly less; {why}"
+        why = f"clearly faster; {why}"
     others = () if other is None else (other,)
     return ChoiceFact(what, chosen.what, why, "recompute", chosen.seconds, chosen.nbytes, others)
 
@@ -106,7 +106,7 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
             continue
         what = f"rounds of {loop.name}"
         if not is_beam:
-            yield ChoiceFact(what, "in this process", "there is no pipeline", "")
+            yield ChoiceFact(what, "in this process", "no pipeline is needed", "")
         else:
             yield ChoiceFact(what, "on resident workers", "one job serves all rounds", "")
 

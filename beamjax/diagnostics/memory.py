@@ -121,8 +121,8 @@ class _Estimation:
         handed = sum(min(self.members([x]), HANDED_BYTES) for x in between)
         yield "placed values between passes", (2 if self.workers.beam else 1) * handed
         maps = [step for step in self.steps if isinstance(step, Map)]
-        sums = [sums_bytes(step, self.options.reduction) for step in maps]
-        yield "sums of workers", SLACK * 2 * self.workers.handing * max(sums, default=0)
+        held = [accumulators_bytes(step, self.options.reduction) for step in maps]
+        yield "accumulators from workers", SLACK * 2 * self.workers.handing * max(held, default=0)
 
     def keeping(self) -> Iterator[tuple[str, float]]:
         """Yields what takes memory of a worker during all steps."""
@@ -159,17 +159,18 @@ class _Estimation:
         match step:
             case Map():
                 for what, nbytes in self.shard(step):
-                    once = what in ("sums", "reduced shards")
+                    # The computing threads of a bundle share its accumulators.
+                    once = what in ("accumulators", "partials of associative reductions")
                     yield what, nbytes * (bundles if once else bundles * computing)
                 # The partials of shards that are being computed count as computing.
                 waiting = bundles * (most_jobs(computing) - computing)
-                yield "reduced shards that wait", SLACK * waiting * step.partial_bytes
+                yield "partials waiting to be added", SLACK * waiting * step.partial_bytes
                 if self.workers.beam:
                     more = merging_bytes(step, self.options.reduction, bundles)
-                    yield "sums that are merged", SLACK * more
+                    yield "accumulators being merged", SLACK * more
             case Server():
                 moved = 2 * self.members(step.inputs) + 2 * self.members(step.outputs)
-                yield "values of the server", SLACK * moved
+                yield "inputs and outputs", SLACK * moved
                 yield "computing", SLACK * plan.bodies[step.body].working
             case Gather():
                 yield "gathered members", SLACK * 2 * self.members([step.operand])
@@ -191,10 +192,13 @@ class _Estimation:
         if results:
             files = FILES_BYTES if self.workers.beam else 0
             yield "placed results", SLACK * ((ahead + 1) * results + files)
-        yield "sums", SLACK * sums_bytes(step, self.options.reduction)
+        yield "accumulators", SLACK * accumulators_bytes(step, self.options.reduction)
         shards = 1 << 20 if plan.sizes[step.placement] is None else plan.shards(step.placement)
         leaves = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
-        yield "reduced shards", SLACK * leaves * (max(shards, 1).bit_length() + 2)
+        yield (
+            "partials of associative reductions",
+            SLACK * leaves * (max(shards, 1).bit_length() + 2),
+        )
 
     def members(self, names: Iterable[str]) -> int:
         """Returns the bytes of values, of all members; of unknown numbers of members none."""
@@ -203,7 +207,7 @@ class _Estimation:
         return sum(map(self.plan.nbytes, known))
 
 
-def sums_bytes(step: Map, mode: str) -> int:
+def accumulators_bytes(step: Map, mode: str) -> int:
     """Returns the bytes of memory of the accumulators of a pass; those in files take none."""
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
@@ -215,7 +219,7 @@ def merging_bytes(step: Map, mode: str, bundles: int) -> int:
 
     The accumulators of each bundle are encoded in half of their memory, and merged in pieces.
     """
-    whole = sums_bytes(step, mode)
+    whole = accumulators_bytes(step, mode)
     return bundles * whole // 2 + 4 * min(whole, PIECE_BYTES)
 
 

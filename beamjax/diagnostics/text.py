@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from beamjax._text import aligned, human_bytes
 from beamjax.diagnostics.fact_types import ChoiceFact, PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.diagnostics.forecast import GUESSED_ROUNDS
 from beamjax.interpreters.cutting import stages as cut
 
 Row = tuple[str, ...]
@@ -121,22 +122,22 @@ _SOURCES = {"counted": "counting operations", "probe": "a probe"}
 def _predicted(facts: PlanFacts) -> Iterator[Row]:
     found = facts.predicted
     if found is None:
-        yield "nothing, as the number of members is unknown", "", ""
+        yield "no prediction: the number of members is unknown", "", ""
         return
     for step in found.steps:
         parts = {"read": step.read, "compute": step.compute, "merge": step.merge}
         how = ", ".join(f"{name} {human_seconds(each)}" for name, each in parts.items())
         rounds = f", {step.rounds} rounds" if step.rounds > 1 else ""
         yield step.step, human_seconds(step.busy), f"{how}, by {_SOURCES[step.source]}{rounds}"
-    machine = "measured" if found.calibrated else "not measured; `beamjax doctor --measure` does"
-    what = f"pipelines, {found.pipelines} of them" if found.pipelines else "the runner itself"
-    yield what, human_seconds(found.overhead), ""
-    guess = "a loop runs while a condition holds; 10 rounds are assumed" if found.guessed else ""
-    yield f"all on {found.runner}", human_seconds(found.seconds), guess
+    what = count(found.pipelines, "pipeline") if found.pipelines else "the runner"
+    yield f"overhead of {what}", human_seconds(found.overhead), ""
+    guess = f"assuming {GUESSED_ROUNDS} rounds while a condition holds" if found.guessed else ""
+    yield f"total on {found.runner}", human_seconds(found.seconds), guess
     if found.runner != "local":
-        yield "all on local", human_seconds(found.local), found.advice
-    yield "compiling, the first time", human_seconds(found.compile), ""
-    yield "this machine", "", machine
+        yield "total on local", human_seconds(found.local), found.advice
+    yield "compilation, in the first run", human_seconds(found.compile), ""
+    defaults = "defaults; `beamjax doctor --measure` measures them"
+    yield "rates of this machine", "", "measured" if found.calibrated else defaults
 
 
 def _memory(facts: PlanFacts) -> Iterator[tuple[str, Table]]:
@@ -144,21 +145,24 @@ def _memory(facts: PlanFacts) -> Iterator[tuple[str, Table]]:
     if memory is None:
         return
     rows = _parts(memory.kept, memory.steps)
-    rows.append(("a worker process", human_bytes(memory.worker_bytes), "the largest of these"))
+    rows.append(("a worker process", human_bytes(memory.worker_bytes), _LARGEST))
     what = "the same process" if memory.shared else _row("", memory.launcher)[2]
     rows.append(("the launching process", human_bytes(memory.launcher_bytes), what))
     yield f"memory at most, {memory.where}", Table(head, rows)
     for device in memory.devices:
         rows = _parts(device.kept, device.steps)
-        rows.append(("a device", human_bytes(device.nbytes), "the largest of these"))
-        excluded = "without the memory of the driver and its libraries, or what JAX reserves"
-        rows.append(("made from", "", f"{device.made_from}; {excluded}"))
+        rows.append(("a device", human_bytes(device.nbytes), _LARGEST))
+        excluded = "the driver, its libraries and what JAX reserves are not included"
+        rows.append(("estimated from", "", f"{device.made_from}; {excluded}"))
         yield f"memory of a device, {device.platform}, about", Table(head, rows)
 
 
 def _parts(kept: Mapping[str, int], steps: Mapping[str, Mapping[str, int]]) -> list[Row]:
-    rows = [_row("in any case", kept)] if kept else []
-    return [*rows, *(_row(f"for {name}", parts) for name, parts in steps.items())]
+    rows = [_row("during all steps", kept)] if kept else []
+    return [*rows, *(_row(f"during {name}", parts) for name, parts in steps.items())]
+
+
+_LARGEST = "in total, during the step that takes most"
 
 
 def _row(name: str, parts: Mapping[str, int]) -> Row:
@@ -172,7 +176,7 @@ def parts_text(parts: Mapping[str, int]) -> str:
 
 
 def cost_text(choice: ChoiceFact) -> str:
-    """Returns the cost of a choice and of its alternatives: `3 ms, 64 B; or one go 5 ms, 64 B`."""
+    """Returns the cost of a choice and of its alternatives: `3 ms, 64 B; 2 groups: 5 ms, 64 B`."""
     if choice.seconds is None and choice.nbytes is None:
         return ""
     ways = [("", choice.seconds, choice.nbytes)]
@@ -181,8 +185,8 @@ def cost_text(choice: ChoiceFact) -> str:
     for what, seconds, nbytes in ways:
         parts = [] if seconds is None else [human_seconds(seconds)]
         parts += [human_bytes(nbytes)] if nbytes else []
-        texts.append(f"{what} {', '.join(parts)}".strip())
-    return "; or ".join(texts)
+        texts.append(": ".join(filter(None, (what, ", ".join(parts)))))
+    return "; ".join(texts)
 
 
 # --- steps
@@ -210,21 +214,21 @@ def _value_bytes(value: ValueFact) -> str:
     if value.member_bytes is None or value.shard_bytes is None:
         return human_bytes(value.nbytes)
     member, shard = human_bytes(value.member_bytes), human_bytes(value.shard_bytes)
-    return f"{member} a member, {human_bytes(value.nbytes)} in all, {shard} a shard"
+    return f"{member} a member, {human_bytes(value.nbytes)} in total, {shard} a shard"
 
 
 def step_notes(step: StepFact, facts: PlanFacts) -> Iterator[Row]:
-    """Yields what there is to say of a step besides its values: a label and a text."""
+    """Yields rows on a step besides its values: a label and a text."""
     if step.merge is not None:
         yield "merges", step.merge.text(human_bytes(step.merge.nbytes))
     if step.functions:
-        yield "holds", ", ".join(step.functions)
+        yield "functions", ", ".join(step.functions)
     if step.reason:
         yield "why", step.reason
     for line in filter(None, step.lines):
         yield "line", line
     if step.python:
-        yield "code", f"runs from cloudpickle of {facts.program}: {step.python}"
+        yield "code", f"Python, pickled with {facts.program}: {step.python}"
     for platform, size in step.executables.items():
         yield "code", f"{human_bytes(size)} for {platform}"
 
@@ -280,13 +284,13 @@ def _section(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _choices(rows: Sequence[Row]) -> list[str]:
-    """Choices with the cost of each on a line of its own."""
+    """Returns choices, with the cost of each on a line of its own."""
     short = [
         (what, chosen, why + (f" (option {option})" if option else ""))
         for what, chosen, _, why, option in rows
     ]
     title, blank, *lines = _section("choices", short)
-    costs = [f"    takes {cost}" if cost else "" for _, _, cost, _, _ in rows] or [""]
+    costs = [f"    cost: {cost}" if cost else "" for _, _, cost, _, _ in rows] or [""]
     pairs = itertools.chain(*zip(lines, costs, strict=True))
     return [title, blank, *filter(None, pairs)]
 
@@ -295,8 +299,8 @@ def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
     rows = aligned((f"{label:<9}", *rest) for label, *rest in step_values(step))
     rows += [f"{label:<9}  {text}" for label, text in step_notes(step, facts)]
     for block in step.blocks:
-        gives = ", ".join(value.name for value in block.outputs) or "nothing"
-        rows.append(f"{block.title}, gives {gives}")
+        returned = ", ".join(value.name for value in block.outputs) or "nothing"
+        rows.append(f"{block.title}, returns {returned}")
         rows += [line for inner in block.steps for line in _step_lines(inner, facts)]
     return [f"  {step.name}: {step_title(step, facts)}", *(f"    {row}" for row in rows)]
 
@@ -350,7 +354,7 @@ def _node(name: str, left: str, right: str, *texts: str) -> str:
 
 
 def _step_nodes(step: StepFact, names: Mapping[str, str], notes: Mapping[str, str]) -> list[str]:
-    """A node; for a loop or a branch also a subgraph with those of its blocks around it."""
+    """Returns a node; a loop or a branch also has a subgraph with the nodes of its blocks."""
     name = names[step.name]
     if not step.blocks:
         texts = (*step.functions, step.reason, notes.get(step.name, ""))
@@ -370,7 +374,7 @@ def _step_nodes(step: StepFact, names: Mapping[str, str], notes: Mapping[str, st
 
 
 def _escaped(text: str) -> str:
-    """Text for a quoted Mermaid label, where other characters than these mean something."""
+    """Returns text for a quoted Mermaid label, in which other characters have a meaning."""
     plain = " ".join(text.split())
     return "".join(c if c.isalnum() or c in " _.,:@-/" else f"#{ord(c)};" for c in plain)
 

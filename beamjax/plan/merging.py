@@ -67,9 +67,9 @@ class FanOut:
     def text(self, size: str) -> str:
         """A line for the user; `size` is `nbytes` as text."""
         where = "files" if self.in_files else "memory"
-        pieces = "1 piece" if self.pieces == 1 else f"{self.pieces} pieces"
-        groups = f", each in {self.groups} groups before" if self.groups > 1 else ""
-        return f"{size} of accumulators in {where}, {pieces}{groups}: {self.why}"
+        pieces = "1 range" if self.pieces == 1 else f"{self.pieces} ranges"
+        groups = f", each first in {self.groups} groups" if self.groups > 1 else ""
+        return f"{size} of accumulators in {where}, merged in {pieces}{groups}: {self.why}"
 
 
 def fan_out(
@@ -106,9 +106,9 @@ def fan_out(
     if groups > 1:
         why = f"{workers_text} for {partials} partials"
     elif pieces < (workers or 1):
-        why = f"too little to be divided for {workers_text}"
+        why = f"too few bytes to divide among {workers_text}"
     else:
-        why = "on one worker" if 1 in (pieces, workers) else f"side by side on {workers_text}"
+        why = "on one worker" if 1 in (pieces, workers) else f"in parallel on {workers_text}"
     return predicted(groups)
 
 

@@ -98,7 +98,12 @@ def test_explain_shows_the_memory_of_devices():
     options = {"require_platform": "gpu", "shard_size": 8}
     explanation = bj.explain(total, *args(), runner="DataflowRunner", options=options)
     text = str(explanation).split("\nmemory of a device, cuda, about\n")[1]
-    for word in ("for map_clients_0", "broadcasts 16.0 KiB", "a device", "counted from their equa"):
+    for word in (
+        "during map_clients_0",
+        "broadcasts 16.0 KiB",
+        "a device",
+        "counted from their equa",
+    ):
         assert word in text
     (device,) = explanation.to_json()["memory"]["devices"]
     assert device["platform"] == "cuda"

@@ -79,7 +79,7 @@ def test_bytes_of_a_plain_sum():
     for row in (r"read by all passes +420 B", r"broadcast +12 B", r"gathered +0 B"):
         assert re.search(row, totals)
     device = section(explanation, "memory of a device, cuda, about")
-    assert re.search(r"in any case +12 B +broadcasts 12 B\n", device)
+    assert re.search(r"during all steps +12 B +broadcasts 12 B\n", device)
     assert re.search(r"shard, twice 960 B, .* results of the previous shard 20 B\n", device)
 
 
@@ -263,11 +263,11 @@ def test_loops_and_branches():
     ]  # fmt: skip
     one, three = first.handed[0], first.handed[1]
     arrow = f"    carries    {one.outside} -> {one.inside.name} -> {one.afterwards}"
-    assert re.search(re.escape(arrow) + " .* 60 B a member, 420 B in all", text)
+    assert re.search(re.escape(arrow) + " .* 60 B a member, 420 B in total", text)
     branch = first.blocks[0].steps[-1]
     assert [len(block.steps) for block in branch.blocks] == [0, 2]
     assert "\n      branch_0: Branch, one of 2 blocks\n" in text
-    assert f"\n        block 0, gives {three.inside.name}\n        block 1, gives " in text
+    assert f"\n        block 0, returns {three.inside.name}\n        block 1, returns " in text
     assert [(block.title, [step.kind for step in block.steps]) for block in last.blocks] == [
         ("condition", ["Server"]), ("each round", ["Map", "Server"]),
     ]  # fmt: skip
@@ -354,7 +354,7 @@ def test_merging_takes_memory_of_each_bundle_and_of_the_pieces():
     def merged(threads):
         beam = {"direct_running_mode": "multi_threading", "direct_num_workers": threads}
         found = explain(total, W, X, options={"shard_size": 8, **beam}).facts.memory
-        return found.steps["map_clients_0"]["sums that are merged"]
+        return found.steps["map_clients_0"]["accumulators being merged"]
 
     one, two = merged(1), merged(2)
     assert two > one > 9 / 10 * 4 * 2 * (two - one)  # half a sum a bundle, and four whole ones

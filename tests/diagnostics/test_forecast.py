@@ -232,13 +232,13 @@ def test_explain_gives_the_seconds_of_a_runner():
     assert found.predicted_seconds > here.predicted_seconds > 0
     assert predicted.local == pytest.approx(here.predicted_seconds)
     assert json.loads(json.dumps(found.to_json()))["predicted"]["seconds"] == predicted.seconds
-    for text in ("all on DirectRunner", "all on local", "this machine"):
+    for text in ("total on DirectRunner", "total on local", "rates of this machine"):
         assert text in str(found)
-    assert "all on local" in str(here)
+    assert "total on local" in str(here)
     unknown = bj.explain(mean, bj.from_chunks(lambda: [X]))
     assert unknown.predicted_seconds is None
     assert unknown.facts.placements[0].members is None
-    assert "nothing, as the number of members is unknown" in str(unknown)
+    assert "the number of members is unknown" in str(unknown)
     with pytest.raises(bj.OptionsError, match="predicted_seconds: found an explanation of stage"):
         _ = bj.explain(mean, X, stage="flat").predicted_seconds
 

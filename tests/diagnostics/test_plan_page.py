@@ -66,14 +66,14 @@ def test_loops_and_branches_are_boxes_in_boxes():
     (loop,) = [step for step in facts.steps if step.name == "loop_0"]
     rate = loop.handed[2].inside.name
     assert words_of(round_["nodes"][0]) == [
-        "each round", "carried: 2 values, 432 B", f"an entry of: {rate}, 4 B",
+        "each round", "carried: 2 values, 432 B", f"one entry of: {rate}, 4 B",
     ]  # fmt: skip
     assert words_of(round_["nodes"][-1]) == ["carries 2 values, 432 B", "stacks 2 values, 32 B"]
     (branch,) = [node for node in round_["nodes"] if node["kind"] == "branch"]
     assert [inner["title"] for inner in branch["blocks"]] == ["block 0", "block 1"]
     condition, each = boxes["loop_1"]["blocks"]
     assert (condition["title"], each["title"]) == ("condition", "each round")
-    assert words_of(condition["nodes"][-1]) == ["goes on?"]
+    assert words_of(condition["nodes"][-1]) == ["another round?"]
     ends = {(edge["source"], edge["target"]) for edge in round_["edges"]}
     assert ("in", branch["key"]) in ends
     assert (branch["key"], "out") in ends

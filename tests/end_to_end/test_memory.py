@@ -167,15 +167,19 @@ def test_each_part_is_a_little_more_than_what_it_holds():
         assert base > 200 * MIB
         assert found["kept"].keys() == kept.keys()
         shards = {"members of a shard": 2 * shard, "placed results": 2 * shard + files}
-        last = {"members of a shard": 4 * shard, "computing": 24 * square, "sums": 25 * square / 4}
+        last = {
+            "members of a shard": 4 * shard,
+            "computing": 24 * square,
+            "accumulators": 25 * square / 4,
+        }
         held = {
             "map_clients_0": {part: threads * size for part, size in shards.items()},
             "map_clients_1": {part: threads * size for part, size in shards.items()},
             "map_clients_2": {part: threads * size for part, size in last.items()},
             "gather_0": {"gathered members": 2 * members},
             "scatter_0": {"scattered members": members},
-            "server_0": {"values of the server": 4 * members, "computing": members},
-            "server_1": {"values of the server": 6 * square, "computing": square},
+            "server_0": {"inputs and outputs": 4 * members, "computing": members},
+            "server_1": {"inputs and outputs": 6 * square, "computing": square},
         }
         faults += [
             (runner, options, step, part, sizes[part], size)
@@ -190,7 +194,7 @@ def test_each_part_is_a_little_more_than_what_it_holds():
         assert found["launcher_bytes"] == found["worker_bytes"] or not found["shared"]
         assert found["shared"] == (options is not PROCESSES)
     # The launcher holds what both workers summed up, and what it merges.
-    assert found["launcher"]["sums of workers"] >= 4 * 25 * square / 4
+    assert found["launcher"]["accumulators from workers"] >= 4 * 25 * square / 4
     assert faults == []
 
 
@@ -297,7 +301,7 @@ def test_a_refusal_names_the_step_its_parts_and_the_largest_shard_size_that_fits
     assert "step 'map_clients_0' (" in text
     assert f"{os.path.basename(__file__)}:" in text
     parts = text.split(": ")[2].split(". To change")[0]
-    assert parts.index("computing") < parts.index("Python and JAX") < parts.index("sums")
+    assert parts.index("computing") < parts.index("Python and JAX") < parts.index("accumulators")
     size = int(text.split("set shard_size=")[1].split(" ")[0])
     assert size % 8 == 0
     options = {"memory": "300MiB", "local_threads": 1}
@@ -360,7 +364,12 @@ def test_explain_shows_memory():
     args = np.zeros((16, 4), np.float32), Unread(1000)
     explanation = bj.explain(two_passes, *args, options={"local_threads": 3})
     text = str(explanation).split("\nmemory at most, DirectRunner, 3 threads of the launching ")[1]
-    for word in ("in any case", "for map_clients_0", "a worker process", "the same process"):
+    for word in (
+        "during all steps",
+        "during map_clients_0",
+        "a worker process",
+        "the same process",
+    ):
         assert word in text
     assert "memory up to" in explanation.to_mermaid()
 

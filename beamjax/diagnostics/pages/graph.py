@@ -1,8 +1,8 @@
 """The graph of a plan as JSON values: boxes and the lines between them, which `page.js` draws.
 
 Loops and branches are boxes that contain an area for each of their blocks. A line that enters or
-leaves a block ends at its border: the box "in" stands for all that the block reads, and the box
-"out" for what it gives.
+leaves a block ends at its border: the box "in" stands for all values that the block reads,
+and the box "out" for those that it returns.
 """
 
 from __future__ import annotations
@@ -225,19 +225,19 @@ def place_of(line: str) -> str:
 def _handed_words(step: StepFact, block: BlockFact) -> tuple[list[str], list[str]]:
     """Returns the texts of the boxes "in" and "out" of a block."""
     if step.kind == "Branch":
-        return [block.title], [f"gives {_sized(block.outputs)}"]
+        return [block.title], [f"returns {_sized(block.outputs)}"]
     by: dict[str, list[ValueFact]] = {"carries": [], "slices": [], "stacks": []}
     for fact in step.handed:
         by[fact.how].append(fact.inside)
-    read = {"carried:": by["carries"], "an entry of:": by["slices"]}
+    read = {"carried:": by["carries"], "one entry of:": by["slices"]}
     given = {"carries": by["carries"], "stacks": by["stacks"]}
     above, below = (
         [f"{how} {_sized(values)}" for how, values in each.items() if values]
         for each in (read, given)
     )
     if block.title == "condition":
-        below = ["goes on?"]
-    return [block.title, *above], below or ["gives nothing"]
+        below = ["another round?"]
+    return [block.title, *above], below or ["returns nothing"]
 
 
 def _sized(values: Sequence[ValueFact]) -> str:
