@@ -244,16 +244,17 @@ def _members(
     plan: Plan, step: Map, failure: Failure | None, member: int | None, shard: int | None
 ) -> Iterable[int]:
     """The members to call the body for."""
-    n, size = plan.sizes[step.placement], plan.shard_sizes[step.placement]
+    n, shards = plan.sizes[step.placement], plan.shards(step.placement)
     if member is not None:
         if not 0 <= member < n:
             raise OptionsError(f"member: found {member}, expected one from 0 to {n - 1}")
         return [member]
     if shard is not None:
-        if not 0 <= shard < plan.shards(step.placement):
-            last = plan.shards(step.placement) - 1
+        if not 0 <= shard < len(shards):
+            last = len(shards) - 1
             raise OptionsError(f"shard: found {shard}, expected one from 0 to {last}")
-        return range(shard * size, min(n, (shard + 1) * size))
+        (found,) = shards.between(shard, shard + 1)
+        return range(found.start, found.start + found.count)
     if failure is None or failure.members is None or failure.step != step.name:
         raise OptionsError(
             f"replay: no shard of {step.name!r} failed, expected member=... or shard=..."

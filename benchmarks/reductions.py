@@ -23,8 +23,7 @@ from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
-from beamjax.plan.shard import Shard
-from beamjax.plan.shard import shards as shards_of
+from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.ordered_pool import usual_threads
 from beamjax.runtime.shard_executor import ShardExecutor
@@ -132,7 +131,7 @@ def bodies_alone(
     def compute(shard: Shard) -> None:
         execute(shard, [np.arange(shard.start, shard.start + shard.count, dtype=np.int32)])
 
-    every = list(shards_of(members, 8))
+    every = list(Shards(members, 8))
     compute(every[0])
     with ThreadPoolExecutor(usual_threads()) as pool:
         start = time.perf_counter()

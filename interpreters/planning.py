@@ -18,6 +18,7 @@ from beamjax.interpreters.cutting.remat import Decisions
 from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering import lower as _lower
 from beamjax.interpreters.lowering.dropped_members import guard_of
+from beamjax.interpreters.lowering.shard_size import why_not_cut
 from beamjax.interpreters.placement import propagate as _place
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.staging import flatten as _flatten
@@ -71,17 +72,19 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         for a in call.arguments
     )
     buckets = tuple(buckets_of(call.arguments).values())
+    files = tuple(a.file_rows for a in call.arguments) if options.cuts_at_files else ()
     full_key = (
-        call.structure, types, buckets, options.planning, tuple(settings().values()), unroll
+        call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
     pending_key = (*full_key, PENDING)
     found = _plans.get(call.fn, full_key)
     if found is None and any(map(_is_abstract, call.arguments)):
         found = _plans.get(call.fn, pending_key)
     if found is not None:
-        return found
+        return _with_file_starts(found, call.arguments)
     planned = make_plan(call, options, unroll)
     special = "members have unequal lengths" if buckets else ""
+    special = special or ("shards are cut at files" if planned.plan.file_starts else "")
     planned = _chosen(planned, call.arguments, options, special)
     if buckets:
         planned = _with_buckets(planned, call, options, unroll)
@@ -89,7 +92,21 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         planned = _with_padding_checks(planned, call, options, unroll)
     is_pending = planned.plan.choices.origin == PENDING
     _plans.put(call.fn, pending_key if is_pending else full_key, planned)
-    return planned
+    return _with_file_starts(planned, call.arguments)
+
+
+def _with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
+    """The same for these arguments, whose files may have other numbers of members."""
+    plan = planned.plan
+    if not plan.file_starts:
+        return planned
+    starts: dict[str, set[int]] = {placement: set() for placement in plan.file_starts}
+    for argument, spec in zip(arguments, plan.inputs, strict=False):
+        placement = plan.values[spec.placed].placement if spec.placed is not None else None
+        if placement in starts and argument.is_source:
+            starts[placement].update(argument.value.file_starts)
+    found = {placement: tuple(sorted(each)) for placement, each in starts.items()}
+    return replace(planned, plan=replace(plan, file_starts=found))
 
 
 def _chosen(
@@ -123,7 +140,8 @@ def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bo
         return make_plan(other, options, unroll, sizes, vectorizations).plan
 
     plan, reason = with_buckets(planned.plan, call.arguments, make)
-    return replace(planned, plan=plan, notes=bucket_notes(plan, call.arguments, reason))
+    notes = bucket_notes(plan, call.arguments, reason)
+    return replace(planned, plan=plan, notes=(*planned.notes, *notes))
 
 
 def _with_padding_checks(
@@ -168,7 +186,12 @@ def make_plan(
     plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, rematerialized=tuple(decisions.made))
     plan = replace(plan, choices=choices)
-    return Planned(staged, flat, placed, stages, plan)
+    notes = [
+        f"The shards of {placement} are not cut at files, because {why}."
+        for placement in placed.file_rows
+        if (why := why_not_cut(placement, stages, options))
+    ]
+    return Planned(staged, flat, placed, stages, plan, tuple(notes))
 
 
 def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:
@@ -189,7 +212,14 @@ def placed_program(
         if argument.comes_by_shards
     }
     guarded = guard_of(options) is not None
-    return _place.place(flat, known, staged.placements, guarded, options.shard_size)
+    program = _place.place(flat, known, staged.placements, guarded, options.shard_size)
+    if options.cuts_at_files and not any(map(_is_abstract, arguments)):
+        for var, argument in zip(flat.arguments, arguments, strict=True):
+            along, rows = program.place(var), argument.file_rows
+            if along is not None and rows:
+                known_rows = program.file_rows.get(along.placement, rows)
+                program.file_rows[along.placement] = min(rows, known_rows)
+    return program
 
 
 MAX_PLANS = 64

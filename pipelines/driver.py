@@ -192,7 +192,7 @@ class Driver(ControlFlow[Value]):
 
     def _server_here(self, step: Server) -> None:
         known = {name: self._served(name).array() for name in step.inputs}
-        meter = Meter(step.name, 1, self.monitor)
+        meter = Meter(step.name, self.monitor)
         found = self._bounded(step, known)
         meter.lap("compute")
         meter.apart()
@@ -291,10 +291,9 @@ class Driver(ControlFlow[Value]):
 
     def _gather(self, step: Gather) -> None:
         placement = self.plan.values[step.operand].placement or ""
-        n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
-        assert n is not None
+        shards = self.plan.shards(placement)
         program = self._program(
-            step, lambda plain: PartsOfSource(self.store, self._nothing, plain, n, size)
+            step, lambda plain: PartsOfSource(self.store, self._nothing, plain, shards)
         )
         sources = self._sources([step.operand])
         outputs = self._there(program, step, self._ranges(placement), None, sources)
@@ -303,7 +302,7 @@ class Driver(ControlFlow[Value]):
 
     def _ranges(self, placement: str) -> list[tuple[int, int]]:
         """Ranges of shards, as a pass in a pipeline starts from them."""
-        count = self.plan.shards(placement)
+        count = len(self.plan.shards(placement))
         return list(Ranges(count, -(-count // build.MAX_RANGES)).process(None))
 
     def _assemble(

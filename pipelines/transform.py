@@ -175,7 +175,7 @@ class PlanTransform(beam.PTransform):
         expected = (
             members.pipeline
             | "Impulse" >> beam.Impulse()
-            | "All shards" >> beam.ParDo(Expected(self.plan.shards(placement)))
+            | "All shards" >> beam.ParDo(Expected(len(self.plan.shards(placement))))
         )
         bound.blocks[placement] = (
             (keyed, expected)

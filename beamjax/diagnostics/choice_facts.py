@@ -34,9 +34,9 @@ def choice_facts(
     for placement in sizes:
         fixed = options.shard_size is not None and options.plan is None
         why = "the option shard_size" if fixed else plan.choices.why
-        yield ChoiceFact(
-            f"shards of {placement}", f"{plan.shard_sizes[placement]} members", why, "shard_size"
-        )
+        cut = ", cut at files" if placement in plan.file_starts else ""
+        chosen = f"{plan.shard_sizes[placement]} members{cut}"
+        yield ChoiceFact(f"shards of {placement}", chosen, why, "shard_size")
     for name, step in passes.items():
         at_once = step.vectorization.kind == "vmap"
         why = step.loop_reason or ("all members of a shard at once" if at_once else "")

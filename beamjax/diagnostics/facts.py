@@ -116,12 +116,12 @@ def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None)
     if why := uncached_reason(plan, step):
         return f"not cached: {why}"
     n = plan.sizes[step.placement]
-    most = "" if n is None else f", {plan.shards(step.placement)} at most"
+    most = "" if n is None else f", {len(plan.shards(step.placement))} at most"
     if inputs is None:
         return f"looked up in the cache{most}"
     known = count_cached(inputs, step, options)
     if isinstance(known, int):
-        return f"looked up in the cache, which has {known} of {plan.shards(step.placement)}"
+        return f"looked up in the cache, which has {known} of {len(plan.shards(step.placement))}"
     return f"looked up in the cache{most}; how many it has is not known before the run, as {known}"
 
 
@@ -150,7 +150,7 @@ def plan_facts(
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
     platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
     placements = tuple(
-        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name) if n else None)
+        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name).count)
         for name, n in plan.sizes.items()
     )
     return PlanFacts(
@@ -218,7 +218,7 @@ def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
 def _pass_facts(plan: Plan, step: Map, merging: _Merging) -> dict[str, Any]:
     """Returns the facts of a step that only a pass has."""
     reductions = tuple(_reduction_facts(plan, step, merging.mode))
-    shards = plan.shards(step.placement) if plan.sizes[step.placement] else None
+    shards = plan.shards(step.placement).count
     merge = fan_out(step, shards, merging.workers, merging.mode, merging.groups)
     ways = []
     if step.loop_reason:

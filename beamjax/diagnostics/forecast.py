@@ -149,7 +149,7 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepSeconds:
     known = by.known
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
-    shards = -(-n // size)
+    shards = plan.shards(step.placement).count or 0
     read = n * sum(plan.values[name].nbytes for name in step.operands) / known.read
     partial = sum(buffer.size * 8 for buffer in step.buffers)
     merge = shards * partial / known.merge
@@ -204,8 +204,7 @@ def _pipelines(
                     row = False
                     total += np.max([counted(block.steps) for block in blocks], axis=0)
                 case Map():
-                    size = plan.shard_sizes[step.placement]
-                    shards = -(-(plan.sizes[step.placement] or 0) // size)
+                    shards = plan.shards(step.placement).count or 0
                     nbytes = sum(map(plan.nbytes, step.broadcasts)) * (not in_memory)
                     if step.partial_bytes <= LOCAL_BYTES or not in_memory:
                         nbytes += shards * step.partial_bytes

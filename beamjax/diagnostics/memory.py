@@ -193,7 +193,7 @@ class _Estimation:
             files = FILES_BYTES if self.workers.beam else 0
             yield "placed results", SLACK * ((ahead + 1) * results + files)
         yield "accumulators", SLACK * accumulators_bytes(step, self.options.reduction)
-        shards = 1 << 20 if plan.sizes[step.placement] is None else plan.shards(step.placement)
+        shards = plan.shards(step.placement).count or 1 << 20
         leaves = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
         yield (
             "partials of associative reductions",

@@ -64,7 +64,8 @@ class Difference:
             shard = f", value {self.value}" if self.value else ""
             if self.members is not None:
                 first, end = self.members
-                shard += f", shard {self.shard} (members {first} to {end - 1})"
+                number = "a shard" if self.shard is None else f"shard {self.shard}"
+                shard += f", {number} (members {first} to {end - 1})"
             lines.append(f"  first in the step {self.step}{shard}")
         return "\n".join([*lines, *(f"  because of {reason}" for reason in self.reasons)])
 
@@ -139,9 +140,11 @@ def _with_shard(found: Difference, a: Report, b: Report) -> Difference:
         return found
     step = differing[0].step
     first = min((e for e in differing if e.step == step), key=lambda event: event.start)
-    size = max(event.members for event in a.events if event.step == step)
+    before = {e.start: e.members for e in a.events if e.step == step and e.start < first.start}
+    # Not all events may be recorded.
+    shard = len(before) if sum(before.values()) == first.start else None
     members = first.start, first.start + first.members
-    return replace(found, step=step, shard=first.start // size, members=members)
+    return replace(found, step=step, shard=shard, members=members)
 
 
 def _shard_of(event: ShardEvent) -> tuple[str, int, int]:

@@ -103,6 +103,9 @@ class Options:
       cache: a folder, by path or URL, for the partials of shards, so that later runs compute only
         the shards whose members, bodies or server values have changed, with the same bits. It holds
         the 10 GiB that were used last. No other user may write there. None stores nothing.
+      cut_at_files: whether shards end where a file of a source ends, so that an inserted file moves
+        no members of other files into other shards. The bits of float sums depend on it. None is
+        True with a `cache`, and False without.
       shard_timeout: seconds that reading or computing a shard may take; after that, the run fails
         with a `WorkerError`. Compiling does not count. None sets no limit.
       checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
@@ -160,6 +163,7 @@ class Options:
     strict: bool = _option(False, rules.boolean)
     compile_cache: str | None = _option(None, rules.path("folder"))
     cache: str | None = _option(None, rules.path("folder"))
+    cut_at_files: bool | None = _option(None, rules.boolean)
     shard_timeout: float | None = _option(None, rules.seconds)
     checkpoint: str | None = _option(None, rules.path("folder"))
     checkpoint_every: int = _option(1, rules.at_least_1)
@@ -187,6 +191,11 @@ class Options:
     def keeps_files(self) -> bool:
         """Whether files of a run are read by users or later runs, not only by its workers."""
         return bool(self.checkpoint or self.keep_folder)
+
+    @property
+    def cuts_at_files(self) -> bool:
+        """The option `cut_at_files`, or its default."""
+        return self.cache is not None if self.cut_at_files is None else self.cut_at_files
 
     @property
     def planning(self) -> tuple[Any, ...]:

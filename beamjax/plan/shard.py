@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from beamjax.errors import BeamjaxError, Failure, WorkerError
-from beamjax.plan.steps import Map
+
+if TYPE_CHECKING:
+    from beamjax.plan.steps import Map
 
 
 @dataclass(frozen=True)
@@ -19,15 +24,62 @@ class Shard:
     count: int
 
 
-def shards(n: int, size: int, first: int = 0, last: int | None = None) -> Iterator[Shard]:
-    """Shards [first, last) of n members in shards of `size`; the last one of all may be short.
+@dataclass(frozen=True)
+class Shards:
+    """All shards of a placement.
 
-    Bodies with a table of shards (`interpreters.rules.by_shard`) need each to begin at a multiple
-    of `size`.
+    Each has `size` members, except for the last one and those before a cut, which may be short.
+
+    Attributes:
+      n: the number of members; None if it is unknown. Then shards can't be counted or listed.
+      size: the most members per shard.
+      cuts: indices of members at which a shard begins in any case: ascending, from 1 to n - 1.
     """
-    for index in range(first, -(-n // size) if last is None else last):
-        start = index * size
-        yield Shard(index, start, min(size, n - start))
+
+    n: int | None
+    size: int
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int | None:
+        """The number of shards; None if it is unknown."""
+        return None if self.n is None else len(self)
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __iter__(self) -> Iterator[Shard]:
+        return self.between(0, len(self))
+
+    def between(self, first: int, last: int) -> Iterator[Shard]:
+        """Shards [first, last)."""
+        part = max(bisect.bisect_right(self._firsts, first) - 1, 0)
+        for index in range(first, last):
+            if index == self._firsts[part + 1]:
+                part += 1
+            start = self._starts[part] + (index - self._firsts[part]) * self.size
+            yield Shard(index, start, min(self.size, self._starts[part + 1] - start))
+
+    def index_at(self, start: int) -> int:
+        """The number of the shard that has the member with index `start`."""
+        if not self.cuts:
+            return start // self.size
+        part = bisect.bisect_right(self._starts, start) - 1
+        return self._firsts[part] + (start - self._starts[part]) // self.size
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """First member of each part between two cuts, then n."""
+        assert self.n is not None
+        return [0, *self.cuts, self.n]
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        """First shard of each part between two cuts, then the number of shards."""
+        counts = (
+            -(-(stop - start) // self.size) for start, stop in itertools.pairwise(self._starts)
+        )
+        return list(itertools.accumulate(counts, initial=0))
 
 
 class shard_errors:

@@ -19,6 +19,7 @@ import numpy as np
 from beamjax.options.choices import Choices, Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.dropping import Guard
+from beamjax.plan.shard import Shards
 
 VMAP = Vectorization()
 
@@ -460,6 +461,8 @@ class Plan:
       sizes: number of members of each placement, or None if it is unknown before the plan runs. In
         that case steps read it from the int32 server value `size_name(placement)`.
       shard_sizes: members per shard of each placement, a multiple of 8.
+      file_starts: for placements of which no shard has members of two files, the index of the
+        first member of each file but the first.
       values: type of each named value.
       bodies: executables by content hash.
       x64: whether 64-bit types were enabled when the program was staged.
@@ -478,14 +481,16 @@ class Plan:
     bodies: Mapping[str, Body]
     x64: bool
     jax_version: str
+    file_starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     constants: tuple[Any, ...] = field(default=(), repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
     choices: Choices = field(default_factory=Choices, compare=False, repr=False)
 
-    def shards(self, placement: str) -> int:
-        """Number of shards of a placement."""
-        return -(-self.sizes[placement] // self.shard_sizes[placement])
+    def shards(self, placement: str) -> Shards:
+        """The shards of a placement."""
+        cuts = self.file_starts.get(placement, ())
+        return Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
 
     def passes(self) -> int:
         """Number of passes over placed data; a pass in a loop counts once."""

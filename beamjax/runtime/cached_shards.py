@@ -14,7 +14,7 @@ from beamjax._text import human_bytes
 from beamjax.bodies.counts import counts
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.options import Options
-from beamjax.plan.shard import Shard, shards
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan
 from beamjax.runtime.failing_members import Computed, partials_of
 from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint, digest
@@ -197,7 +197,8 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     served = {spec.server: i for i, spec in enumerate(plan.inputs) if spec.server is not None}
     if n is None:
         return "the number of members is not known before"
-    if plan.shards(step.placement) > MOST_COUNTED:
+    shards = plan.shards(step.placement)
+    if len(shards) > MOST_COUNTED:
         return f"explain looks for {MOST_COUNTED} shards at most"
     if not (served.keys() >= set(step.broadcasts) and reader.where.keys() >= set(step.operands)):
         return "it reads results of other steps"
@@ -213,8 +214,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     with with_lapack_threads():  # as in a run: the number of threads is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
-    every = shards(n, plan.shard_sizes[step.placement])
-    return sum(cached.is_known(shard, reader) for shard in every)
+    return sum(cached.is_known(shard, reader) for shard in shards)
 
 
 def cached_shards(

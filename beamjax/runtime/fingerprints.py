@@ -46,9 +46,11 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
     steps = _plain((plan.steps, plan.outputs, inputs), bodies)
     sizes = {f"the size of placement {name!r}": str(n) for name, n in plan.sizes.items()}
     shards = {f"the shard size of {name!r}": str(n) for name, n in plan.shard_sizes.items()}
+    files = {f"the files of {name!r}": digest(at) for name, at in plan.file_starts.items()}
     return {
         **sizes,
         **shards,
+        **files,
         "the option reduction": options.reduction,
         "jax_enable_x64": str(plan.x64),
         "the version of JAX": plan.jax_version,

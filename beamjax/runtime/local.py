@@ -20,7 +20,7 @@ from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.liveness import live_before, made, used
 from beamjax.plan.one_pass import open_placements, split
-from beamjax.plan.shard import Shard, shard_errors, shards
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import (
     Gather,
     Map,
@@ -270,7 +270,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def server(self, step: Server) -> None:
         self.computes()
-        meter = Meter(step.name, 1, self.monitor)
+        meter = Meter(step.name, self.monitor)
         with self.at_work("computing", step):
             self.values.update(run_server(self.plan, step, self.values, self.device))
         meter.lap("compute")
@@ -294,11 +294,11 @@ class _Evaluation(ControlFlow[np.ndarray]):
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
-            meter.shard(shard.start, shard.count, done.found.checksum())
+            meter.shard(shard, done.found.checksum())
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:  # `_put` may have made the array larger than needed
             self.values[name] = self.values[name][: self.plan.sizes[step.placement]]
-        meter = Meter(step.name, execute.size, self.monitor)
+        meter = Meter(step.name, self.monitor)
         with self.at_work("merging", step):
             self.values.update(sums.results(self.plan))
         meter.lap("merge")
@@ -306,7 +306,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def executor(self, step: Map) -> ShardExecutor:
         """The executor of a pass; server values that are on the device are not copied again."""
-        meter = Meter(step.name, 1, self.monitor)
+        meter = Meter(step.name, self.monitor)
         known: dict[str, np.ndarray | jax.Array] = dict(self.values)
         for name, (array, copy) in self.on_device.items():
             if known.get(name) is array:
@@ -339,7 +339,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
         reads = self.read(step, execute) if n is not None else self.read_streams(step)
         jobs = (functools.partial(compute, *read) for read in reads)
-        shards = None if n is None else self.plan.shards(step.placement)
+        shards = self.plan.shards(step.placement).count
         threads = 1 if execute.calls_back else self.threads
         return computed(jobs, shards, threads, step.body, self.table.check)
 
@@ -351,17 +351,17 @@ class _Evaluation(ControlFlow[np.ndarray]):
             self.monitor.drop(letters.dropped, self.plan.sizes)
             raise
 
-    def meters(self, step: Map, size: int) -> Callable[[], Meter]:
+    def meters(self, step: Map) -> Callable[[], Meter]:
         """A factory of meters for the shards of a pass."""
         sends = step.partial_bytes, step.saved
-        return functools.partial(Meter, step.name, size, self.monitor, sends)
+        return functools.partial(Meter, step.name, self.monitor, sends)
 
     def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
         """Reads the shards of a pass."""
         read = [name for name in step.operands if name not in self.values]
-        n, size = self.plan.sizes[step.placement], self.plan.shard_sizes[step.placement]
-        new_meter = self.meters(step, size)
-        for shard in shards(n, size):
+        shards = self.plan.shards(step.placement)
+        new_meter = self.meters(step)
+        for shard in shards:
             stop = shard.start + shard.count
             meter = new_meter()
             with self.at_work("reading", step, shard), shard_errors(step, shard):
@@ -383,11 +383,11 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def read_streams(self, step: Map) -> Iterator[Read]:
         """Reads the shards of a pass whose members are counted while they are read."""
-        size = self.plan.shard_sizes[step.placement]
-        new_meter = self.meters(step, size)
+        shards = self.plan.shards(step.placement)
+        new_meter = self.meters(step)
         meter = new_meter()
-        for block in self.streamed(size):
-            shard = Shard(block.start // size, block.start, block.count)
+        for block in self.streamed(shards.size):
+            shard = Shard(shards.index_at(block.start), block.start, block.count)
             meter.lap("read", sum(array.nbytes for array in block.values.values()))
             yield shard, [block.values[name] for name in step.operands], {}, meter
             meter = new_meter()

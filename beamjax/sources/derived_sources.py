@@ -71,12 +71,13 @@ class TakenSource(DerivedSource, kind="taken"):
 
     def rows_of(self, start: int, stop: int) -> np.ndarray | None:
         (numbers,) = self._numbers.read(start, stop)
-        found = [self._source.rows_of(int(run[0]), int(run[-1]) + 1) for run in self._runs(numbers)]
-        known = [rows for rows in found if rows is not None]
-        if len(known) < len(found) or not found:
-            return None
-        runs = self._runs(numbers)
-        return np.concatenate([x[run - run[0]] for x, run in zip(known, runs, strict=True)])
+        found = []
+        for run in self._runs(numbers):
+            rows = self._source.rows_of(int(run[0]), int(run[-1]) + 1)
+            if rows is None:
+                return None
+            found.append(rows[run - run[0]])
+        return np.concatenate(found)
 
     @property
     def inner(self) -> tuple[Source, ...]:
@@ -326,6 +327,10 @@ class ZippedSource(PlainSource, kind="zipped"):
 
     def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
         return ZippedSource(tuple(inner), self._treedef)
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        return tuple(sorted({start for source in self._sources for start in source.file_starts}))
 
     def __len__(self) -> int:
         return len(self._sources[0])

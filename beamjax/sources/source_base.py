@@ -16,7 +16,7 @@ import os
 import threading
 import typing
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -152,6 +152,14 @@ class Source(abc.ABC):
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
         """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""
         return self.read(start, stop)
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        """The index of the first member of each file but the first.
+
+        There are none if the source does not read several files in sequence.
+        """
+        return ()
 
     @property
     def inner(self) -> tuple[Source, ...]:
@@ -295,6 +303,11 @@ class Source(abc.ABC):
                 f"{self!r}: members {start} to {stop} were asked for, expected a range within 0 "
                 f"to {len(self)}."
             )
+
+
+def starts_of(ends: Iterable[int], n: int) -> tuple[int, ...]:
+    """The `Source.file_starts` of n members in files, from where their files end."""
+    return tuple(end for end in sorted(set(ends)) if 0 < end < n)
 
 
 class StreamSource(Source):

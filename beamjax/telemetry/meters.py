@@ -17,6 +17,7 @@ from beamjax.bodies.compile_time import compile_clock
 from beamjax.bodies.counts import counts
 from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
+from beamjax.plan.shard import Shard
 from beamjax.sources.padding import padding_bytes
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
@@ -72,9 +73,7 @@ class Listener:
     def add(
         self,
         step: str,
-        size: int,
-        start: int,
-        count: int,
+        shard: Shard,
         spent: Tally,
         checksum: int = NOT_CHECKED,
     ) -> None:
@@ -82,17 +81,16 @@ class Listener:
 
         Args:
           step: the name of the step.
-          size: the number of members in a full shard.
-          start: the first member.
-          count: the number of members.
+          shard: the shard.
           spent: what it took.
           checksum: of what came out; see `ShardEvent`.
         """
         seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
         now = round(time.time(), 6)
+        event = ShardEvent(self.worker, step, shard.start, shard.count, now, seconds, checksum)
         with self._lock:
             self._count(step, spent)
-            self.events.add(ShardEvent(self.worker, step, start, count, now, seconds, checksum))
+            self.events.add(event)
             self.step = step
 
     def spend(self, step: str, spent: Tally) -> None:
@@ -120,7 +118,6 @@ class Meter:
 
     Args:
       step: the name of the step.
-      size: the number of members in a full shard.
       listener: receives the shards as well.
       sends: bytes of the partials of a shard, and bytes that compression saved of them.
     """
@@ -128,13 +125,11 @@ class Meter:
     def __init__(
         self,
         step: str,
-        size: int,
         listener: Listener | None = None,
         sends: tuple[int, int] = (0, 0),
     ):
         self.step = step
         self.sends = {"bytes_reduced": sends[0], "bytes_saved": sends[1]}
-        self.size = size
         self.listener = listener
         self.total = _NONE
         self.start()
@@ -177,16 +172,16 @@ class Meter:
         """Seconds of compilation in all laps since the start."""
         return float(self._laps["compile"])
 
-    def shard(self, start: int, count: int, checksum: int = NOT_CHECKED) -> None:
-        """Adds the shard that starts at a member; `checksum` is that of what came out.
+    def shard(self, shard: Shard, checksum: int = NOT_CHECKED) -> None:
+        """Adds a shard; `checksum` is that of what came out.
 
         Raises:
           JobCancelledError: the job was cancelled.
         """
-        spent = Tally(count, 1, **self._laps, **self.sends)
+        spent = Tally(shard.count, 1, **self._laps, **self.sends)
         self.total = spent if self.total is _NONE else self.total + spent
         if self.listener is not None:
-            self.listener.add(self.step, self.size, start, count, spent, checksum)
+            self.listener.add(self.step, shard, spent, checksum)
             self.listener.tick()
 
     def apart(self) -> None:
@@ -231,29 +226,24 @@ class Recorder(Listener):
         self._folder = JobFolder(reports.folder)
         self._pipeline = reports.pipeline
         self._writing = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        self._ranges: dict[str, list[Range]] = {}
+        # For each step, ranges of members and of shards.
+        self._ranges: dict[str, tuple[list[Range], list[Range]]] = {}
         self._every = EVERY * self._folder.slowness
         self._written = time.monotonic()
 
     def add(
         self,
         step: str,
-        size: int,
-        start: int,
-        count: int,
+        shard: Shard,
         spent: Tally,
         checksum: int = NOT_CHECKED,
     ) -> None:
         """Adds a shard that is done now; see `Listener.add`."""
-        super().add(step, size, start, count, spent, checksum)
+        super().add(step, shard, spent, checksum)
         with self._lock:
-            self._sizes[step] = size
-            ranges = self._ranges.setdefault(step, [])
-            if ranges and ranges[-1][1:] == (start, 1):
-                ranges[-1] = ranges[-1][0], start + count, 1
-            else:
-                ranges.append((start, start + count, 1))
+            members, shards = self._ranges.setdefault(step, ([], []))
+            _extend(members, shard.start, shard.start + shard.count)
+            _extend(shards, shard.index, shard.index + 1)
 
     def tick(self) -> None:
         """Writes a record if the last one is older than `EVERY`.
@@ -280,10 +270,18 @@ class Recorder(Listener):
             counts = {}
             for step, spent in self.spent.items():
                 # Shards that were done in another order, and again, are joined here.
-                self._ranges[step] = merged(self._ranges.get(step, []))
-                size, ranges = self._sizes.get(step, 1), tuple(self._ranges[step])
-                counts[step] = StepCount(size, ranges, spent)
+                members, shards = map(merged, self._ranges.get(step, ([], [])))
+                self._ranges[step] = members, shards
+                counts[step] = StepCount(tuple(members), tuple(shards), spent)
             return WorkerRecord(self.worker, time.time(), self.step, counts, self.events.times)
+
+
+def _extend(ranges: list[Range], start: int, stop: int) -> None:
+    """Adds a range that often begins where the last one ends."""
+    if ranges and ranges[-1][1:] == (start, 1):
+        ranges[-1] = ranges[-1][0], stop, 1
+    else:
+        ranges.append((start, stop, 1))
 
 
 _recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()

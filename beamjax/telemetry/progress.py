@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -191,7 +190,7 @@ def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
         match step:
             case Map(placement=placement):
                 n = plan.sizes[placement]
-                found: _Counts = (None, None, 0) if n is None else (n, plan.shards(placement), 0)
+                found: _Counts = (n, plan.shards(placement).count, 0)
             case Loop(rounds=None):
                 found = (None, None, None)
             case Loop(rounds=int(rounds), block=block):
@@ -257,20 +256,19 @@ class StepCount:
     """What one worker did of one step.
 
     Attributes:
-      size: the number of members in a full shard; 1 if the worker had none.
-      ranges: ranges of members, in any order; they may overlap.
+      members: ranges of members, in any order; they may overlap.
+      shards: ranges of numbers of shards, likewise.
       spent: bytes and seconds; its counts are not used.
     """
 
-    size: int
-    ranges: tuple[Range, ...]
+    members: tuple[Range, ...]
+    shards: tuple[Range, ...]
     spent: Tally
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"shards of {self.size} members, expected at least 1")
-        if not all(0 <= start < stop and times >= 1 for start, stop, times in self.ranges):
-            raise ValueError(f"the ranges {self.ranges!r:.200}, expected (first, stop, times)")
+        for ranges in (self.members, self.shards):
+            if not all(0 <= start < stop and times >= 1 for start, stop, times in ranges):
+                raise ValueError(f"the ranges {ranges!r:.200}, expected (first, stop, times)")
 
 
 @dataclass(frozen=True)
@@ -323,8 +321,8 @@ def step_name(name: str) -> str:
 
 def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
     """The same of each step, by its name in the plan."""
-    ranges: dict[str, list[Range]] = {}
-    sizes: dict[str, int] = {}
+    members: dict[str, list[Range]] = {}
+    shards: dict[str, list[Range]] = {}
     total: dict[str, Tally] = {}
 
     def add(name: str, spent: Tally) -> None:
@@ -332,15 +330,13 @@ def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
 
     for record in found:
         for name, count in record.counts.items():
-            ranges.setdefault(name, []).extend(count.ranges)
-            sizes[name] = max(
-                sizes.get(name, 1), count.size
-            )  # 1 from workers that had no shard of it
+            members.setdefault(name, []).extend(count.members)
+            shards.setdefault(name, []).extend(count.shards)
             add(name, replace(count.spent, members=0, shards=0, retries=0))
-    for name, several in ranges.items():
-        for start, stop, times in merged(several):
-            shards = math.ceil(stop / sizes[name]) - start // sizes[name]
-            add(name, Tally(stop - start, shards, (times - 1) * shards))
+    for name in members:
+        add(name, Tally(sum(stop - start for start, stop, _ in merged(members[name]))))
+        for start, stop, times in merged(shards[name]):
+            add(name, Tally(shards=stop - start, retries=(times - 1) * (stop - start)))
     return total
 
 

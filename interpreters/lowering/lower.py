@@ -44,6 +44,7 @@ from beamjax.interpreters.lowering.map_bodies import (
 from beamjax.interpreters.lowering.shard_size import (
     choose_vectorization,
     cost_of_member,
+    cut_at_files,
     shard_sizes,
     with_whole_blocks,
 )
@@ -157,6 +158,7 @@ class _Lowering:
         # Reasons of steps that run as Python because JAX could not export them, by name.
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
+        self.cut = cut_at_files(program, stages, options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(stage) for stage in self.stages]
@@ -186,6 +188,7 @@ class _Lowering:
             bodies=self.bodies,
             x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
+            file_starts=dict.fromkeys(self.cut, ()),
             constants=tuple(self.program.flat.constants) if paths is not None else (),
             costs=self.costs,
         )
@@ -363,7 +366,8 @@ class _Lowering:
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
-        if exported and _are_all_full(n, size) and not (guard and guard.drops):
+        all_full = _are_all_full(n, size) and stage.placement not in self.cut
+        if exported and all_full and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
         elif exported and _separate_executables_pay(stage, n, size):
             key = self.export(name, full, size, arguments, eqns)

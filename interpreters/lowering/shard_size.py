@@ -21,6 +21,7 @@ from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.convolutions import convolves_by_member
+from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
@@ -78,6 +79,7 @@ def shard_sizes(
     CPU backend.
     """
     sizes = {}
+    cut = cut_at_files(program, stages, options)
     may_batch = _may_batch(stages, options, platforms)
     for placement, n in program.sizes.items():
         passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
@@ -87,8 +89,38 @@ def shard_sizes(
             continue
         if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
             size *= _batches(passes, n, size)
+        if placement in cut and options.shard_size is None:
+            size = min(size, _size_in_files(passes, n, program.file_rows[placement]))
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
+
+
+def cut_at_files(program: PlacedProgram, stages: Sequence[Stage], options: Options) -> list[str]:
+    """The placements of which no shard has members of two files."""
+    return [name for name in program.file_rows if not why_not_cut(name, stages, options)]
+
+
+def why_not_cut(placement: str, stages: Sequence[Stage], options: Options) -> str:
+    """Why all shards of a placement but the last need to be of one size; "" if they don't."""
+    guard = guard_of(options)
+    if guard is not None and guard.drops:
+        return "members may be dropped"
+    maps = [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
+    # Tables of shards, see `rules.by_shard`.
+    if any(emission.rule.by_shard for stage in maps for emission in stage.emissions):
+        return "a pass depends on the order of the members"
+    return ""
+
+
+def _size_in_files(passes: Sequence[MapStage], n: int, rows: int) -> int:
+    """The number of members per shard at which passes over files of about `rows` are fastest.
+
+    A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
+    its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
+    """
+    seconds = sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes)
+    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / max(seconds, 1e-12))
+    return max(MULTIPLE, power_of_two(min(best, 2 * rows)))
 
 
 def with_whole_blocks(

@@ -57,6 +57,8 @@ class PlacedProgram:
         member and the one after the last.
       reasons: why equations run on the server that could be passes, as text.
       shard_size: members per shard where the user gives it.
+      file_rows: placements whose shards should not have members of two files, with the approximate
+        number of members per file.
       expanded: for equations that are rewritten, and for scans, whiles and conds without placed
         operators, the equations that replace them, if any.
     """
@@ -73,6 +75,7 @@ class PlacedProgram:
     slices: dict[int, tuple[int, int]] = field(default_factory=dict)
     reasons: dict[Eqn, str] = field(default_factory=dict)
     shard_size: int | None = None
+    file_rows: dict[str, int] = field(default_factory=dict)
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None

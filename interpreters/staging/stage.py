@@ -50,6 +50,15 @@ class Argument:
         return isinstance(self.value, StreamSource)
 
     @property
+    def file_rows(self) -> int:
+        """Approximate number of members per file, a power of two; 0 if not in several files.
+
+        It is rounded so that plans, and with them bits, rarely change when a file is added.
+        """
+        files = len(self.value.file_starts) + 1 if self.is_source and not self.is_stream else 1
+        return 1 << (len(self.value) // files).bit_length() - 1 if files > 1 else 0
+
+    @property
     def comes_by_shards(self) -> bool:
         """Whether only workers read it: from a source, or from a user's PCollection."""
         return isinstance(self.value, Source | jax.ShapeDtypeStruct)

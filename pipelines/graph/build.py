@@ -263,9 +263,9 @@ class Graph:
         label = f"{step.name}/Parts"
         if step.operand in where:
             sources = self.tasks.sources_of([step.operand])
-            n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+            shards = self.plan.shards(placement)
             parts = self._ranges(step.name, placement) | label >> beam.ParDo(
-                PartsOfSource(self.store, sources, step, n, size)
+                PartsOfSource(self.store, sources, step, shards)
             )
         else:
             parts = self.placed(step.operand) | label >> beam.ParDo(PartsOfBlocks(self.store, step))
@@ -279,9 +279,8 @@ class Graph:
         where = self.inputs.sources.where
         if name in where:
             placement = self.plan.values[name].placement or ""
-            n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
             source = self.tasks.sources_of([name])
-            read = ReadMembers(source, name, n, size, self.store)
+            read = ReadMembers(source, name, self.plan.shards(placement), self.store)
             return self._ranges(f"Read {name}", placement) | f"Read {name}" >> beam.ParDo(read)
         return self._find(self.plan.values[name].placement or "", name).blocks
 
@@ -302,7 +301,7 @@ class Graph:
         return [found for found in dict.fromkeys(self.served.values()) if found in needed]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:
-        count = self.plan.shards(placement)
+        count = len(self.plan.shards(placement))
         ranges = (
             self.root
             | f"{name}/Impulse" >> beam.Impulse()

@@ -17,7 +17,7 @@ from beamjax.pipelines.values.values import leaf_spec
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
-from beamjax.plan.shard import shards
+from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
@@ -54,28 +54,28 @@ class ReadMembers(StepFn):
     Args:
       sources: the one that has it.
       name: of the input.
-      n: the number of members.
-      size: members in a shard.
+      shards: of its placement.
       store: for errors.
     """
 
     yields = MemberBlock
 
-    def __init__(self, sources: Sources, name: str, n: int, size: int, store: Store):
+    def __init__(self, sources: Sources, name: str, shards: Shards, store: Store):
         self.store = store
         self.sources = sources
         self.name = name
-        self.n = n
-        self.size = size
+        self.shards = shards
 
     def setup(self) -> None:
         """Opens the source."""
         self.reader = self.sources.open()
 
     def process(self, element: tuple[int, int]) -> Iterator[MemberBlock]:
-        for shard in shards(self.n, self.size, *element):
+        for shard in self.shards.between(*element):
             values = self.reader.read([self.name], shard.start, shard.start + shard.count)
-            yield from cut(MemberBlock(shard.start, shard.count, self.size, values), self.store)
+            yield from cut(
+                MemberBlock(shard.start, shard.count, self.shards.size, values), self.store
+            )
 
 
 class WritePlaced(StepFn):

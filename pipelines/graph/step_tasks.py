@@ -86,8 +86,7 @@ class StepTasks:
 
     def fan_out(self, step: Map) -> FanOut:
         """How the partials of a pass are merged."""
-        n = self.plan.sizes[step.placement]
-        shards = None if n is None else self.plan.shards(step.placement)
+        shards = self.plan.shards(step.placement).count
         fixed = self.options.merge_fan_out
         return fan_out(step, shards, self.workers, self.options.reduction, fixed)
 

@@ -25,7 +25,7 @@ from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, exe
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.merging import is_in_files
-from beamjax.plan.shard import Shard, shard_errors, shards
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Server
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
@@ -99,6 +99,7 @@ class MapShards(ComputeFn):
         self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
+        self.shards = task.plan.shards(task.step.placement)
         self.executor: DeviceExecutor[_Done] | None = None
 
     def setup(self) -> None:
@@ -137,7 +138,7 @@ class MapShards(ComputeFn):
         sends = step.partial_bytes, step.saved
         for shard, live in self._shards(element):
             self._choose_thread()
-            meter = Meter(step.name, self.execute[0].size, self.recorder, sends)
+            meter = Meter(step.name, self.recorder, sends)
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             if not known and (found := self._unread(shard)) is not None:
                 meter.lap("read")
@@ -209,7 +210,7 @@ class MapShards(ComputeFn):
         done.meter.resume()
         self._add(done.shard, done.found)
         done.meter.lap("merge")
-        done.meter.shard(done.shard.start, done.shard.count, done.found.checksum())
+        done.meter.shard(done.shard, done.found.checksum())
         self.spent += done.meter.total
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.found.results, strict=True))
@@ -235,14 +236,12 @@ class MapShards(ComputeFn):
         return executors(self.task, refs)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
-        plan, placement = self.task.plan, self.task.step.placement
-        size = plan.shard_sizes[placement]
         if isinstance(element, MemberBlock):
             with self.moving.measured():
                 live = element.arrays(self.task.store)
-            yield Shard(element.start // size, element.start, element.count), live
+            yield Shard(self.shards.index_at(element.start), element.start, element.count), live
             return
-        for shard in shards(plan.sizes[placement], size, *element):
+        for shard in self.shards.between(*element):
             yield shard, {}
 
     def _read(self, shard: Shard, names: list[str]) -> tuple[dict[str, np.ndarray], dict[int, str]]:

@@ -26,7 +26,7 @@ from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
-from beamjax.plan.shard import shards
+from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
 from beamjax.runtime.large_reductions import (
     LargeBuffers,
@@ -337,18 +337,16 @@ class PartsOfSource(StepFn):
       store: where the parts go.
       sources: the one that has the operand.
       step: the `Gather`.
-      n: the number of members.
-      size: members in a shard.
+      shards: of the placement of its operand.
     """
 
     yields = Environment
 
-    def __init__(self, store: Store, sources: Sources, step: Gather, n: int, size: int):
+    def __init__(self, store: Store, sources: Sources, step: Gather, shards: Shards):
         self.store = store
         self.sources = sources
         self.step = step
-        self.n = n
-        self.size = size
+        self.shards = shards
         self.times = StepTimes(step.name, "read", store.reports)
 
     def setup(self) -> None:
@@ -357,7 +355,7 @@ class PartsOfSource(StepFn):
 
     def process(self, element: tuple[int, int]) -> Iterator[Environment]:
         step = self.step
-        for shard in shards(self.n, self.size, *element):
+        for shard in self.shards.between(*element):
             with self.times.measured():
                 values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
                 ref = self.store.put([values[step.operand]], step.result)

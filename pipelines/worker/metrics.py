@@ -58,7 +58,7 @@ class StepTimes:
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """What is done here counts."""
-        meter = Meter(self.step, 1, recorder_for(self.reports))
+        meter = Meter(self.step, recorder_for(self.reports))
         yield
         meter.lap(self.kind)
         meter.apart()

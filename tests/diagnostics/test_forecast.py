@@ -71,7 +71,7 @@ def test_each_rate_is_charged_for_what_it_is_about(loop, starts):
     batches = {"shard_size": 16, "member_batch": 8} if loop == "batches" else {"shard_size": 8}
     plan = plan_of(mean, X, member_loop=loop, **batches)
     cost = plan.costs["map_clients_0"]
-    shards = plan.shards("clients")
+    shards = len(plan.shards("clients"))
 
     def seconds(read=FAST, merge=FAST, **slow):
         rates = {"flops": FAST, "nbytes": FAST, "extra": FAST, "call": 0.0, "shard": 0.0} | slow
@@ -323,7 +323,7 @@ def test_transfers_within_transfers_and_within_laps():
     with pytest.raises(KeyError), transferring():
         raise KeyError
     assert 0.02 <= transfer_seconds() - before <= time.perf_counter() - start
-    meter = Meter("step", 8)
+    meter = Meter("step")
     with transferring():
         time.sleep(0.05)
     meter.lap("compute")

@@ -498,7 +498,9 @@ def _leaf(data: bytes, folder: Path) -> None:
 
 
 def _worker_seeds(_: Path) -> list[bytes]:
-    count = StepCount(8, ((0, 16, 1), (24, 30, 2)), Tally(members=22, shards=3, compute=0.5))
+    count = StepCount(
+        ((0, 16, 1), (24, 30, 2)), ((0, 2, 1), (3, 4, 2)), Tally(members=22, shards=3, compute=0.5)
+    )
     events = (ShardEvent("host-1", "map_clients_0", 0, 8, 4.0, 0.5),)
     record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count}, events)
     return [records.encode(to_plain(record))]

@@ -1,5 +1,7 @@
 """What bodies cost, against what XLA counts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,16 @@ def test_anything_costs_something_and_more_for_more(fn):
     found, larger = cost_of(fn, SQUARE), cost_of(fn, array(16, 16))
     assert 0 < found.flops < larger.flops
     assert 0 < found.nbytes < larger.nbytes
+
+
+def test_linear_algebra_is_cubic():
+    solve = functools.partial(lax.linalg.triangular_solve, left_side=True)
+    for times, fn, *more in [
+        (1 / 3, lambda x: lax.linalg.cholesky(x, symmetrize_input=False)), (10, lax.linalg.eigh),
+        (20, lax.linalg.svd), (2 / 3, lax.linalg.lu), (4 / 3, lax.linalg.qr),
+        (1, lambda x, y: solve(x, y), array(9, 2)),
+    ]:  # fmt: skip
+        assert cost_of(fn, array(9, 9), *more).flops == pytest.approx(times * 9**3), fn
 
 
 def test_rounds_and_branches():

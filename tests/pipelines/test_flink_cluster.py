@@ -123,3 +123,24 @@ def test_a_cluster_whose_process_ends_does_not_start(tmp_path, monkeypatch):
             flink_cluster._wait(tmp_path, cluster, [waits])
     finally:
         waits.stop()
+
+
+def test_a_start_waits_for_all_of_a_cluster(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(flink_cluster, "_SECONDS_TO_START", 0.0)
+    started["taskmanager-0"] = processes.start("taskmanager-0", SLEEP, tmp_path)
+    some = [started["taskmanager-0"], started["workers-0"]]
+    with socket.create_server(("127.0.0.1", 0)) as job, job_manager(1) as rest:
+        cluster = recorded(tmp_path, rest, job, job)
+        two = dataclasses.replace(cluster, settings=Settings(taskmanagers=2))
+        none = dataclasses.replace(cluster, job_port=rest + 1)
+        known = frozenset({"manager-0"})
+        for log, *case in (
+            ("", cluster, some),
+            (flink_cluster.READY, two, some),
+            (flink_cluster.READY, none, some),
+            (flink_cluster.READY, cluster, some, known),
+        ):
+            started["workers-0"].log.write_text(log)
+            with pytest.raises(OptionsError, match="the cluster is not ready after 0 s"):
+                flink_cluster._wait(tmp_path, *case)
+        flink_cluster._wait(tmp_path, cluster, some)

@@ -16,7 +16,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
 from beamjax.pipelines.worker.tasks import Sources, Task, store_body
-from beamjax.plan.shard import Shard, shards
+from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources import live_spec, register, release
@@ -99,10 +99,10 @@ def test_ranges_are_all_shards_once():
     for count, width in ((1, 1), (7, 3), (6, 3), (256, 1), (5, 9)):
         found = list(Ranges(count, width).process(None))
         assert [i for first, last in found for i in range(first, last)] == list(range(count))
-    whole = list(shards(N, SIZE))
+    whole = list(Shards(N, SIZE))
     assert whole == [Shard(0, 0, 8), Shard(1, 8, 8), Shard(2, 16, 4)]
-    assert list(shards(N, SIZE, 1, 3)) == whole[1:]
-    assert list(shards(16, SIZE)) == whole[:2]
+    assert list(Shards(N, SIZE).between(1, 3)) == whole[1:]
+    assert list(Shards(16, SIZE)) == whole[:2]
 
 
 def test_any_bundles_give_the_same_blocks_and_sums(plan, store, token, monkeypatch):

@@ -272,3 +272,86 @@ def test_partials_of_all_types_by_runs_at_the_same_time(tmp_path):
     assert [bits for bits, _, _ in found] == [expected] * 3
     assert run(kinds, str(tmp_path), W, X) == (expected, SHARDS, SHARDS)
     assert run(kinds, str(tmp_path), W, X, reduction="fast")[2] == SHARDS
+
+
+ROWS = (13, 40, 8, 1, 29)
+"""Rows of each file."""
+
+
+def write_files(folder, rows):
+    """Writes .npy files whose rows do not depend on the other files; gives the source and array."""
+    arrays = []
+    for name, count in rows.items():
+        array = np.random.default_rng(sum(name.encode())).normal(size=(count, 3))
+        arrays.append(array.astype(np.float32))
+        np.save(folder / f"{name}.npy", arrays[-1])
+    return bj.from_npy(str(folder / "*.npy")), np.concatenate(arrays)
+
+
+def carried(w, x):
+    """Placed values that rounds carry, that are gathered, and that are returned."""
+    body = lambda total, _: (bj.map_fn(lambda t, v: t + jnp.sin(v * w), (total, x)), None)
+    total, _ = jax.lax.scan(body, jnp.zeros(x.shape, x.dtype), None, length=2)
+    return total, total[jnp.argmax(total[:, 0])], bj.reduce_sum(total)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("fn", [fit, positions, smallest, carried])
+def test_shards_end_where_files_end(tmp_path, fn, runner):
+    source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
+    fn = bj.program(placements={"clients": None})(fn if fn is not positions else numbered)
+    expected = jax.tree.map(np.asarray, fn(W, x))
+    options = {"shard_size": SIZE, "cut_at_files": True}
+    with bj.launch(fn, W, source, runner=runner, options=options) as job:
+        found, done = job.result(), job.progress().done
+    shards = sum(-(-rows // SIZE) for rows in ROWS)
+    assert done.shards % shards == 0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    again = bj.run(fn, W, source, runner=RUNNERS[runner == "local"], options=options)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def numbered(w, x):
+    y = bj.map_fn(lambda v, i: v * w * i, (x, jnp.arange(len(x), dtype=jnp.float32)))
+    return bj.reduce_sum(y)
+
+
+@pytest.mark.parametrize("shard_size", [None, SIZE])
+def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, shard_size):
+    folder, cache = tmp_path / "data", str(tmp_path / "cache")
+    folder.mkdir()
+    fn = bj.program(placements={"clients": None})(smallest)
+
+    def check(files):
+        source, x = write_files(folder, files)
+        options = {"shard_size": shard_size, "cut_at_files": True}
+        with bj.launch(fn, W, source, runner="local", options=options | {"cache": cache}) as job:
+            found, done = job.result(), job.progress().done
+        whole = bj.run(fn, W, source, runner="local", options=options)
+        assert np.asarray(found).tobytes() == np.asarray(whole).tobytes()
+        np.testing.assert_array_equal(found, (x * W).min(axis=0))
+        return done.shards - done.shards_cached
+
+    assert check({"b": 21, "d": 30, "e": 17}) >= 3
+    new = {"a": 19, "b": 21, "c": 24, "d": 30, "e": 17}
+    assert check(new) == (2 if shard_size is None else 6)
+    assert check(new) == 0
+
+
+def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
+    source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
+    fn = bj.program(placements={"clients": None})(lambda x: jnp.cumsum(bj.map_fn(jnp.sin, x), 0))
+    options = {"shard_size": SIZE, "cut_at_files": True}
+    cases = (
+        ({}, "because a pass depends on the order of the members"),
+        ({"on_error": "drop"}, "because members may be dropped"),
+    )
+    for more, why in cases:
+        assert why in str(bj.explain(fn, source, options=options | more))
+    found = bj.run(fn, source, runner="local", options=options)
+    np.testing.assert_allclose(found, np.cumsum(np.sin(x), 0), rtol=1e-4, atol=1e-5)
+    assert "cut at files" in str(
+        bj.explain(bj.program(placements={"clients": None})(smallest), W, source, options=options)
+    )

@@ -237,7 +237,7 @@ def done(seconds, cores=1.0, compiling=0.0):
     """A job of which the meter says that it took so long."""
 
     def job():
-        meter = Meter("step", 8)
+        meter = Meter("step")
         meter._laps |= {"compute": seconds, "compile": compiling}
         clock[0] += cores * seconds + compiling
         return passes.Done(None, None, meter)
@@ -320,7 +320,7 @@ def test_a_shard_that_is_measured_again_takes_the_least_seconds(monkeypatch):
     monkeypatch.setattr(shard_times, "_times", {})
 
     def learned(seconds, compiling=0.0):
-        meter = Meter("step", 8)
+        meter = Meter("step")
         meter._laps |= {"compute": seconds, "compile": compiling}
         shard_times.learn("body", meter, 1.0)
         found = shard_times._times["body"]

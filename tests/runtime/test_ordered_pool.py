@@ -22,6 +22,7 @@ def no_thread_is_left():
 
 def results(jobs, threads, *, most=None, check=lambda: None):
     workers = Workers(threads, as_here=True)
+    assert all(thread.daemon for thread in workers._threads)  # None keeps the process from ending.
     ordered = OrderedResults(most_jobs(threads) if most is None else most, check)
     try:
         for job in jobs:

@@ -7,17 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.plan.shard import shards
+from beamjax.plan.shard import Shards
 
 
-@given(n=st.integers(1, 500), size=st.integers(1, 64), cut=st.integers(0, 20))
-def test_shards_cover_all_members_once(n, size, cut):
-    found, count = list(shards(n, size)), -(-n // size)
-    assert [s.index for s in found] == list(range(count))
+@given(data=st.data(), n=st.integers(1, 500), size=st.integers(1, 64), cut=st.integers(0, 20))
+def test_shards_cover_all_members_once_and_end_at_borders(data, n, size, cut):
+    borders = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=5))) if n > 1 else []
+    shards = Shards(n, size, tuple(borders))
+    found = list(shards)
+    assert [s.index for s in found] == list(range(len(shards))) == [*range(shards.count)]
     assert [m for s in found for m in range(s.start, s.start + s.count)] == list(range(n))
-    assert all(s.count == size for s in found[:-1])
-    cut = min(cut, count)
-    assert [*shards(n, size, 0, cut), *shards(n, size, cut, count)] == found
+    assert all(0 < s.count <= size for s in found)
+    ends = {s.start + s.count for s in found}
+    assert ends >= {*borders, n}
+    assert all(s.count == size for s in found if s.start + s.count not in {*borders, n})
+    assert [shards.index_at(s.start) for s in found] == [s.index for s in found]
+    cut = min(cut, len(shards))
+    assert [*shards.between(0, cut), *shards.between(cut, len(shards))] == found
 
 
 def test_padding_repeats_a_member_so_that_loops_end():

@@ -480,6 +480,8 @@ def test_some_of_ragged_members():
     source = bj.from_ragged(ROWS["x"], LENGTHS, buckets=[2, 5, 12])
     taken = bj.take(source, [1, 0, 4, 5])
     assert taken.buckets == (2, 5, 12)
+    assert taken.rows_of(1, 4).tolist() == [LENGTHS[i] for i in (1, 4, 5)]
+    assert bj.take(TREE, [3, 1]).rows_of(0, 2) is None
     mask, found = taken.read_short(0, 2)
     assert found.shape == (2, 5, 2)
     assert mask.sum(axis=1).tolist() == [3, 0]

@@ -21,7 +21,7 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, JobCancelledError
 from beamjax.pipelines.worker import map_shards as workers
 from beamjax.pipelines.worker import merge as combiners
-from beamjax.plan.shard import shards
+from beamjax.plan.shard import Shard, Shards
 from beamjax.runtime import local as evaluate
 from beamjax.runtime import passes
 from beamjax.storage import records
@@ -109,12 +109,12 @@ def test_merged_ranges_hold_the_same_members(given):
     again=st.integers(0, 5),
 )
 def test_members_count_once_wherever_they_are_computed(n, size, count, rng, again):
-    whole = list(shards(n, size))
+    whole = list(Shards(n, size))
     done = rng.sample(whole, len(whole)) + rng.choices(whole, k=again)
     recorders = [Recorder(Reports("/no such folder", "p")) for _ in range(count)]
     for shard in done:
         spent = Tally(bytes_read=shard.count * 4)
-        rng.choice(recorders).add("step", size, shard.start, shard.count, spent)
+        rng.choice(recorders).add("step", shard, spent)
     found = tally(recorder.record() for recorder in recorders)
     assert (found.members, found.shards, found.retries) == (n, len(whole), again)
     assert found.bytes_read == sum(shard.count for shard in done) * 4
@@ -122,14 +122,14 @@ def test_members_count_once_wherever_they_are_computed(n, size, count, rng, agai
 
 def test_steps_and_workers_are_added_up():
     counts = {
-        "a": StepCount(8, ((0, 20, 1),), Tally(compute=1.0)),
-        "b": StepCount(4, ((0, 8, 2),), Tally(compute=0.5, members=99)),
+        "a": StepCount(((0, 20, 1),), ((0, 3, 1),), Tally(compute=1.0)),
+        "b": StepCount(((0, 8, 2),), ((0, 2, 2),), Tally(compute=0.5, members=99)),
     }
     found = tally([WorkerRecord("w", 0.0, "b", counts)])
     assert found == Tally(members=28, shards=5, retries=2, compute=1.5)
-    # A worker that only merges knows nothing of the size of shards.
-    apart = StepCount(1, (), Tally(merge=2.0))
-    computed = StepCount(8, ((0, 16, 1),), Tally(merge=1.0))
+    # A worker that only merges has no shards.
+    apart = StepCount((), (), Tally(merge=2.0))
+    computed = StepCount(((0, 16, 1),), ((0, 2, 1),), Tally(merge=1.0))
     for counts in ((apart, computed), (computed, apart)):
         found = tally([WorkerRecord(str(i), 1.0, "", {"a": c}) for i, c in enumerate(counts)])
         assert found == Tally(members=16, shards=2, merge=3.0)
@@ -226,7 +226,7 @@ def test_bundles_that_run_again_or_side_by_side(flags, retries, most_workers):
 
 def test_a_meter_times_laps_and_leaves_out_compiling():
     began = time.perf_counter()
-    meter = Meter("step", 8, sends=(5, 3))
+    meter = Meter("step", sends=(5, 3))
     for start in (0, 8):
         time.sleep(0.02)
         meter.start()
@@ -236,7 +236,7 @@ def test_a_meter_times_laps_and_leaves_out_compiling():
         meter.resume()
         meter.lap("compute")
         assert 0.01 <= meter.seconds < 0.02 + meter.compiling
-        meter.shard(start, 8)
+        meter.shard(Shard(start // 8, start, 8))
     total = meter.total
     assert (total.members, total.shards, total.bytes_read) == (16, 2, 200)
     assert (total.bytes_reduced, total.bytes_saved) == (10, 6)
@@ -249,7 +249,7 @@ def test_a_meter_times_laps_and_leaves_out_compiling():
     x = jnp.arange(7.0)
     jax.block_until_ready(jax.jit(lambda x: jnp.sort(jnp.sin(x) @ jnp.cos(x) * x))(x))
     meter.lap("compute")
-    meter.shard(16, 8)
+    meter.shard(Shard(2, 16, 8))
     assert meter.total.executables >= 1
     assert meter.total.compile > 0
     assert meter.total.compile + meter.total.compute <= time.perf_counter() - began
@@ -269,12 +269,12 @@ def test_a_worker_writes_once_a_second_and_at_the_end(folder, tmp_path):
     recorder = recorder_for(Reports(folder.path, "p"))
     assert recorder_for(Reports(folder.path, "p")) is recorder
     assert recorder_for(None) is None
-    recorder.add("step", 8, 0, 8, Tally())
+    recorder.add("step", Shard(0, 0, 8), Tally())
     recorder.tick()
     assert folder.workers("p") == []
     recorder._written -= 1.0
     recorder.tick()
-    recorder.add("step", 8, 8, 8, Tally())
+    recorder.add("step", Shard(1, 8, 8), Tally())
     recorder.tick()
     assert tally(folder.workers("p")).members == 8
     recorder.flush()
@@ -295,7 +295,7 @@ def test_a_worker_writes_once_a_second_and_at_the_end(folder, tmp_path):
 def test_a_folder_that_is_gone_stops_nothing(tmp_path):
     recorder = Recorder(Reports(str(tmp_path / "gone"), "p"))
     recorder._written -= 1.0
-    recorder.add("step", 8, 0, 8, Tally())
+    recorder.add("step", Shard(0, 0, 8), Tally())
     recorder.tick()
     recorder.flush()
     assert list(tmp_path.iterdir()) == []
@@ -303,13 +303,15 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path):
 
 def test_other_records_are_refused():
     event = ShardEvent("w", "a", 0, 8, 1.0, 0.5, 7)
-    record = WorkerRecord("w", 1.0, "a", {"a": StepCount(8, ((0, 8, 1),), Tally())}, (event,))
+    record = WorkerRecord(
+        "w", 1.0, "a", {"a": StepCount(((0, 8, 1),), ((0, 1, 1),), Tally())}, (event,)
+    )
     plain = records.decode(records.encode(to_plain(record)), "p")
     assert from_plain(WorkerRecord, plain, "p") == record
-    count = {"size": 8, "ranges": [[0, 8, 1]], "spent": vars(Tally())}
-    changes = [{"size": 0}, {"spent": {"members": "1"}}]
+    count = {"members": [[0, 8, 1]], "shards": [[0, 1, 1]], "spent": vars(Tally())}
+    changes = [{"spent": {"members": "1"}}]
     wrong_ranges = ([3, 3, 1], [-1, 8, 1], [0, 8, 0], [0, 8, True], [0, 8], "x")
-    changes += [{"ranges": [each]} for each in wrong_ranges]
+    changes += [{what: [each]} for each in wrong_ranges for what in ("members", "shards")]
     hostile = [{"counts": 3}, {"counts": {"a": None}}, {"time": "now"}, {"time": math.inf}]
     hostile += [{"events": [each]} for each in ([], 3, [*event, 1], [*event[:5], "x"])]
     for change in hostile + [{"counts": {"a": count | change}} for change in changes]:

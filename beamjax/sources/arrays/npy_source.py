@@ -39,6 +39,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     describe_source,
     row_text,
+    starts_of,
 )
 from beamjax.storage.dtypes import FLOAT0
 
@@ -134,6 +135,10 @@ class NpySource(HoldsLeaves, kind="npy"):
     def is_local(self) -> bool:
         return True
 
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        return starts_of((int(end) for ends in self._ends for end in ends), len(self))
+
     def __len__(self) -> int:
         return int(self._ends[0][-1])
 
@@ -219,6 +224,10 @@ class PartFiles(NpySource):
         ]
         super().__init__(tuple(files), tuple(leaves), treedef)
         self.folder = folder
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        return ()  # A shuffle divides members among parts in another way for other members.
 
 
 def part_path(folder: str, part: int, leaf: int) -> str:

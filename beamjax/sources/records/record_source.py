@@ -19,6 +19,7 @@ from beamjax.sources.source_base import (
     Leaves,
     PyTreeDef,
     describe_source,
+    starts_of,
 )
 
 Counted = tuple[DataFile, Count]
@@ -62,6 +63,10 @@ class RecordSource(HoldsLeaves):
     @property
     def is_local(self) -> bool:
         return True
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        return starts_of(self._ends, len(self))
 
     def __len__(self) -> int:
         return self._ends[-1]

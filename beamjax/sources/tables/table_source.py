@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     describe_source,
     natural,
+    starts_of,
 )
 from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
 from beamjax.sources.tables.arrow_types import Shape, agree, chosen, row_type
@@ -132,6 +134,11 @@ class TableSource(BlockSource):
     def usual_rows(self) -> float:
         # The lengths are not known before the rows are read, so the middle bucket is a guess.
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
+
+    @property
+    def file_starts(self) -> tuple[int, ...]:
+        ends = itertools.accumulate(sum(file.rows) for file in self._files)
+        return starts_of(ends, len(self))
 
     @property
     def block_bytes(self) -> int:
