@@ -131,7 +131,7 @@ def _is_abstract(argument: Argument) -> bool:
 
 def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bool) -> Planned:
     """The same with bodies for each bucket of lengths, if that is possible."""
-    vectorizations = planned.plan.choices.vectorizations if options.plan is not None else None
+    vectorizations = planned.plan.choices.passes if options.plan is not None else None
 
     def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         if sizes is None and options.plan is not None:

@@ -338,7 +338,7 @@ def _make_plan(
 ) -> Plan:
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(call.structure))
     assert isinstance(options.plan, Choices)
-    chosen = options.plan.sizes, options.plan.vectorizations
+    chosen = options.plan.shard_sizes, options.plan.passes
     with with_settings(values):
         return make_plan(replace(call, restore=restore), options, unroll, *chosen).plan
 

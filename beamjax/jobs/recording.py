@@ -21,7 +21,7 @@ from beamjax._version import __version__
 from beamjax.call import Call
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.jobs.display import Display
-from beamjax.jobs.report import ABOUT, CHECKSUMS, COURSE, About, Course, Curve, read_report
+from beamjax.jobs.report import CHECKSUMS, HISTORY, SETUP, Curve, History, Setup, read_report
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
 from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
@@ -67,7 +67,7 @@ class Recording:
     def going_on(self) -> Iterator[None]:
         """Records the run in its context."""
         with contextlib.suppress(Exception):
-            self._folder.write(ABOUT, to_plain(self._about()), make=False)
+            self._folder.write(SETUP, to_plain(self._setup()), make=False)
         logger = logging.getLogger("beamjax")
         logger.addHandler(self._heard)
         try:
@@ -99,14 +99,14 @@ class Recording:
         with self._lock:
             samples = self._timeline.samples
         monitor = self._monitor
-        course = Course(
-            monitor.provenance.to_json(), samples, monitor.round_ends.times,
-            monitor.checkpoints.times, monitor.events.times, self._curves,
-            tuple(self._heard.messages),
+        history = History(
+            provenance=monitor.provenance, samples=samples, round_ends=monitor.round_ends.times,
+            checkpoints=monitor.checkpoints.times, events=monitor.events.times,
+            curves=self._curves, warnings=tuple(self._heard.messages),
         )  # fmt: skip
-        self._folder.write(COURSE, to_plain(course), make=False)
+        self._folder.write(HISTORY, to_plain(history), make=False)
 
-    def _about(self) -> About:
+    def _setup(self) -> Setup:
         plan: PlanFacts | None = None
         fingerprint: Fingerprint = {}
         with contextlib.suppress(Exception):
@@ -114,7 +114,10 @@ class Recording:
         with contextlib.suppress(Exception):
             fingerprint = plan_fingerprint(self._call.plan, self._call.options)
         lines = {} if plan is None else source_lines(plan)
-        return About(shown_options(self._call.options), machine(), plan, lines, fingerprint)
+        return Setup(
+            options=shown_options(self._call.options), machine=machine(), plan=plan,
+            source_lines=lines, fingerprint=fingerprint,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

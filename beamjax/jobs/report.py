@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import json
 import os
@@ -23,8 +22,8 @@ from beamjax.telemetry.timeline import COLUMNS, Samples
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
 
-ABOUT, COURSE, CHECKSUMS = "about", "course", "checksums"
-"""Names of the records in a folder: facts that do not change during a run, and those that do."""
+SETUP, HISTORY, CHECKSUMS = "about", "course", "checksums"
+"""Names of the records in the folder of a job: a `Setup`, a `History`, and checksums for `diff`."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Curve:
     of: int
 
 
-@dataclass(frozen=True)
-class About:
-    """The record of what does not change during a run; see `Report` for the fields."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The fields of a `Report` that do not change during a run."""
 
     options: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -55,11 +54,11 @@ class About:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Course:
-    """The record of how a run went over time; see `Report` for the fields."""
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The fields of a `Report` that grow during a run, and that its process writes every second."""
 
-    provenance: Any = None
+    provenance: Provenance = UNKNOWN
     samples: Samples = field(default_factory=dict)
     round_ends: tuple[float, ...] = ()
     checkpoints: tuple[float, ...] = ()
@@ -74,8 +73,8 @@ class Course:
             raise ValueError("samples of several lengths, expected columns of one length")
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Setup, History):
     """What a run did, or has done so far.
 
     Attributes:
@@ -105,20 +104,8 @@ class Report:
     state: str
     began: float
     progress: Progress
-    samples: Samples = field(default_factory=dict)
-    round_ends: tuple[float, ...] = ()
-    checkpoints: tuple[float, ...] = ()
-    curves: tuple[Curve, ...] = ()
     dropped: tuple[Dropped, ...] = ()
-    warnings: tuple[str, ...] = ()
     error: Mapping[str, Any] | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
-    machine: Mapping[str, str] = field(default_factory=dict)
-    plan: PlanFacts | None = None
-    source_lines: Mapping[str, str] = field(default_factory=dict)
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
-    provenance: Provenance = UNKNOWN
-    events: tuple[ShardEvent, ...] = ()
 
     @property
     def started(self) -> str:
@@ -133,9 +120,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values; numbers that are not finite are None."""
-        found: dict[str, Any] = to_plain(self)
-        found["provenance"] = self.provenance.to_json()
-        return found | {"is_mixed": self.provenance.is_mixed}
+        return to_plain(self) | {"is_mixed": self.provenance.is_mixed}
 
     def to_html(self) -> str:
         """Returns a page with the progress over time, the shares of time, and errors.
@@ -207,14 +192,11 @@ def read_report(folder: JobFolder) -> Report:
     described = folder.describe()
     state, error = folder.state()
     path = f"{folder.path}/{{}}{records.SUFFIX}"
-    about = from_plain(About, folder.read(ABOUT) or {}, path.format(ABOUT))
-    course = from_plain(Course, folder.read(COURSE) or {}, path.format(COURSE))
+    setup = from_plain(Setup, folder.read(SETUP) or {}, path.format(SETUP))
+    history = from_plain(History, folder.read(HISTORY) or {}, path.format(HISTORY))
     return Report(
         described["name"], described["runner"], state, described["time"], folder.progress(),
-        dropped=folder.dropped(), error=error,
-        provenance=Provenance.from_json(course.provenance),
-        **{f.name: getattr(about, f.name) for f in dataclasses.fields(About)},
-        **{f.name: getattr(course, f.name) for f in dataclasses.fields(Course)[1:]},
+        dropped=folder.dropped(), error=error, **vars(setup), **vars(history),
     )  # fmt: skip
 
 

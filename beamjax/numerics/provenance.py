@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.storage.schema import add_codec
 
 MAX_KINDS = 8
 """The most kinds of machine in a provenance; the first in order stay. Two make it mixed."""
@@ -90,6 +91,8 @@ def _is_entry(kind: Any, hosts: Any) -> bool:
     texts = [kind, *hosts] if isinstance(hosts, list) and len(hosts) <= MAX_HOSTS else [None]
     return all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts)
 
+
+add_codec(Provenance, Provenance.to_json, Provenance.from_json)
 
 UNKNOWN = Provenance()
 """The provenance of inputs, and of values computed without a record."""

@@ -1,7 +1,7 @@
 """The choices of a plan as data: shard sizes, and how the members of a shard are computed.
 
-Choices are what a rule, a probe or a user decided. They are written as JSON, so that another
-process makes the same plan, and so the same bits.
+A rule, a probe or the user makes them. They are saved as JSON, so that another process makes the
+same plan and computes the same bits.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from beamjax.errors import OptionsError
+from beamjax.storage.schema import add_codec, from_plain, to_plain
 
 MEMBER_LOOPS = ("vmap", "batches", "loop")
 """How a shard is computed: all members at once, some at once, or sequentially."""
 RECOMPUTE = ("elementwise", "nothing", "everything")
 """Which placed values later passes rematerialize."""
 FORMAT = 1
+"""Version of the format of a file of choices."""
 MULTIPLE = 8
-"""Batches are multiples of this: then the bits of a member do not depend on its row in the
-batch."""
+"""Shard sizes and batches are multiples of this, so that the bits of a member do not depend on its
+row in the batch."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Vectorization:
 
     Attributes:
       kind: one of `MEMBER_LOOPS`.
-      batch: members at once, for "batches"; else 0.
+      batch: number of members that are computed at once, for "batches"; otherwise 0.
     """
 
     kind: str = "vmap"
@@ -47,9 +49,9 @@ class Trial:
 
     Attributes:
       step: name of the pass.
-      size: members in a shard.
+      size: number of members in the shard.
       vectorization: how they were computed.
-      seconds: of a shard, with its merge.
+      seconds: time of the shard, including its merge.
     """
 
     step: str
@@ -59,27 +61,34 @@ class Trial:
 
     @property
     def member_seconds(self) -> float:
-        """Seconds of a member."""
+        """Seconds per member."""
         return self.seconds / self.size
+
+
+def check_multiple(size: int) -> None:
+    """Raises ValueError unless a size is a positive multiple of `MULTIPLE`."""
+    if size < MULTIPLE or size % MULTIPLE:
+        raise ValueError(f"expected a positive multiple of {MULTIPLE}")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a plan is fixed to.
+    """The choices of a plan.
 
     Attributes:
-      sizes: members in a shard, by placement.
-      vectorizations: by name of the pass.
-      origin: what chose it: "rule", "options", "probe", "cache" or "saved"; or "pending".
-      why: in words.
-      tried: what was timed for it.
+      shard_sizes: the number of members in a shard, by placement.
+      passes: how each pass computes its shards, by name of the pass.
+      origin: what made the choices: "rule", "options", "probe", "cache" or "saved"; "pending" if
+        they are not made yet.
+      why: the reason for them, in words.
+      tried: the measurements of a probe.
       program: fingerprint of the program, without the number of its members.
       rematerialized: for each value that crosses from a pass to later ones, in the program's order,
-        whether these make it again; None where that was not decided.
+        whether these rematerialize it; None if that was not decided.
     """
 
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    vectorizations: Mapping[str, Vectorization] = field(default_factory=dict)
+    shard_sizes: Mapping[str, Annotated[int, check_multiple]] = field(default_factory=dict)
+    passes: Mapping[str, Vectorization] = field(default_factory=dict)
     origin: str = "rule"
     why: str = ""
     tried: tuple[Trial, ...] = ()
@@ -87,33 +96,12 @@ class Choices:
     rematerialized: tuple[bool, ...] | None = None
 
     def __hash__(self) -> int:
-        fixed = tuple(self.sizes.items()), tuple(self.vectorizations.items()), self.rematerialized
-        return hash(fixed)
+        fixed = tuple(self.shard_sizes.items()), tuple(self.passes.items())
+        return hash((*fixed, self.rematerialized))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "format": FORMAT,
-            "program": self.program,
-            "origin": self.origin,
-            "why": self.why,
-            "shard_sizes": dict(self.sizes),
-            "rematerialized": None if self.rematerialized is None else list(self.rematerialized),
-            "passes": {
-                name: {"member_loop": vectorization.kind, "batch": vectorization.batch}
-                for name, vectorization in self.vectorizations.items()
-            },
-            "tried": [
-                {
-                    "pass": t.step,
-                    "shard_size": t.size,
-                    "member_loop": t.vectorization.kind,
-                    "batch": t.vectorization.batch,
-                    "seconds": t.seconds,
-                }
-                for t in self.tried
-            ],
-        }
+        return {"format": FORMAT} | to_plain(self)
 
     @classmethod
     def from_json(cls, record: Any) -> Choices:
@@ -125,63 +113,46 @@ class Choices:
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             found = record.get("format") if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"found format {found!r}, expected {FORMAT}")
-        sizes, passes = _part(record, "shard_sizes", dict), _part(record, "passes", dict)
-        for name, size in sizes.items():
-            _check_size(f"shard_sizes[{name!r}]", size)
-        tried = []
-        for trial in _part(record, "tried", list):
-            trial = trial if isinstance(trial, dict) else {}
-            size, seconds = _part(trial, "shard_size", int), trial.get("seconds")
-            _check_size("tried: shard_size", size)
-            if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-                raise ValueError(f"found {seconds!r} as seconds, expected a number from 0")
-            step = _part(trial, "pass", str)
-            tried.append(Trial(step, size, _looping("tried", trial), float(seconds)))
-        return cls(
-            dict(sizes),
-            {name: _looping(name, found) for name, found in passes.items()},
-            _part(record, "origin", str),
-            _part(record, "why", str),
-            tuple(tried),
-            _part(record, "program", str),
-            _rematerialized(record.get("rematerialized")),
-        )
+        if missing := [name for name in ("shard_sizes", "passes") if name not in record]:
+            raise ValueError(f"found no {' and no '.join(missing)}")
+        return from_plain(cls, record, "choices")
 
 
-def _part(record: Mapping[str, Any], name: str, kind: type) -> Any:
-    found = record.get(name)
-    if not isinstance(found, kind):
-        raise ValueError(f"found {found!r:.100} as {name!r}, expected a {kind.__name__}")
-    return found
+# The layout of a file, which earlier versions wrote as well.
 
 
-def _rematerialized(found: Any) -> tuple[bool, ...] | None:
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(isinstance(each, bool) for each in found):
-        raise ValueError(
-            f"found {found!r:.100} as 'rematerialized', expected a list of true and false"
-        )
-    return tuple(found)
+def _encode_vectorization(found: Vectorization) -> dict[str, Any]:
+    return {"member_loop": found.kind, "batch": found.batch}
 
 
-def _check_size(name: str, size: Any) -> None:
-    if type(size) is not int or size < MULTIPLE or size % MULTIPLE:
-        raise ValueError(f"found {size!r:.100} as {name}, expected a positive multiple of 8")
-
-
-def _looping(name: str, found: Any) -> Vectorization:
-    found = found if isinstance(found, dict) else {}
-    kind, batch = found.get("member_loop"), found.get("batch")
+def _decode_vectorization(record: Any) -> Vectorization:
+    kind, batch = record["member_loop"], record["batch"]
     if kind not in MEMBER_LOOPS:
-        raise ValueError(
-            f"{name}: found member_loop {kind!r:.100}, expected one of {', '.join(MEMBER_LOOPS)}"
-        )
+        raise ValueError(f"expected a member_loop of {', '.join(MEMBER_LOOPS)}")
+    if type(batch) is not int or (kind != "batches" and batch):
+        raise ValueError(f"expected a whole number as batch, 0 for {kind!r}")
     if kind == "batches":
-        _check_size(f"{name}: batch", batch)
-    elif batch != 0 or type(batch) is not int:
-        raise ValueError(f"{name}: found batch {batch!r:.100}, expected 0 without batches")
+        check_multiple(batch)
     return Vectorization(kind, batch)
+
+
+def _encode_trial(trial: Trial) -> dict[str, Any]:
+    how = _encode_vectorization(trial.vectorization)
+    return {"pass": trial.step, "shard_size": trial.size, **how, "seconds": trial.seconds}
+
+
+def _decode_trial(record: Any) -> Trial:
+    step = from_plain(str, record["pass"], "pass")
+    size = from_plain(int, record["shard_size"], "shard_size")
+    check_multiple(size)
+    seconds = from_plain(float, record["seconds"], "seconds")
+    if seconds < 0:
+        raise ValueError("expected seconds from 0")
+    return Trial(step, size, _decode_vectorization(record), float(seconds))
+
+
+add_codec(Vectorization, _encode_vectorization, _decode_vectorization)
+add_codec(Trial, _encode_trial, _decode_trial)
 
 
 def read_choices(path: str | os.PathLike[str]) -> Choices:

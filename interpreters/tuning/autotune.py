@@ -91,8 +91,8 @@ def chosen_plan(
         budget = min(max(budget, MIN_BUDGET), MAX_BUDGET)
         found = _probed(plan, rule, program, stages, passes, options, budget)
         found = _remember(plan, rule, found, options)
-    if found.sizes != rule.sizes or found.vectorizations != rule.vectorizations:
-        plan = relower(found.sizes, found.vectorizations)
+    if found.shard_sizes != rule.shard_sizes or found.passes != rule.passes:
+        plan = relower(found.shard_sizes, found.passes)
     return _with(plan, found)
 
 
@@ -111,8 +111,8 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
     saved = options.plan
     assert isinstance(saved, Choices)
     for what, mine, theirs in (
-        ("placements", set(rule.sizes), set(saved.sizes)),
-        ("passes", set(rule.vectorizations), set(saved.vectorizations)),
+        ("placements", set(rule.shard_sizes), set(saved.shard_sizes)),
+        ("passes", set(rule.passes), set(saved.passes)),
     ):
         if mine != theirs:
             raise OptionsError(
@@ -127,14 +127,14 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
         )
     sizes = {
         name: size if options.shard_size is None else plan.shard_sizes[name]
-        for name, size in saved.sizes.items()
+        for name, size in saved.shard_sizes.items()
     }
     why = "by the saved plan"
     if saved.program != rule.program:
         why += ", which was saved for other bodies or types"
-    plan = relower(sizes, saved.vectorizations)
+    plan = relower(sizes, saved.passes)
     found = replace(
-        rule, sizes=plan.shard_sizes, vectorizations=_loopings(plan), origin="saved", why=why,
+        rule, shard_sizes=plan.shard_sizes, passes=_loopings(plan), origin="saved", why=why,
         tried=saved.tried,
     )  # fmt: skip
     return _with(plan, found)
@@ -170,9 +170,9 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
             found = None if record is None else Choices.from_json(record)
         except ValueError as error:
             plan_cache.ignore(name, error)
-    if found is None or set(found.sizes) != set(rule.sizes):
+    if found is None or set(found.shard_sizes) != set(rule.shard_sizes):
         return None
-    if set(found.vectorizations) != set(rule.vectorizations):
+    if set(found.passes) != set(rule.passes):
         return None
     rematerialized = rule.rematerialized
     return replace(
@@ -224,7 +224,7 @@ def _probed(
     budget: float,
 ) -> Choices:
     """The choices by a probe; those of the rules, with the reason, where it finds none."""
-    sizes, vectorizations = dict(rule.sizes), dict(rule.vectorizations)
+    sizes, vectorizations = dict(rule.shard_sizes), dict(rule.passes)
     tried: list[Trial] = []
     reasons: list[str] = []
     by_placement = {p.placement: [q for q in passes if q.placement == p.placement] for p in passes}
@@ -254,8 +254,8 @@ def _probed(
     why = "; ".join(dict.fromkeys(reasons))
     return replace(
         rule,
-        sizes=sizes,
-        vectorizations=vectorizations,
+        shard_sizes=sizes,
+        passes=vectorizations,
         origin="probe",
         why=why,
         tried=tuple(tried),

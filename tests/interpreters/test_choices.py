@@ -142,13 +142,14 @@ def test_files_of_something_else_are_refused(saved, tmp_path):
     changes = [
         ({"format": 99}, "found format 99, expected 1"),
         ({"shard_sizes": {"clients": 12}}, "multiple of 8"),
-        ({"shard_sizes": {"clients": True}}, "multiple of 8"),
-        (a_pass(member_loop="fast", batch=0), "found member_loop 'fast'"),
-        (a_pass(member_loop="loop", batch=8), "expected 0 without batches"),
-        ({"passes": {"a": 3}}, "found member_loop None"),
-        ({"tried": [3]}, "'shard_size'"),
-        ({"tried": [{"shard_size": 8, "seconds": -1}]}, "as seconds"),
-        ({"rematerialized": [1]}, "as 'rematerialized'"),
+        ({"shard_sizes": {"clients": True}}, r"found True as Choices.shard_sizes\['clients'\]"),
+        (a_pass(member_loop="fast", batch=0), "'fast'.* expected a member_loop of vmap, batches"),
+        (a_pass(member_loop="loop", batch=8), "as batch, 0 for 'loop'"),
+        (a_pass(member_loop="batches", batch=12), "multiple of 8"),
+        ({"passes": {"a": 3}}, r"found 3 as Choices.passes\['a'\]"),
+        ({"tried": [3]}, r"found 3 as Choices.tried\[0\]"),
+        ({"tried": [{"pass": "a", "shard_size": 8, "seconds": -1}]}, "expected seconds from 0"),
+        ({"rematerialized": [1]}, r"found 1 as Choices.rematerialized\[0\], expected bool"),
     ]
     texts = [(json.dumps(record | change), message) for change, message in changes]
     texts += [(text, r"a file that beamjax\.explain") for text in ("", "[]", "{", '"x"')]
