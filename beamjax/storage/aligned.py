@@ -16,13 +16,13 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if not nbytes:
         return np.empty(shape, dtype)
-    room = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def copy(array: np.ndarray) -> np.ndarray:
     """A copy of an array in aligned memory, in C order."""
-    room = empty(array.shape, array.dtype)
-    room[...] = array
-    return room
+    copied = empty(array.shape, array.dtype)
+    copied[...] = array
+    return copied

@@ -38,13 +38,16 @@ MAGIC = b"\x93BJARR\r\n"
 VERSION = 1
 ALIGNMENT = 64
 _PREFIX = struct.Struct("<8sHHIQI")
+"""Bytes 0 to 28, which the second checksum covers."""
 _CHECKED_PREFIX = struct.Struct("<8sHHIQII")
-_MAX_NDIM = 64  # of NumPy 2
+"""The same and that checksum."""
+_MAX_NDIM = 64
+"""Most axes of an array in NumPy 2."""
 _MAX_BYTES = 2**63 - 1
 
 
 def plain_array(array: Any, where: str = "array") -> np.ndarray:
-    """The array as a contiguous NumPy array that can be stored, without a copy where it is one.
+    """The array as a contiguous NumPy array that can be stored; copied only if necessary.
 
     Args:
         array: a NumPy array or scalar, or a JAX array, which is fetched.
@@ -54,7 +57,7 @@ def plain_array(array: Any, where: str = "array") -> np.ndarray:
         A base-class array, C-contiguous, little-endian.
 
     Raises:
-        StructureError: if it is no array, is masked, or has a dtype that is not raw data.
+        StructureError: it is no array, is masked, or has a dtype that is not raw data.
     """
     if isinstance(array, np.ma.MaskedArray) or not hasattr(array, "__array__"):
         raise StructureError(
@@ -73,11 +76,11 @@ def plain_array(array: Any, where: str = "array") -> np.ndarray:
 
 @dataclass(frozen=True)
 class Joined:
-    """Flat arrays of one native dtype that follow one another: `encode_arrays` makes one of them.
+    """Flat arrays of one native dtype, which `encode_arrays` writes as one concatenated array.
 
     Attributes:
         parts: the arrays.
-        dtype: of all of them.
+        dtype: the dtype of all parts.
     """
 
     parts: Sequence[np.ndarray]
@@ -138,8 +141,8 @@ def decode_arrays(data: Buffer) -> tuple[list[np.ndarray], dict[str, Any]]:
         The arrays, as read-only views that keep `data` alive, and `meta`.
 
     Raises:
-        ArrayFormatError: if `data` is truncated, corrupted, of another version, or claims what it
-            does not hold.
+        ArrayFormatError: `data` is truncated, corrupted, of another version, or does not hold the
+            arrays that its header describes.
     """
     view = _byte_view(data)
     header, position = _read_header(view)
@@ -170,7 +173,7 @@ def decode_array(data: Buffer) -> np.ndarray:
     """Decodes one array, as a read-only view of `data`; see `decode_arrays`.
 
     Raises:
-        ArrayFormatError: also if the buffer holds no array or several.
+        ArrayFormatError: as `decode_arrays`, or the buffer does not hold exactly one array.
     """
     arrays, _ = decode_arrays(data)
     if len(arrays) != 1:
@@ -179,7 +182,7 @@ def decode_array(data: Buffer) -> np.ndarray:
 
 
 def encoded_size(arrays: Sequence[np.ndarray]) -> int:
-    """About how many bytes `encode_arrays` will give, without encoding anything."""
+    """Approximate number of bytes that `encode_arrays` returns, without encoding anything."""
     return sum(array.nbytes + 2 * ALIGNMENT for array in arrays) + 2 * ALIGNMENT
 
 
@@ -196,10 +199,10 @@ def _as_bytes(array: np.ndarray) -> memoryview:
 def _checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
     meta = {} if meta is None else meta
     try:
-        kept = json.loads(json.dumps(meta, allow_nan=False)) == meta
+        is_plain = json.loads(json.dumps(meta, allow_nan=False)) == meta
     except (TypeError, ValueError, RecursionError):
-        kept = False
-    if not kept or not isinstance(meta, dict):
+        is_plain = False
+    if not is_plain or not isinstance(meta, dict):
         raise StructureError(
             f"meta of an array buffer: found {meta!r:.200}, expected plain JSON values: a "
             "dictionary with string keys, of lists, strings, finite numbers, booleans, None."
@@ -210,8 +213,8 @@ def _checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
 def _layout(views: list[np.ndarray | Joined], meta: dict[str, Any]) -> tuple[bytes, list[int], int]:
     """JSON header, offset of each array, and total length.
 
-    Offsets are relative to the buffer, so that they depend on the header's own length: the header
-    is padded with spaces to a length at which they are settled.
+    Offsets are relative to the buffer, so they depend on the length of the header in which they
+    are written. The header is padded with spaces to the first length that is long enough.
     """
     start = _CHECKED_PREFIX.size
     while True:
@@ -338,10 +341,10 @@ def _read_array(
 
 
 def checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]:
-    """A shape that was read, if there can be an array of it.
+    """Checks a shape that was read.
 
     Raises:
-        ArrayFormatError: it is no list of sizes, or too big for NumPy.
+        ArrayFormatError: it is no list of sizes, or too large for NumPy.
     """
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
         found = f"{len(shape)} dimensions" if isinstance(shape, list) else repr(shape)

@@ -16,16 +16,17 @@ from beamjax.storage.shared_cache import SharedCache, nbytes
 Arrays = list[np.ndarray]
 
 PASSING_BYTES = 2**25
-"""Bytes of recent blocks, for threads that lag behind. The last blocks of each thread stay as
-well."""
+"""Bytes of recent blocks, for threads that lag behind. The last blocks of each thread stay in any
+case."""
 LASTING_BYTES = 2**29
 """Bytes of blocks that are read repeatedly."""
 LASTING_READS = 3
 """Reads after which a block counts as read repeatedly: more reads than most programs have
 passes."""
 _MAX_COUNTED = 1 << 16
+"""Blocks of which the reads are counted."""
 SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
-"""The parts of the memory limit: a quarter for decoded blocks, an eighth for server values."""
+"""Divisors of the memory limit: a quarter is for decoded blocks, an eighth for server values."""
 STORE_BYTES = 1 << 30
 """Bytes of server values that a process caches if there is no memory limit."""
 
@@ -35,7 +36,7 @@ class BlockCache:
 
     Attributes:
       passing: the recent blocks.
-      lasting: the blocks that were read `LASTING_READS` times.
+      lasting: the blocks that were decoded `LASTING_READS` times.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class BlockCache:
 
         def counted() -> Arrays:
             arrays = load()
+            # Without a lock: a lost count only delays the move to `lasting`.
             self._reads[key] = self._reads.get(key, 0) + 1
             if len(self._reads) > _MAX_COUNTED:
                 self._reads.popitem(last=False)
@@ -58,7 +60,7 @@ class BlockCache:
         return self.passing.get(key, counted, reader)
 
     def set_limit(self, nbytes: int | None) -> None:
-        """Sets the bytes that are cached in all; None for the default."""
+        """Sets the bytes of both caches together; None for the default."""
         self.passing.limit = PASSING_BYTES if nbytes is None else min(PASSING_BYTES, nbytes // 2)
         self.lasting.limit = LASTING_BYTES if nbytes is None else min(LASTING_BYTES, nbytes // 2)
 
@@ -75,7 +77,8 @@ def block_budget(limit: int | None) -> int:
 
 
 def store_budget(limit: int | None) -> int:
-    """Bytes of server values that a process with this memory limit caches from files; as many again
-    for values between workers in the launching process.
+    """Bytes of server values that a process with this memory limit caches from files.
+
+    The launching process may use as many again for values that it passes between workers in memory.
     """
     return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES

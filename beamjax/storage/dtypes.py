@@ -1,4 +1,4 @@
-"""The dtypes of arrays that are stored as raw bytes: those that JAX computes with, by name."""
+"""The names of the dtypes that are stored as raw bytes: those that JAX computes with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, StructureError
 
 FLOAT0 = np.dtype([("float0", "V")])
-"""The dtype of tangents of integers in JAX: an array of it has a shape and no bytes."""
+"""The dtype of tangents of integers in JAX. An array of it has a shape, but no bytes."""
 
 _NATIVE = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -32,13 +32,13 @@ _DTYPES = _dtype_table()
 
 
 def dtype_name(dtype: Any) -> str:
-    """Name of a dtype that a buffer can hold: `"float32"`, `"bfloat16"`, `"float0"`, ...
+    """The name of a dtype that a buffer can hold: `"float32"`, `"bfloat16"`, `"float0"`, ...
 
     Args:
         dtype: a NumPy dtype, in any byte order.
 
     Raises:
-        StructureError: for objects, strings, dates, long doubles, structured and extended dtypes.
+        StructureError: objects, strings, dates, long doubles, structured or extended dtypes.
     """
     if isinstance(dtype, np.dtype):
         if dtype == FLOAT0:
@@ -54,16 +54,16 @@ def dtype_name(dtype: Any) -> str:
 
 
 def dtype_from_name(name: object) -> np.dtype:
-    """The dtype, in native byte order, that `dtype_name` gave this name.
+    """Undoes `dtype_name`; the dtype is in native byte order.
 
     Raises:
-        ArrayFormatError: if there is no such dtype here, as when another version of ml_dtypes
-            wrote it.
+        ArrayFormatError: there is no such dtype, or the installed ml_dtypes does not have it.
     """
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ArrayFormatError(
-            f"found the dtype {name!r}, expected one of {', '.join(sorted(_DTYPES))}; if it was "
-            f"written elsewhere, install the ml_dtypes of there (here: {ml_dtypes.__version__})."
+            f"found the dtype {name!r}, expected one of {', '.join(sorted(_DTYPES))}; if another "
+            "process wrote it, install its version of ml_dtypes here, where it is "
+            f"{ml_dtypes.__version__}."
         )
     return dtype

@@ -1,12 +1,13 @@
 """Small whole files on a local path or any URL that Beam's FileSystems knows.
 
-Written at once or not at all: readers see the whole file or none. Local files are mapped to memory
-when they are big.
+A file is written atomically: readers see the whole file or none. Large local files are mapped to
+memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import re
@@ -20,11 +21,13 @@ from typing import NamedTuple
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 TEMPORARY = ".tmp"
-_MAP_BYTES = 8 * 2**20  # smaller files are read: a map keeps a file descriptor open
+"""Suffix of files that are not yet whole."""
+_MAP_BYTES = 8 * 2**20
+"""Bytes of a file from which on it is mapped, not read. Each map holds a file descriptor."""
 
 
 def is_url(path: str) -> bool:
-    """Whether Beam's FileSystems must be asked, rather than the operating system."""
+    """Whether a path is for Beam's FileSystems, rather than the operating system."""
     return _URL.match(path) is not None
 
 
@@ -39,11 +42,12 @@ def write(
     """Writes a file under a temporary name, and renames it.
 
     Args:
-        path: of the file.
+        path: the path or URL of the file.
         data: the whole content.
-        keep: leave a file of this name and size as it is, as fits content-hashed names.
+        keep: leave an existing file of this name and size as it is, for names that are hashes of
+            the content.
         make: make the folder of a local file, for this user only (mode 0700), if it is not there.
-        sync: wait until the content of a local file is on the disk before it gets its name.
+        sync: wait until the content of a local file is on the disk before the file is renamed.
 
     Raises:
         Exception: whatever the file system raises.
@@ -63,7 +67,7 @@ def make_folder(folder: str) -> None:
 
 
 def read(path: str) -> memoryview:
-    """The whole content, read-only. A big local file is mapped, not read.
+    """The whole content, read-only. A large local file is mapped, not read.
 
     Raises:
         Exception: whatever the file system raises.
@@ -101,7 +105,7 @@ def names(folder: str) -> list[str]:
 
 
 class Listed(NamedTuple):
-    """A file of a folder: its name, its bytes, and when it was last written, since the epoch."""
+    """A file in a folder: its name, its bytes, and the time of its last change since the epoch."""
 
     name: str
     nbytes: int
@@ -115,7 +119,7 @@ def listed(folder: str) -> list[Listed]:
         Exception: whatever the file system raises.
     """
     if is_url(folder):
-        return [Listed(*found) for found in _remote().listed(folder)]
+        return list(itertools.starmap(Listed, _remote().listed(folder)))
     found = []
     for name in names(folder):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -134,7 +138,7 @@ def exists(path: str) -> bool:
 
 
 def remove_files(folder: str, gone: Sequence[str]) -> None:
-    """Removes files of a folder, those that are still there.
+    """Removes files from a folder; some may already be gone.
 
     Raises:
         Exception: whatever the file system raises.
@@ -147,10 +151,10 @@ def remove_files(folder: str, gone: Sequence[str]) -> None:
 
 
 def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
-    """Removes the files that `write` left with this suffix, and a local folder that is then empty.
+    """Removes files with a suffix, temporary files, and a local folder that is then empty.
 
     Raises:
-        Exception: whatever the file system raises; not if nothing is there.
+        Exception: whatever the file system raises; a missing folder is no error.
     """
     suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), TEMPORARY)
     if is_url(folder):
@@ -182,9 +186,9 @@ def _write_local(path: str, data: bytes, keep: bool, sync: bool) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """The same file under another name, copied only where there are no links.
+    """Gives a file a second name, as a link if possible; else copies it.
 
-    The bytes never are in the memory of this process all at once.
+    The file is never in memory as a whole.
 
     Raises:
         Exception: whatever the file systems raise.
@@ -192,6 +196,7 @@ def link(source: str, target: str) -> None:
     if is_url(source) or is_url(target):
         _remote().copy(source, target)
         return
+    # `os.link` refuses a name that is taken, so the link gets a temporary name and is renamed.
     temporary = f"{target}.{uuid.uuid4().hex}{TEMPORARY}"
     try:
         try:
@@ -204,7 +209,7 @@ def link(source: str, target: str) -> None:
 
 
 def sync(paths: Iterable[str]) -> None:
-    """Waits until local files and folders are on the disk; URLs are left to their file system."""
+    """Waits until local files and folders are on the disk. URLs are ignored."""
     for path in paths:
         if not is_url(path):
             handle = os.open(path, os.O_RDONLY)

@@ -1,7 +1,8 @@
 """A folder of arrays under content addresses, which runs of many processes share.
 
-A file has the name of its address and is written at once or not at all, so that two writers of one
-address do no harm. It is checked when it is read. What was used longest ago is removed first.
+A file is named after its address and is written atomically, so two processes may write one address
+at the same time. Its checksums are verified when it is read. The least recently used files are
+removed first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 LIMIT = 10 * 2**30
-"""Bytes of all files in a folder, about."""
+"""Approximate limit of the bytes of all files in a folder."""
 SUFFIX = ".partials"
 _UNFINISHED = 3600.0
 """Seconds after which a temporary file is considered abandoned by its writer."""
@@ -34,19 +35,19 @@ class PartialCache:
     Args:
         folder: path or URL. Files of local folders count as used when they are read, those at URLs
             when they are written.
-        limit: bytes of all files. A process looks whether they are more before its first file, and
-            whenever it has written a sixteenth of that; until then they may be more.
+        limit: bytes of all files. A process checks it before its first write, and each time that
+            it has written a sixteenth of it; in between, the files may exceed it.
     """
 
     def __init__(self, folder: str, limit: int = LIMIT) -> None:
         self.folder = folder
         self.limit = limit
         self._lock = threading.Lock()
-        # Enough bytes that the first written file triggers a look at the folder.
+        # As many bytes as trigger the check of the folder before the first write.
         self._written = limit
 
     def find(self, address: str) -> tuple[list[np.ndarray], dict[str, Any]] | None:
-        """The arrays of an address and what was stored with them; None if there are none.
+        """The arrays of an address and the `meta` stored with them; None if there are none.
 
         A file that is damaged or can't be read counts as missing, and is logged.
         """
@@ -64,7 +65,9 @@ class PartialCache:
             _log.warning("cache: can't read %s, computing it again: %s", path, error)
             return None
         if not files.is_url(path):
-            with contextlib.suppress(OSError):  # another process removes it, or may only read
+            # The time of change is the time of the last use. Ignored: another process has removed
+            # the file, or this one may not write it.
+            with contextlib.suppress(OSError):
                 os.utime(path)
         return found
 
@@ -85,13 +88,13 @@ class PartialCache:
             _log.warning("cache: can't write %s, going on without it: %s", path, error)
 
     def trim(self) -> None:
-        """Removes the files that were used longest ago, until all are within the limit."""
+        """Removes the least recently used files until the others are within the limit."""
         found = sorted(files.listed(self.folder), key=lambda file: file.time)
         old = time.time() - _UNFINISHED
         gone = [f.name for f in found if f.name.endswith(files.TEMPORARY) and f.time < old]
-        kept = [file for file in found if file.name.endswith(SUFFIX)]
-        total = sum(file.nbytes for file in kept)
-        for file in kept:
+        stored = [file for file in found if file.name.endswith(SUFFIX)]
+        total = sum(file.nbytes for file in stored)
+        for file in stored:
             if total <= self.limit:
                 break
             gone.append(file.name)
@@ -109,7 +112,7 @@ class PartialCache:
         }
 
     def clear(self) -> dict[str, Any]:
-        """Removes all files; returns what `describe` gave before."""
+        """Removes all files; returns what `describe` returned before."""
         found = self.describe()
         names = [name for name in files.names(self.folder) if name.endswith(SUFFIX)]
         files.remove_files(self.folder, names)

@@ -19,7 +19,7 @@ from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".record"
 MAX_TEXT = 16_000
-"""Characters of a message or a traceback that go into a record; the end of a traceback is kept."""
+"""Most characters of a message or a traceback in a record. Of a traceback, the end is stored."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -35,7 +35,7 @@ def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
     """Undoes `encode`. The caller checks the fields; `path` is for messages.
 
     Raises:
-      ArrayFormatError: the bytes are no record, or were changed.
+      ArrayFormatError: the bytes are no record, or are damaged.
     """
     try:
         return decode_arrays(data)[1]
@@ -44,12 +44,12 @@ def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
 
 
 def checked(record: dict[str, Any], types: dict[str, Any], path: str) -> dict[str, Any]:
-    """The fields of a record that have these names and types; others are left out.
+    """The fields of a record with these names, after a check of their types.
 
     Args:
-      record: as it was read.
-      types: a type, or a tuple of types, for each name. A bool is no int here.
-      path: where the record was, for the message.
+      record: the record as it was read. Other fields are left out.
+      types: a type, or a tuple of types, for each name. A bool does not count as an int.
+      path: the path of the record, for the message.
 
     Raises:
       ArrayFormatError: a field is missing or has another type.
@@ -89,7 +89,7 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     return asdict(known) | {
         # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
-        # How to replay it depends on the process that reads the record.
+        # The hint how to replay the shard depends on the process that reads the record.
         "message": str(error).removesuffix(getattr(error, "replay_hint", "")).rstrip()[:MAX_TEXT],
         "members": list(known.members) if known.members else None,
         "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",
@@ -118,11 +118,11 @@ def error_of(
 
     Args:
       record: what `error_record` returned.
-      path: where the record was, for messages.
-      otherwise: the type for errors that are not of beamjax.
+      path: the path of the record, for messages.
+      otherwise: the type for errors that are not errors of beamjax.
 
     Raises:
-      ArrayFormatError: the record is not what `error_record` gives.
+      ArrayFormatError: the record is not one that `error_record` makes.
     """
     found = checked(record, _ERROR_FIELDS, path)
     kind, message, members = (found.pop(name) for name in ("type", "message", "members"))

@@ -1,8 +1,8 @@
 """Small whole files at URLs, by Beam's FileSystems; `files` is for paths and URLs alike.
 
-On object stores a file is there when it is written to its end, and a second one of its name takes
-its place at once. Elsewhere it is written under a temporary name and renamed. Where a file system
-refuses a name that is taken, the old file is set aside until the new one has its name.
+On object stores a file appears when it is closed, and replaces another file of its name atomically.
+On other file systems it is written under a temporary name and renamed. If a file system does not
+replace files when it renames, the old file is renamed first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from beamjax._beam_compat import has_file_options
 
 TEMPORARY = ".tmp"
+"""The same as in `files`, which imports this module."""
 OBJECT_STORES = ("gs", "s3", "azfs")
-_ATTEMPTS = 5  # at a name that others write too
+"""Schemes of URLs at which files are written atomically."""
+_ATTEMPTS = 5
+"""Attempts to rename a file to a name that other processes may be writing too."""
 _RAW = CompressionTypes.UNCOMPRESSED
 
 
@@ -35,7 +38,7 @@ def join(folder: str, name: str) -> str:
 def write(path: str, data: bytes, keep: bool) -> None:
     """Writes a file, so that readers see all of it or nothing; see `files.write`."""
     systems = _known()
-    if keep and systems.exists(path) and systems.get_filesystem(path).size(path) == len(data):
+    if keep and _has_size(path, len(data)):
         return
     if systems.get_scheme(path) in OBJECT_STORES:
         with systems.create(path, compression_type=_RAW) as file:
@@ -44,7 +47,7 @@ def write(path: str, data: bytes, keep: bool) -> None:
     temporary = _temporary(path)
     with systems.create(temporary, compression_type=_RAW) as file:
         file.write(data)
-    _replace(temporary, path, len(data) if keep else None)
+    _replace(temporary, path, reusable_bytes=len(data) if keep else None)
 
 
 def read(path: str) -> memoryview:
@@ -53,20 +56,28 @@ def read(path: str) -> memoryview:
         return memoryview(file.read())
 
 
+def _has_size(path: str, nbytes: int) -> bool:
+    """Whether there is a file of this size."""
+    return exists(path) and size(path) == nbytes
+
+
 def size(path: str) -> int:
     """Bytes of a file."""
     return _known().get_filesystem(path).size(path)
 
 
 def status(path: str) -> tuple[int, str]:
-    """Bytes of a file, and when it was last written, as its file system says."""
+    """Bytes of a file, and the time of its last change as its file system reports it."""
     system = _known().get_filesystem(path)
     metadata = system.metadata(path)
     return metadata.size_in_bytes, str(metadata.last_updated_in_seconds)
 
 
 def content_mark(path: str) -> str:
-    """A short text that changes with the content: a checksum where there are such, or the time."""
+    """A short string that changes with the content: from its checksum, or the time of its change.
+
+    Only object stores have checksums that do not require reading the file.
+    """
     systems = _known()
     if systems.get_scheme(path) in OBJECT_STORES:
         return f"{size(path)} bytes, {systems.checksum(path)}"
@@ -74,7 +85,7 @@ def content_mark(path: str) -> str:
 
 
 def match(pattern: str) -> list[str]:
-    """URLs of the files that a pattern finds, in the order of their names; none if none."""
+    """URLs of the files that match a pattern, in the order of their names."""
     return sorted(file.path for file in _known().match([pattern])[0].metadata_list)
 
 
@@ -86,9 +97,7 @@ def open_file(path: str) -> BinaryIO:
 
 def names(folder: str) -> list[str]:
     """Names of the files in a folder; none if it is not there."""
-    systems = _known()
-    found = systems.match([systems.join(folder, "*")])[0].metadata_list
-    return [systems.split(file.path)[1] for file in found]
+    return [name for name, _, _ in listed(folder)]
 
 
 def listed(folder: str) -> list[tuple[str, int, float]]:
@@ -107,14 +116,14 @@ def exists(path: str) -> bool:
 
 
 def remove_files(folder: str, gone: Sequence[str]) -> None:
-    """Removes files of a folder, those that are still there."""
+    """Removes files from a folder; some may already be gone."""
     if gone:
         systems = _known()
         systems.delete([systems.join(folder, name) for name in gone])
 
 
 def copy(source: str, target: str) -> None:
-    """Copies a file, of which one or both are at a URL, by the file system if it can."""
+    """Copies a file from or to a URL, by the file system itself if it can."""
     systems = _known()
     scheme = systems.get_scheme(target)
     final = target if scheme in OBJECT_STORES else _temporary(target)
@@ -125,11 +134,11 @@ def copy(source: str, target: str) -> None:
         ):
             shutil.copyfileobj(file, made, 2**20)
     if final != target:
-        _replace(final, target, None)
+        _replace(final, target)
 
 
 def _copied(source: str, target: str) -> bool:
-    """Whether the file system itself could copy a file; not all do."""
+    """Copies a file by the file system itself; False if it can't."""
     try:
         _known().copy([source], [target])
     except Exception:
@@ -137,20 +146,16 @@ def _copied(source: str, target: str) -> bool:
     return True
 
 
-def _replace(temporary: str, path: str, kept: int | None) -> None:
-    """Renames a file, while other processes may do the same.
+def _replace(temporary: str, path: str, reusable_bytes: int | None = None) -> None:
+    """Renames a file, while other processes may rename others to the same name.
 
-    A file of `kept` bytes that another writer has put there meanwhile is left as it is: readers
-    may have seen it.
+    A file of `reusable_bytes` that another process has written meanwhile is left as it is: readers
+    may have it open.
     """
     systems = _known()
     for attempt in range(_ATTEMPTS):
         try:
-            if (
-                kept is not None
-                and systems.exists(path)
-                and systems.get_filesystem(path).size(path) == kept
-            ):
+            if reusable_bytes is not None and _has_size(path, reusable_bytes):
                 systems.delete([temporary])
                 return
             _rename(temporary, path, set_aside=attempt > 0)
@@ -160,15 +165,18 @@ def _replace(temporary: str, path: str, kept: int | None) -> None:
                 with contextlib.suppress(Exception):
                     systems.delete([temporary])
                 raise
+            # A random time, so that processes that write the same name do not retry together.
             time.sleep(random.uniform(0, 0.1 * 2**attempt))
 
 
 def _rename(temporary: str, path: str, set_aside: bool) -> None:
-    """Renames a file to a name that may be taken; what has the name stays if that fails.
+    """Renames a file to a name that may be taken. If that fails, the file of that name remains.
 
     Args:
-      temporary, path: the old and the new name.
-      set_aside: whether to rename what has the name, if it can't be replaced at once, as in HDFS.
+      temporary: the old name.
+      path: the new name.
+      set_aside: whether to rename a file of the new name first, if it can't be replaced, as in
+        HDFS.
     """
     systems = _known()
     try:
@@ -198,9 +206,9 @@ def _temporary(path: str) -> str:
 
 
 def _known() -> type[FileSystems]:
-    """Beam's FileSystems, some of which need options, if only those by default.
+    """Beam's FileSystems, with default options if none are set: some file systems need options.
 
-    A pipeline and a worker set its own there.
+    Pipelines and workers set options of their own.
     """
     if not has_file_options():
         FileSystems.set_options(PipelineOptions([]))

@@ -31,13 +31,16 @@ def add_codec(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], 
     Args:
       kind: the class.
       encode: returns plain values.
-      decode: undoes it; KeyError, TypeError or ValueError for anything else.
+      decode: undoes `encode`; raises KeyError, TypeError or ValueError for anything else.
     """
     _CODECS[kind] = encode, decode
 
 
 def to_plain(value: Any) -> Any:
-    """Returns dataclasses and mappings as dicts, tuples, also named ones, as lists, and codecs."""
+    """Converts dataclasses and mappings to dicts, and tuples, also named ones, to lists.
+
+    Values of types with a codec are converted by it.
+    """
     for kind, (encode, _) in _CODECS.items():
         if isinstance(value, kind):
             return encode(value)
@@ -53,17 +56,17 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], value: Any, path: str) -> T:
     """Undoes `to_plain`, also after a round trip through JSON.
 
-    Fields that the class does not have are left out, those that are missing have their defaults.
+    Fields that the class does not have are ignored. Missing ones get their defaults.
 
     Args:
       kind: the class, with fields of plain types, of such classes, of types with a codec, and of
         tuples, sequences and mappings. `Annotated[kind, check]` calls `check`, which may refuse a
         value with a `ValueError` or `TypeError`, as may a `__post_init__`.
-      value: what was read.
-      path: where it was, for the message.
+      value: the value that was read.
+      path: the path from which it was read, for the message.
 
     Raises:
-      ArrayFormatError: the value is something else.
+      ArrayFormatError: the value does not have this type.
     """
     return typing.cast(T, _value(kind, value, path, getattr(kind, "__name__", "a value")))
 
@@ -116,7 +119,7 @@ def _named_tuple(kind: Any, value: Any, path: str, where: str) -> Any:
 
 
 def _called(function: Callable[[Any], Any], value: Any, path: str, where: str) -> Any:
-    """Calls a function of a value; its errors become errors that name the place of the value."""
+    """Calls a function with a value; adds to its errors where the value is."""
     try:
         return function(value)
     except (KeyError, TypeError, ValueError) as error:
@@ -127,6 +130,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, path: str, where: str) -> Any:
     if value is None and types.NoneType in kinds:
         return None
     *first, last = [kind for kind in kinds if kind is not types.NoneType]
+    # The error for the last kind is the one that is raised.
     for kind in first:
         with contextlib.suppress(ArrayFormatError):
             return _value(kind, value, path, where)
@@ -142,7 +146,7 @@ def _instance(kind: Any, value: dict[str, Any], path: str, where: str) -> Any:
     }
     try:
         return kind(**known)
-    except (TypeError, ValueError) as error:  # a field is missing that has no default, or refused
+    except (TypeError, ValueError) as error:  # a missing field has no default, or one is refused
         raise ArrayFormatError(f"{path}: found no {where} ({error})") from None
 
 

@@ -1,4 +1,4 @@
-"""Space on the disk for files that are written through memory maps, and arrays in such files."""
+"""Temporary arrays on disk, and disk space for files that are written through memory maps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from beamjax.errors import SourceError
 
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of `posix_fallocate` on file systems that do not support it."""
 _ZEROS = bytes(1 << 20)
 
 
@@ -33,16 +34,16 @@ def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = Non
     Args:
       shape: the shape of the array, without a 0.
       dtype: the dtype of the array.
-      folder: the folder of the file; None for that of temporary files.
+      folder: the folder of the file; None for the default of `tempfile`.
 
     Raises:
       SourceError: the file can't be made, or there is no space for it.
     """
-    raw, nbytes = (*shape, dtype.itemsize), math.prod(shape) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             allocate(file.fileno(), 0, nbytes)
-            return np.memmap(file, np.uint8, "r+", shape=raw).view(dtype)[..., 0]
+            return np.memmap(file, dtype, "r+", shape=shape)
     except OSError as error:
         raise SourceError(
             f"{folder or tempfile.gettempdir()}: cannot write {nbytes} bytes of placed values "
@@ -53,8 +54,10 @@ def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = Non
 class Scratch:
     """Flat arrays in one temporary file, which is removed with this object or the process.
 
+    It is for one thread at a time.
+
     Args:
-      folder: the folder of the file; None for that of temporary files.
+      folder: the folder of the file; None for the default of `tempfile`.
     """
 
     def __init__(self, folder: str | None = None):
@@ -67,7 +70,7 @@ class Scratch:
         """Writes an array.
 
         Raises:
-          SourceError: there is no room, or the folder can't be written.
+          SourceError: there is no space, or the folder can't be written.
         """
         flat = np.ascontiguousarray(array).reshape(-1)
         free = self._free[flat.nbytes]
@@ -75,13 +78,13 @@ class Scratch:
         data = flat.view(np.uint8).data if flat.nbytes else memoryview(b"")
         try:
             file, done = self._opened(), 0
-            while done < slot.nbytes:
+            while done < slot.nbytes:  # Linux writes at most 2 GiB in a call.
                 done += os.pwrite(file, data[done:], slot.offset + done)
         except OSError as error:
             raise SourceError(
                 f"{self.folder}: cannot write {slot.nbytes} bytes of a large reduction ({error}); "
-                "some partials of shards wait there; set the option work_folder, or TMPDIR, to a "
-                "folder with more room"
+                "partial results of shards are stored there; set the option work_folder, or "
+                "TMPDIR, to a folder with more space"
             ) from error
         self._end = max(self._end, slot.offset + slot.nbytes)
         return slot
@@ -102,13 +105,14 @@ class Scratch:
         return found.view(slot.dtype)
 
     def free(self, slot: Slot) -> None:
-        """Frees the place of an array for another one of the same size."""
+        """Frees the place of an array for another one of the same number of bytes."""
         self._free[slot.nbytes].append(slot.offset)
 
     def _opened(self) -> int:
         if self._file is None:
             self._file, path = tempfile.mkstemp(prefix="beamjax-", dir=self.folder)
             weakref.finalize(self, os.close, self._file)
+            # The file has no name from here on; its space is freed when it is closed.
             os.unlink(path)
         return self._file
 
@@ -116,8 +120,9 @@ class Scratch:
 def allocate(file: int, offset: int, nbytes: int) -> None:
     """Reserves space on the disk for a range of a file that holds no data yet.
 
-    A file that is made longer without being written has no blocks. If the disk is full when a
-    memory map of it is written, SIGBUS ends the process; here, it is an error.
+    A file that is extended without being written has no blocks on the disk. If the disk is full
+    when a memory map of it is written, SIGBUS ends the process. Reserving the blocks first raises
+    an error instead.
 
     Args:
       file: descriptor of a file that is open for writing.

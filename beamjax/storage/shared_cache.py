@@ -14,7 +14,7 @@ import numpy as np
 T = TypeVar("T")
 
 MAX_READERS = 64
-"""The number of readers of a thread whose last values stay in the cache."""
+"""Readers of a thread of which the last value stays in the cache."""
 
 
 class SingleFlight(Generic[T]):
@@ -32,30 +32,33 @@ class SingleFlight(Generic[T]):
         """The value of a key.
 
         Args:
-          key: of the value.
-          find: looks it up where `load` leaves it, in constant time; None if it is not there.
-          load: makes it.
+          key: the key of the value.
+          find: looks the value up where `load` stores it, in constant time; None if it is missing.
+          load: makes and stores the value.
         """
         with self._lock:
-            # `find` runs under the lock. Otherwise a load that ended since would be started a
-            # second time.
+            # `find` runs under the lock: a load that ends between `find` and the look at the
+            # flights would be started a second time.
             value = find()
             if value is not None:
                 return value
             flight = self._flights.setdefault(key, _Flight())
+        # The first thread to get this lock loads; the others wait for it here. After an error the
+        # next thread loads.
         with flight.lock:
             if not flight.made:
                 try:
                     flight.made.append(load())
                 finally:
                     with self._lock:
+                        # After an error, another thread may have begun a new flight of this key.
                         if self._flights.get(key) is flight:
                             del self._flights[key]
         return flight.made[0]
 
 
 class _Flight(Generic[T]):
-    """A value that one thread makes and others wait for."""
+    """A value that one thread loads while others wait for it. `made` holds it, if it is there."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -64,7 +67,7 @@ class _Flight(Generic[T]):
 
 @dataclass
 class _Entry(Generic[T]):
-    """A cached value, its weight, and the open owners that have asked for it."""
+    """A cached value, its weight, and the open owners that have requested it."""
 
     value: T
     weight: int
@@ -105,7 +108,8 @@ class SharedCache(Generic[T]):
         Args:
           key: the key of the value.
           load: computes the value.
-          reader: identifies who reads values in a row; the last value of each reader stays.
+          reader: identifies a sequence of reads, such as those of a source. The last value of each
+            reader stays in the cache.
           owner: identifies what needs the value, see `open`.
         """
         entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
@@ -116,12 +120,12 @@ class SharedCache(Generic[T]):
         return entry.value
 
     def open(self, owner: Hashable) -> None:
-        """Starts to track which values an owner, such as a run, asks for."""
+        """Starts to track which values an owner, such as a run, requests."""
         with self._lock:
             self._owners.add(owner)
 
     def close(self, owner: Hashable) -> None:
-        """Removes the values that an owner has asked for, unless another open owner has as well."""
+        """Removes the values that an owner has requested, unless another open owner has as well."""
         with self._lock:
             self._owners.discard(owner)
             for key, entry in list(self._values.items()):
@@ -139,6 +143,7 @@ class SharedCache(Generic[T]):
 
     def _find(self, key: Hashable, reader: Hashable) -> _Entry[T] | None:
         with self._lock:
+            # Before the load, so that the value that this reader had last may be dropped for it.
             if reader is not None:
                 self._note(key, reader)
             if key not in self._values:
@@ -150,24 +155,25 @@ class SharedCache(Generic[T]):
         value = load()
         entry = _Entry(value, self._weigh(value))
         with self._lock:
-            self._keep(key, entry)
+            self._insert(key, entry)
         return entry
 
     def _note(self, key: Hashable, reader: Hashable) -> None:
+        """Records the last key of a reader of this thread."""
         last = self._last.setdefault(threading.current_thread(), collections.OrderedDict())
         last[reader] = key
         last.move_to_end(reader)
         if len(last) > MAX_READERS:
             last.popitem(last=False)
 
-    def _keep(self, key: Hashable, entry: _Entry[T]) -> None:
+    def _insert(self, key: Hashable, entry: _Entry[T]) -> None:
         if key in self._values:
             self._drop(key)
         self._values[key] = entry
         self._total += entry.weight
         if self._total <= self.limit:
             return
-        # Readers ask for these again soon.
+        # Readers request these again soon.
         staying = {key}.union(*(last.values() for last in self._last.values()))
         for other in [other for other in self._values if other not in staying]:
             self._drop(other)
@@ -179,5 +185,5 @@ class SharedCache(Generic[T]):
 
 
 def nbytes(arrays: Iterable[np.ndarray]) -> int:
-    """Bytes of arrays, for the cache to weigh them."""
+    """Bytes of arrays, as the weight of a value."""
     return sum(array.nbytes for array in arrays)

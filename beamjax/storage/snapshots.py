@@ -24,7 +24,7 @@ def is_immutable(array: np.ndarray) -> bool:
 def snapshot(array: np.ndarray) -> np.ndarray:
     """The array, or a read-only copy if its memory is writable.
 
-    Axes along which the array repeats its memory (`np.broadcast_to`) are not copied.
+    Along axes of stride 0, as of `np.broadcast_to`, only one entry is copied.
     """
     if is_immutable(array):
         return array

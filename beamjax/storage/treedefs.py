@@ -45,12 +45,12 @@ def tree_from_json(record: Any, path: str) -> PyTreeDef:
     """Undoes `tree_to_json`. Types of named tuples are looked up in modules that are imported here.
 
     Args:
-      record: what it gave.
-      path: where it was, for messages.
+      record: what `tree_to_json` returned.
+      path: the path from which it was read, for messages.
 
     Raises:
       ArrayFormatError: `record` is something else.
-      StructureError: a node can't be rebuilt here.
+      StructureError: a node can't be rebuilt in this process.
     """
     try:
         return jax.tree_util.tree_structure(_example(record, path))
@@ -63,7 +63,7 @@ def tree_from_json(record: Any, path: str) -> PyTreeDef:
 
 
 def _example(record: Any, path: str) -> Any:
-    """A tree with the structure, of zeros."""
+    """A tree of zeros that has the structure."""
     match record:
         case "*":
             return 0
@@ -92,7 +92,7 @@ _LIKE = "give an example of the tree, of any leaves, as job.result(like=...)"
 def _key(item: Any, path: str) -> Any:
     if isinstance(item, list) and len(item) == 2 and type(item[0]) in (str, int, bool):
         return item[0]
-    raise ArrayFormatError(f"{path}: found {item!r:.200}, expected a key and what it stands for")
+    raise ArrayFormatError(f"{path}: found {item!r:.200}, expected a key and its value")
 
 
 def _named(module: str, name: str, names: list[str]) -> Any:
@@ -103,7 +103,7 @@ def _named(module: str, name: str, names: list[str]) -> Any:
     if not tuples or list(getattr(found, "_fields", ())) != names:
         raise StructureError(
             f"the result holds a named tuple {module}.{name} of {', '.join(map(str, names))}, "
-            f"which is not there in this process; import its module before, or {_LIKE}"
+            f"which is not there in this process; import its module first, or {_LIKE}"
         )
     return found
 

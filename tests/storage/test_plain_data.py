@@ -128,7 +128,7 @@ def test_named_tuples_need_their_type():
     record = tree_to_json(jax.tree.structure(Point(1, 2)))
     with pytest.raises(StructureError, match=r"test_plain_data\.Other of x, y, which is not there"):
         tree_from_json({**record, "named": ["test_plain_data", "Other", ["x", "y"]]}, "p")
-    with pytest.raises(StructureError, match="import its module before"):
+    with pytest.raises(StructureError, match="import its module first"):
         tree_from_json({**record, "named": ["test_plain_data", "Point", ["x", "z"]]}, "p")
 
 
