@@ -42,7 +42,7 @@ class ArraySource(HoldsLeaves, kind="array"):
 
         Args:
             arrays: of shape (n, *leaf.shape), with raw data for typed keys.
-            leaves: one for each array.
+            leaves: one member of each array.
             treedef: the tree that they form.
         """
         super().__init__(leaves, treedef)
@@ -50,7 +50,7 @@ class ArraySource(HoldsLeaves, kind="array"):
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All members of each leaf, in any byte order; those of typed keys as their data."""
+        """All members of each leaf, in any byte order. Typed keys are given as their data."""
         return self._arrays
 
     @property
@@ -72,8 +72,8 @@ class ArraySource(HoldsLeaves, kind="array"):
 
     def to_spec(self) -> dict[str, Any]:
         raise SourceError(
-            f"{self!r}: is in the memory of process {os.getpid()} and cannot be opened in another "
-            "one, and is not pickled; write it to files with source.spill(folder), or share it "
+            f"{self!r}: is in the memory of process {os.getpid()}. It cannot be opened in another "
+            "process and is not pickled; write it to files with source.spill(folder), or share it "
             "within this process with sources.register(source)."
         )
 
@@ -95,10 +95,10 @@ class ArraySource(HoldsLeaves, kind="array"):
         """Writes the arrays as .npy files, from which any process can read them.
 
         Args:
-            folder: made (mode 0700) if it is not there; the files get names of their own.
+            folder: created (mode 0700) if it does not exist. The files get unique names.
 
         Raises:
-            SourceError: if a file cannot be written.
+            SourceError: a file cannot be written.
         """
         folder, name = Path(folder).absolute(), uuid.uuid4().hex
         files: list[str] = []
@@ -123,12 +123,12 @@ def from_arrays(tree: Any) -> ArraySource:
     """A placed input from arrays in memory.
 
     Args:
-        tree: pytree of NumPy or JAX arrays of shape (n, ...), typed keys included. Nothing is
-            copied, but for arrays on an accelerator.
+        tree: pytree of NumPy or JAX arrays of shape (n, ...), typed keys included. Only arrays on
+            an accelerator are copied.
 
     Raises:
-        StructureError: if a leaf is no array, is a scalar, or has a dtype that JAX does not know.
-        PlacementError: if n is 0, or not the same for all leaves.
+        StructureError: a leaf is no array, is a scalar, or has a dtype that JAX does not know.
+        PlacementError: n is 0, or not the same for all leaves.
     """
     import jax
 

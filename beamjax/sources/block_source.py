@@ -1,6 +1,6 @@
 """Placed inputs that are decoded by blocks: row groups, record batches, chunks.
 
-A block that several shards share is decoded once a process, as long as there is room for it.
+A process decodes a block that several shards share once, while the block stays in the cache.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from beamjax.sources.source_base import HoldsLeaves, LeafSpec, PyTreeDef
 from beamjax.storage.block_cache import Arrays, BlockCache
 
 BLOCKS = BlockCache()
-"""The blocks that this process has decoded and keeps."""
+"""Decoded blocks of this process."""
 
 
 class SourceBlock(NamedTuple):
     """Members that are decoded together.
 
     Attributes:
-        number: of the row group or the like among all of the source.
-        start: their first row in it; 0 unless it is cut.
-        first: member of the source.
-        last: the one after the last.
+        number: the number of the row group or the like within the source.
+        start: the first row of the block in the row group; 0 unless it is one piece of several.
+        first: the first member, numbered within the source.
+        last: the end of the members (exclusive).
     """
 
     number: int
@@ -37,11 +37,11 @@ class SourceBlock(NamedTuple):
 
 
 class BlockSource(HoldsLeaves):
-    """Members in blocks, each of which is decoded whole.
+    """Members in blocks, each of which is decoded as a whole.
 
     Args:
         leaves: one member of each.
-        counts: the number of members in each block, 0 included.
+        counts: the number of members in each block; some may be 0.
         treedef: the tree that the leaves form; a tuple by default.
     """
 
@@ -60,7 +60,7 @@ class BlockSource(HoldsLeaves):
         """All members of a block: for each leaf an array, read-only.
 
         Raises:
-            SourceError: they can't be read.
+            SourceError: the block can't be read.
         """
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class BlockSource(HoldsLeaves):
         return read_blocks(self._leaves, self._blocks(start, stop), self._block, start, stop)
 
     def _blocks(self, start: int, stop: int) -> Iterator[SourceBlock]:
-        """The blocks that have members of a range, in their order."""
+        """The blocks with members of a range, in order."""
         return blocks_of(self._ends, start, stop)
 
     def _block(self, block: SourceBlock) -> Arrays:
@@ -80,11 +80,11 @@ class BlockSource(HoldsLeaves):
 
     @functools.cached_property
     def _reader(self) -> Hashable:
-        """A key of this source among those that a thread reads."""
+        """A key of this source, for the cache: the last block of each source of a thread stays."""
         return self.kind, self._leaves, self._key(SourceBlock(0, 0, 0, 0))
 
     def _checked(self, block: SourceBlock) -> Arrays:
-        """A block whose arrays have the types of the spec."""
+        """Decodes a block and checks its arrays against the leaves."""
         arrays, count = self._decode(block), block.last - block.first
         for array, leaf in zip(arrays, self._leaves, strict=True):
             if array.shape != (count, *leaf.shape) or array.dtype != leaf.dtype:
@@ -97,12 +97,12 @@ class BlockSource(HoldsLeaves):
 
 
 def ends_of(counts: Sequence[int]) -> np.ndarray:
-    """The ends of blocks with these numbers of members, after a 0."""
+    """Cumulative sums: a 0, then the end of each block with these numbers of members."""
     return np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))])
 
 
 def blocks_of(ends: np.ndarray, start: int, stop: int) -> Iterator[SourceBlock]:
-    """The blocks that have members of a range, from where all blocks end."""
+    """The blocks with members of a range; `ends` is what `ends_of` returned."""
     if start == stop:
         return
     number = int(ends.searchsorted(start, "right")) - 1
@@ -121,14 +121,14 @@ def read_blocks(
     start: int,
     stop: int,
 ) -> Arrays:
-    """Members start..stop-1: views of a block, or a copy of parts of several.
+    """Members start..stop-1: views of one block, or copies from several.
 
     Args:
         leaves: one member of each.
-        blocks: that have these members.
-        load: gives all members of a block.
+        blocks: the blocks with these members.
+        load: returns all members of a block.
         start: the first member.
-        stop: the one after the last.
+        stop: the end of the members (exclusive).
     """
     found: Arrays = []
     for block in blocks:
@@ -136,7 +136,7 @@ def read_blocks(
         parts = [array[low - block.first : high - block.first] for array in load(block)]
         if (low, high) == (start, stop):
             return parts
-        # Not before a block shows that members are as big as the spec says.
+        # Allocated only after a block was read: a damaged spec can't cause a large allocation.
         found = found or [np.empty((stop - start, *leaf.shape), leaf.dtype) for leaf in leaves]
         for whole, part in zip(found, parts, strict=True):
             whole[low - start : high - start] = part

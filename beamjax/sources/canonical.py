@@ -1,7 +1,7 @@
-"""64-bit values where JAX computes with 32 bits: integers that would wrap, floats that are rounded.
+"""64-bit values that JAX changes while it computes with 32 bits.
 
-While `jax_enable_x64` is off, `jax.jit` wraps and rounds its arguments without a warning. A source
-refuses integers that would wrap. beamjax reports all other changes in one warning for each call.
+While `jax_enable_x64` is off, `jax.jit` wraps integers and rounds floats without a warning. beamjax
+refuses integers of sources that would wrap, and reports all other changes in one warning per call.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ NARROW = {
         ("float64", "float32"), ("complex128", "complex64"),
     )
 }  # fmt: skip
-"""The dtypes that JAX uses for 64-bit ones while `jax_enable_x64` is off."""
+"""The dtypes that JAX uses instead of 64-bit ones while `jax_enable_x64` is off."""
 
 SMALL = 2**24
-"""Every whole number up to this one is a float32 number."""
+"""float32 represents all whole numbers up to this one."""
 LARGE = 2.0**63
-"""Whole numbers from this one on count as measurements, whose last digits do not matter."""
+"""Whole numbers from this one on count as measurements, in which the last digits do not matter."""
 
-TO_KEEP = 'jax.config.update("jax_enable_x64", True)'
+ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
 
 
 def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64: bool) -> None:
     """Refuses integers that a source has read and that would wrap in 32 bits.
 
     Args:
-      source: that was read.
+      source: the source that was read.
       leaf: the number of the leaf.
-      array: consecutive members of it.
-      start: the first of them.
+      array: consecutive members of the leaf.
+      start: the number of the first one.
       x64: whether JAX computes with 64-bit types.
 
     Raises:
-      SourceError: names the first value that does not fit, and where it is.
+      SourceError: a value would wrap; names the first one, and where it is.
     """
     index = _first_outside(array, x64)
     if index is not None and not source.wraps(leaf):
@@ -54,7 +54,7 @@ def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64:
 def check_chunk(
     source: StreamSource, piece: int, leaf: int, array: np.ndarray, start: int, x64: bool
 ) -> None:
-    """The same for a chunk of a piece of a source, whose first row has the number `start` there."""
+    """As `check_members`, for consecutive rows of a piece of a stream, from row `start` on."""
     index = _first_outside(array, x64)
     if index is not None:
         raise _misfit(array, index, source.where_in(piece, leaf, (start + index[0], *index[1:])))
@@ -76,7 +76,7 @@ def _outside(array: np.ndarray) -> np.ndarray | None:
     The array is not empty.
     """
     limits = np.iinfo(NARROW[array.dtype.newbyteorder("=")])
-    # The test of the extremes needs no array of the size of this one; mostly nothing would wrap.
+    # Usually nothing would wrap. Finding the extremes allocates no array of this size.
     if limits.min <= array.min() and array.max() <= limits.max:
         return None
     return (array < limits.min) | (array > limits.max)
@@ -88,7 +88,7 @@ def _misfit(array: np.ndarray, index: tuple[int, ...], where: str) -> SourceErro
     return SourceError(
         f"{where}: found {array[index]}, which would wrap to {array[index].astype(narrow)}, "
         f"expected {limits.min} to {limits.max}: jax_enable_x64 is off, so JAX reads {wide} as "
-        f"{narrow}. Run {TO_KEEP} before you make the source, or renumber the values."
+        f"{narrow}. Run {ENABLE_X64} before you make the source, or renumber the values."
     )
 
 
@@ -98,7 +98,7 @@ def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> Non
     Args:
       arguments: the flat arguments of `interpreters.stage`.
       x64: whether JAX computes with 64-bit types.
-      stacklevel: of the caller of this function to be named, as for `warnings.warn`.
+      stacklevel: as for `warnings.warn`, counted from the caller of this function.
     """
     if x64:
         return
@@ -106,7 +106,7 @@ def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> Non
     if found:
         warnings.warn(
             f"jax_enable_x64 is off, so JAX computes with 32 bits. {'; '.join(found)}. "
-            f"{TO_KEEP} keeps the values; 32-bit arrays and files avoid this warning.",
+            f"{ENABLE_X64} keeps the values; 32-bit arrays and files avoid this warning.",
             stacklevel=stacklevel + 1,
         )
 
@@ -151,7 +151,7 @@ def _of(source: Source) -> str:
 
 
 def _changed(array: np.ndarray) -> int:
-    """How many values of an array in memory change by more than a rounding of the last digits."""
+    """The number of values of an array in memory that change by more than rounding."""
     kind = array.dtype.kind
     if array.dtype.newbyteorder("=") not in NARROW or kind == "c" or not array.size:
         return 0

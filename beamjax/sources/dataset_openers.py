@@ -1,6 +1,6 @@
-"""Functions that open a dataset in any process, by their name and arguments that are JSON.
+"""Functions that open a dataset in any process, given by name and JSON arguments.
 
-Descriptions of sources are read from files: they may name such a function only if it is marked.
+Specs of sources are read from files, so they may name only functions that are marked for this.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 _MARK = "_beamjax_opens_dataset"
 MAX_OPEN = 16
-"""Datasets that a process keeps open."""
+"""Most datasets that are open in a process at a time."""
 
 
 def opens_dataset(function: T) -> T:
-    """Marks a function, of a module, as one that `from_random_access` may call on workers.
+    """Marks a function of a module as one that `from_random_access` may call on workers.
 
     Args:
-      function: takes keyword arguments that JSON can hold, and gives the dataset.
+      function: takes keyword arguments that JSON can hold, and returns the dataset.
     """
     setattr(function, _MARK, True)
     return function
@@ -39,11 +39,13 @@ def is_opener(value: Any) -> bool:
 
 
 def opener_name(opener: Any) -> tuple[str, str]:
-    """The module and the name in it of a function that opens datasets, or of its name.
+    """The module of an opener and its name there.
+
+    Args:
+      opener: the function, or a string "module:function".
 
     Raises:
-      StructureError: a name has not the form "module:function", or the function is not at the top
-        of its module.
+      StructureError: a string has another form, or the function is not at the top of its module.
     """
     if not isinstance(opener, str):
         name = opener.__qualname__
@@ -64,12 +66,12 @@ def opener_name(opener: Any) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedBy:
-    """A dataset by the call that opens it.
+    """A dataset, described by the call that opens it.
 
     Attributes:
-      module: of the function.
-      name: of the function in it.
-      kwargs: of the call, which JSON can hold.
+      module: the module of the function.
+      name: the name of the function in the module.
+      kwargs: the arguments of the call, which JSON can hold.
     """
 
     module: str
@@ -77,11 +79,12 @@ class OpenedBy:
     kwargs: Mapping[str, Any]
 
     def open(self) -> Any:
-        """The dataset; the same object each time that a process asks.
+        """The dataset. A process opens it once.
 
         Raises:
-          SourceError: the function is not there, is not marked, or fails.
+          SourceError: the function is not found, is not marked, or fails.
         """
+        # `lru_cache` alone would call the function in several threads at the same time.
         with _LOCK:
             return _opened(self.module, self.name, self._arguments())
 
@@ -90,19 +93,19 @@ class OpenedBy:
             text = json.dumps(dict(self.kwargs), sort_keys=True, allow_nan=False)
             if json.loads(text) == dict(self.kwargs):
                 return text
-            reason = "they come back changed"
+            reason = "JSON changes them"
         except (TypeError, ValueError, RecursionError) as error:
             reason = str(error)
         raise StructureError(
-            f"{self}: found the arguments {self.kwargs!r:.200}, expected what JSON can hold, with "
-            f"texts as keys ({reason})."
+            f"{self}: found the arguments {self.kwargs!r:.200}, expected values that JSON can "
+            f"hold, with strings as keys ({reason})."
         )
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}"
 
 
-_LOCK = threading.RLock()
+_LOCK = threading.RLock()  # Reentrant: a function may open other datasets.
 
 
 @functools.lru_cache(MAX_OPEN)
@@ -112,7 +115,7 @@ def _opened(module: str, name: str, arguments: str) -> Any:
         function = getattr(importlib.import_module(module), name)
     except Exception as error:  # of any kind: importing runs the user's module
         raise SourceError(
-            f"{where}: cannot import it in process {os.getpid()} ({error}); expected a function "
+            f"{where}: cannot be imported in process {os.getpid()} ({error}); expected a function "
             "of a module that the launcher and all workers have."
         ) from error
     if not is_opener(function):

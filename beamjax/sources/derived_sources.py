@@ -1,4 +1,4 @@
-"""Sources over other sources: some of their members, several as one, or their leaves together."""
+"""Sources over other sources: a subset of members, groups of members, or joined leaves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from beamjax.sources.source_base import (
 )
 
 GAP_BYTES = 1 << 16
-"""Largest gap between members, in bytes, that is read along: a second read takes longer."""
+"""Largest gap between members, in bytes, that is read with them: a second read takes longer."""
 
 
 class DerivedSource(PlainSource):
-    """A source of members of another one, with leaves of their own or those of the other."""
+    """A source over one other source; by default it has the same leaves and members."""
 
     _source: Source
 
@@ -53,8 +53,8 @@ class TakenSource(DerivedSource, kind="taken"):
         """Use `take` or `sample`, which check.
 
         Args:
-            source: has the members.
-            numbers: one leaf int64[]: which, ascending.
+            source: the source of the members.
+            numbers: one leaf int64[]: the numbers of the members, ascending.
         """
         if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
@@ -71,13 +71,13 @@ class TakenSource(DerivedSource, kind="taken"):
 
     def rows_of(self, start: int, stop: int) -> np.ndarray | None:
         (numbers,) = self._numbers.read(start, stop)
-        found = []
+        parts = []
         for run in self._runs(numbers):
             rows = self._source.rows_of(int(run[0]), int(run[-1]) + 1)
             if rows is None:
                 return None
-            found.append(rows[run - run[0]])
-        return np.concatenate(found)
+            parts.append(rows[run - run[0]])
+        return np.concatenate(parts) if parts else None
 
     @property
     def inner(self) -> tuple[Source, ...]:
@@ -85,7 +85,7 @@ class TakenSource(DerivedSource, kind="taken"):
 
     @property
     def indices(self) -> np.ndarray:
-        """int64[n]: which members of the other source they are, ascending."""
+        """int64[n]: the numbers of the members in the other source, ascending."""
         return self._numbers.read(0, len(self))[0]
 
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
@@ -113,21 +113,21 @@ class TakenSource(DerivedSource, kind="taken"):
                 f"{len(self._source)}; the source was changed after it was made."
             )
         read = self._source.read_short if short else self._source.read
-        pieces = [
+        runs = [
             [array[run - run[0]] for array in read(int(run[0]), int(run[-1]) + 1)]
             for run in self._runs(numbers)
         ]
-        if not pieces:
+        if not runs:
             return [array[:0] for array in read(0, 0)]
         found = []
-        for parts in zip(*pieces, strict=True):
-            # Each has the length of its longest member, where members are ragged.
+        for parts in zip(*runs, strict=True):
+            # `read_short` pads the members of each run to a length of their own.
             shape = max(array.shape[1:] for array in parts)
             found.append(np.concatenate([padded_rows(array, shape) for array in parts]))
         return found
 
     def _runs(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
-        """Members that are read at once."""
+        """Cuts ascending numbers at large gaps; the members of a run are read at once."""
         member = max(sum(leaf.nbytes for leaf in self.leaves), 1)
         far = np.flatnonzero(np.diff(numbers) - 1 > GAP_BYTES // member) + 1
         yield from (run for run in np.split(numbers, far) if len(run))
@@ -137,15 +137,16 @@ class TakenSource(DerivedSource, kind="taken"):
 
 
 def take(source: Any, indices: Any) -> TakenSource:
-    """A placed input of some of the members of a source, which alone are read.
+    """A placed input of some of the members of a source. Only these are read.
 
     Args:
       source: a source of known length, or a tree of arrays of shape (n, ...).
-      indices: int[n], which members, in any order, each once; they are read in ascending order.
+      indices: int[k], the numbers of the members, each once. In any order; the members are read in
+        ascending order.
 
     Raises:
-      StructureError: `indices` are no integers of shape (n,).
-      PlacementError: a member is out of range or named twice, or there is none.
+      StructureError: `indices` are not integers of shape (k,).
+      PlacementError: a number is out of range or occurs twice, or there is none.
       SourceError: the length of the source is unknown.
     """
     source = _source(source, "take")
@@ -154,7 +155,7 @@ def take(source: Any, indices: Any) -> TakenSource:
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise StructureError(
             f"take, indices: found {numbers.dtype}{list(numbers.shape)}, expected integers of "
-            "shape (n,)."
+            "shape (k,)."
         )
     numbers = np.sort(numbers.astype(np.int64))
     if not len(numbers) or numbers[0] < 0 or numbers[-1] >= n:
@@ -174,14 +175,15 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
         cohort = bj.sample(clients, 100, jax.random.fold_in(key, round))
         state = bj.run(federated_round, state, cohort, cohort.indices)
 
-    All sets of k members are equally likely. The draw is made here, in memory that grows with k and
-    not with the members, and is the same for the same key, number of members and version of NumPy.
-    With the `indices` as another placed input a body has a key of its own for each member, whoever
-    else is drawn: `jax.random.fold_in(key, index)`.
+    All sets of k members are equally likely. The draw is made in this call, with memory in
+    proportion to k, not to the number of members. It is the same for the same key, number of
+    members and version of NumPy. With `indices` as another placed input, a body can derive a key
+    for each member that does not depend on the other members drawn:
+    `jax.random.fold_in(key, index)`.
 
     Args:
       source: a source of known length, or a tree of arrays of shape (n, ...).
-      k: how many, from 1 to the number of members.
+      k: the number of members to draw, from 1 to the number of members of the source.
       key: a key of `jax.random`, typed or raw.
 
     Raises:
@@ -207,8 +209,8 @@ def _source(given: Any, caller: str) -> Source:
     source = given if isinstance(given, Source) else from_arrays(given)
     if isinstance(source, StreamSource):
         raise SourceError(
-            f"{caller}: found {source!r:.200}, whose members are known when all have been read; "
-            "expected a source of known length."
+            f"{caller}: found {source!r:.200}, the length of which is known only after all of it "
+            "has been read; expected a source of known length."
         )
     return source
 
@@ -265,7 +267,7 @@ def _group(array: np.ndarray, rows: int) -> np.ndarray:
 
 
 class ShortSource(DerivedSource, kind="short"):
-    """A ragged source that is read padded to a bucket: for a pass with a body for each of them."""
+    """A ragged source, the `read` of which is `read_short`: for passes with a body per bucket."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -284,11 +286,11 @@ class ShortSource(DerivedSource, kind="short"):
 
 
 class ZippedSource(PlainSource, kind="zipped"):
-    """All leaves of sources with the same number of members.
+    """The leaves of several sources with the same number of members.
 
     Args:
-      sources: one or more.
-      treedef: the tree that their leaves form; a tuple by default.
+      sources: one or more sources.
+      treedef: the tree that all leaves form; a tuple by default.
 
     Raises:
       PlacementError: they have different numbers of members.

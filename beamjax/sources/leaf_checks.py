@@ -1,4 +1,4 @@
-"""What the leaves of placed inputs must be: arrays of numbers with one row a member."""
+"""Checks the leaves of placed inputs: arrays of numbers with one row per member."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 
 def leaf_name(name: str) -> str:
-    if name.startswith((" ", "(")):  # no leaf of a tree, but a file of its own
+    """The name of a leaf in messages: a path in a tree, perhaps followed by ` (file)`."""
+    if name.startswith((" ", "(")):  # The tree is a single leaf, named after its file.
         return f"placed input {name.strip()}"
     return f"placed input, leaf {name}" if name else "placed input"
 
 
 def scalar_error(name: str, found: str) -> StructureError:
+    """The error for a leaf without an axis of members."""
     return StructureError(
         f"{leaf_name(name)}: found {found}, which has no members; expected an array of shape "
         "(n, ...) with one row a member."
@@ -27,7 +29,16 @@ def scalar_error(name: str, found: str) -> StructureError:
 
 
 def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
-    """The leaf as a NumPy array, a view of `value` where it can be."""
+    """The leaf as a NumPy array; a view of `value` if possible.
+
+    Args:
+        name: the path of the leaf.
+        value: an array of any kind.
+        where: the file of the array, for messages: " in data/x.npy".
+
+    Raises:
+        StructureError: it is no array of numbers, or has no axis of members.
+    """
     if isinstance(value, bool | int | float | complex | np.generic):
         raise scalar_error(name, f"the scalar {value!r}{where}")
     if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
@@ -46,16 +57,16 @@ def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
 
 
 def checked_dtype(name: str, shape: Sequence[int], dtype: Any, where: str) -> np.dtype:
-    """The dtype of a leaf that is not read yet, in native byte order.
+    """The dtype, in native byte order, of a leaf that has not been read yet.
 
     Args:
-        name: of the leaf.
-        shape: of all members.
-        dtype: of NumPy.
-        where: it is, for messages: "data/x.npz, array 'y'".
+        name: the path of the leaf.
+        shape: the shape of all members.
+        dtype: a dtype of NumPy.
+        where: the place of the array, for messages: "data/x.npz, array 'y'".
 
     Raises:
-        StructureError: it has no axis of members, or no numbers.
+        StructureError: it has no axis of members, or does not hold numbers.
     """
     if not shape:
         raise scalar_error(name, f"an array of shape () in {where}")
@@ -66,6 +77,7 @@ def checked_dtype(name: str, shape: Sequence[int], dtype: Any, where: str) -> np
 
 
 def check_sizes(names: list[str], sizes: list[int]) -> None:
+    """Raises an error unless there is a leaf, and all leaves have as many members, at least one."""
     if not names:
         raise StructureError("placed input: found a tree without leaves, expected an array.")
     for name, size in zip(names, sizes, strict=True):
@@ -80,11 +92,12 @@ def check_sizes(names: list[str], sizes: list[int]) -> None:
 
 @functools.cache
 def native_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype in native byte order; StructureError for dtypes that are not raw data."""
     return dtype_from_name(dtype_name(dtype))
 
 
 def native_view(array: np.ndarray) -> np.ndarray:
-    """Read-only view; a copy of another byte order."""
+    """A read-only view in native byte order; a copy if the array has another byte order."""
     view = array.astype(native_dtype(array.dtype), copy=False).view()
     view.flags.writeable = False
     return view
@@ -98,7 +111,7 @@ def member_leaves(member: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
       caller: the caller, for messages: "from_chunks".
 
     Raises:
-      StructureError: there is no leaf, or one that is neither.
+      StructureError: there is no leaf, or a leaf is neither.
     """
     import jax
 

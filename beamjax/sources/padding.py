@@ -1,4 +1,4 @@
-"""Pads members of unequal length, and checks that bodies do not read the padding."""
+"""Pads members of unequal length, and checks that results do not depend on the padding."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import numpy as np
 from beamjax._text import human_bytes
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
-from beamjax.sources.source_base import LeafSpec, Source
+from beamjax.sources.source_base import MASK, LeafSpec, Source
 
 MORE_PADDING = 2
-"""Times the length of the longest member, to which members are padded for the check: a mean over
-padding then halves, which no rounding does."""
+"""The check pads members to this multiple of the longest one. A mean over the padding then halves,
+which rounding can't explain."""
 
 FAR = 0.05
-"""The share of the largest value by which results may differ: more than sums of other order do."""
+"""Largest difference of results, as a share of the largest value, that the check accepts. Sums in
+another order differ by less."""
 
 NOISE = 16
-"""Units of rounding of the largest operand below which a difference is no evidence: what should be
-zero, such as a gradient at the optimum, is rounding errors of other operations at each length."""
+"""Differences below this many units of rounding of the largest operand are accepted: a value that
+should be zero, such as a gradient at the optimum, consists of rounding errors, which differ with
+the length."""
 
 
 def padded_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Members of fewer rows with zeros up to this shape of one."""
+    """Pads the rows of members with zeros, so that a member has this shape."""
     if array.shape[1:] == shape:
         return array
     longer = np.zeros((len(array), *shape), array.dtype)
@@ -34,14 +36,15 @@ def padded_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def without_padding(arrays: Sequence[np.ndarray], ragged: Sequence[int]) -> list[np.ndarray] | None:
-    """Members with rows of their own, once more, in the place of their padding.
+    """Replaces the padding of each member by repetitions of its own rows.
 
-    Padding that is there already can hide more of it: the maximum of negative rows is 0 with any.
+    The check then compares results without padding to results with padding. Padding in both would
+    hide some effects: the maximum of negative rows is 0 with any padding.
 
     Args:
-      arrays: (members, ...) each.
-      ragged: which of them have padded rows, (members, rows, ...). A mask is among them if the body
-        reads it, so that rows that are all zero are padding, or can be left out as well.
+      arrays: arrays of shape (members, ...).
+      ragged: the numbers of the arrays with padded rows, of shape (members, rows, ...). The mask is
+        among them if the body reads it. A row that is zero in all of them counts as padding.
 
     Returns:
       The arrays; None if no member has a row.
@@ -55,7 +58,8 @@ def without_padding(arrays: Sequence[np.ndarray], ragged: Sequence[int]) -> list
     counts = has_row.sum(axis=1)
     if not counts.any():
         return None
-    # Rows first, in their order; members without rows have those of one that has some.
+    # The rows of each member in order, before its padding. A member without rows gets those of the
+    # first member that has some.
     order = np.argsort(~has_row, axis=1, kind="stable")
     member = np.where(counts > 0, np.arange(len(counts)), np.argmax(counts > 0))
     repeated = np.arange(has_row.shape[1]) % counts[member][:, None]
@@ -71,15 +75,15 @@ def check_padding(
     pairs: Iterable[tuple[np.ndarray, np.ndarray]],
     operands: Iterable[np.ndarray] = (),
 ) -> None:
-    """Compares what a body gives for the same members with less and with more padding.
+    """Compares the results of a body for the same members with less and with more padding.
 
     Args:
-      shapes: of a member of each operand, with less padding.
-      pairs: values that the body gave with less, and the same with more.
-      operands: what the body computed with.
+      shapes: the shape of a member of each operand, with less padding.
+      pairs: results with less padding, and the same results with more.
+      operands: the operands of the body.
 
     Raises:
-      StructureError: they have nothing to do with each other.
+      StructureError: results differ by more than rounding can explain.
     """
     largest = max(map(_largest, operands), default=0.0)
     for left, right in pairs:
@@ -99,14 +103,14 @@ def same_values(
     less: Sequence[np.ndarray],
     more: Sequence[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What a body gives with less and with more padding, value by value.
+    """Pairs the results of a body with less padding with those with more padding.
 
-    Values whose shapes depend on the padding are left out.
+    Results whose shapes depend on the padding are left out.
 
     Args:
-      buffers: of both bodies.
-      less: the vector of each buffer, then other arrays.
-      more: likewise.
+      buffers: the buffers of both bodies.
+      less: with less padding, the vector of each buffer, then other arrays.
+      more: the same with more padding.
     """
     for (left, right), x, y in zip(buffers, less, more, strict=False):
         for a, b in zip(left.reductions, right.reductions, strict=True):
@@ -117,7 +121,7 @@ def same_values(
 
 
 def _largest(array: np.ndarray) -> float:
-    """The largest magnitude among the numbers of a float array."""
+    """The largest finite magnitude in a float array; 0 for other arrays."""
     if array.dtype.kind in "biu" or not array.size:
         return 0.0
     try:
@@ -136,9 +140,9 @@ def _far(left: np.ndarray, right: np.ndarray, operand: float) -> bool:
     if (np.isfinite(a) != np.isfinite(b)).any():
         return True
     largest = max(np.abs(b[known]).max(initial=0), np.abs(a[known]).max(initial=0))
-    noise = NOISE * operand * np.finfo(left.dtype).eps if left.dtype.kind in "fc" else 0.0
-    if left.dtype.itemsize < 4:
-        noise = 0.0
+    # Not for 16-bit floats: so many of their units of rounding are not a small difference.
+    is_precise = left.dtype.kind in "fc" and left.dtype.itemsize >= 4
+    noise = NOISE * operand * np.finfo(left.dtype).eps if is_precise else 0.0
     return bool(np.abs(a[known] - b[known]).max(initial=0) > FAR * largest + noise)
 
 
@@ -146,12 +150,12 @@ def _some(array: np.ndarray) -> str:
     return np.array2string(array.ravel()[:4], precision=4, separator=", ")
 
 
-# --- how much of what is read is padding
+# --- the share of padding in the bytes that are read
 
 SCANNED = 1 << 20
-"""Lengths that are looked at together."""
+"""Members whose lengths are read at a time."""
 SAMPLED_SHARDS = 64
-"""How many shards are sampled to estimate the padding of all."""
+"""Number of shards that are sampled to estimate the padding of all."""
 
 
 class _Local(threading.local):
@@ -163,20 +167,20 @@ _local = _Local()
 
 
 def padding_bytes() -> int:
-    """Bytes of padding that this thread has read. Only differences mean anything."""
+    """Bytes of padding that this thread has read since it started; callers take differences."""
     return _local.nbytes
 
 
 def count_padding(
     leaves: Sequence[LeafSpec], arrays: Sequence[np.ndarray], used: Sequence[int], mask: int
 ) -> None:
-    """Ragged members were read.
+    """Counts the padding of ragged members that this thread has read.
 
     Args:
-      leaves: of their source.
-      arrays: what was read of each.
-      used: the numbers of those that count.
-      mask: the number of the leaf that marks rows, as opposed to padding.
+      leaves: the leaves of their source.
+      arrays: the members of each leaf.
+      used: the numbers of the leaves that count.
+      mask: the number of the mask among the leaves.
     """
     rows = arrays[mask]
     short = rows.size - int(np.count_nonzero(rows))
@@ -186,20 +190,21 @@ def count_padding(
 
 
 def mask_of(source: Source) -> int | None:
-    """The number of the leaf that marks rows, if members are ragged."""
-    names = [i for i, leaf in enumerate(source.leaves) if leaf.path == "['mask']" and leaf.ragged]
-    return names[0] if names else None
+    """The number of the mask among the leaves; None if members are not ragged."""
+    path = f"[{MASK!r}]"
+    found = (i for i, leaf in enumerate(source.leaves) if leaf.path == path and leaf.ragged)
+    return next(found, None)
 
 
 def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
-    """float64[buckets]: the part of the members in shards that are padded to each, about.
+    """Estimates the share of the members that are padded to each bucket.
 
     Args:
-      source: of ragged members.
-      shard_size: members that are padded alike.
+      source: a source of ragged members.
+      shard_size: the number of members that are padded together.
 
     Returns:
-      See above; None if the lengths are not known before the members are read.
+      float64[buckets]; None if the lengths are not known before the members are read.
     """
     n, buckets = len(source), np.array(source.buckets)
     counts = np.zeros(len(buckets))
@@ -213,12 +218,13 @@ def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
 
 
 def padding_text(source: Source, shard_size: int, short: bool) -> str:
-    """What a pass over ragged members reads, and how much of that is padding.
+    """Describes the bytes that a pass over ragged members reads, and the share of padding.
 
     Args:
-      source: of the members.
-      shard_size: members that are padded alike.
-      short: whether a shard is padded to the first bucket that holds its members.
+      source: the source of the members.
+      shard_size: the number of members that are padded together.
+      short: whether a shard is padded to the first bucket in which its members fit, rather than to
+        the last one.
 
     Returns:
       A line; "" if the lengths are not known before the members are read.

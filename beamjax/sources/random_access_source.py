@@ -1,4 +1,4 @@
-"""Placed inputs from objects that give a member at a time: `dataset[i]`.
+"""Placed inputs from objects that return one member at a time: `dataset[i]`.
 
 The protocol is that of grain's `RandomAccessDataSource` and of map-style datasets of PyTorch.
 """
@@ -31,7 +31,7 @@ CALLER = "from_random_access"
 
 
 class Dataset(Protocol):
-    """What `from_random_access` takes; `__getitems__` is used where there is one."""
+    """What `from_random_access` takes; `__getitems__` is used if there is one."""
 
     def __len__(self) -> int: ...
 
@@ -39,7 +39,7 @@ class Dataset(Protocol):
 
 
 class RandomAccessSource(HoldsLeaves, kind="random-access"):
-    """Members that an object gives one at a time; see `from_random_access`."""
+    """Members that an object returns one at a time; see `from_random_access`."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         """Use `from_random_access`, which checks.
 
         Args:
-            dataset: the object, or what opens it when it is first read, once a process.
+            dataset: the object, or the call that opens it once per process, at the first read.
             size: the number of members.
-            leaves: what a member must be.
-            treedef: its tree; a tuple by default.
+            leaves: one member of each.
+            treedef: the tree that they form; a tuple by default.
         """
         super().__init__(leaves, treedef)
         self._dataset = dataset
@@ -94,7 +94,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         found = _called(lambda: list(several(list(range(start, stop)))), where)
         if len(found) != stop - start:
             raise SourceError(
-                f"{CALLER}, {where}: __getitems__ gives {len(found)} members, expected "
+                f"{CALLER}, {where}: __getitems__ returns {len(found)} members, expected "
                 f"{stop - start}, one for each index in the list."
             )
         yield from enumerate(found, start)
@@ -132,13 +132,13 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
 def from_random_access(
     dataset: Any, kwargs: dict[str, Any] | None = None, member: Any = None
 ) -> RandomAccessSource:
-    """A placed input from an object that gives a member at a time, by its index.
+    """A placed input from an object that returns one member at a time, by its index.
 
         bj.run(train, weights, bj.from_random_access(dataset))
 
-    An object stays in this process, and is not pickled. Where workers are threads of it they read
-    from it; for workers elsewhere its members are written to files of the run first. So that
-    workers open it themselves, give the function that opens it:
+    An object stays in this process and is not pickled. Workers that are threads of this process
+    read from it. For other workers, its members are first written to files of the run. To let
+    workers open the dataset themselves, give the function that opens it:
 
         @bj.opens_dataset
         def images(path):
@@ -147,21 +147,22 @@ def from_random_access(
         bj.from_random_access(images, {"path": "/data/images"})
 
     The function is called once in each process. It is imported by its name, so its module must be
-    importable on the workers; what a function of the launching script itself opens stays here.
+    importable on the workers. If it is defined in the launching script itself, the dataset stays in
+    this process.
 
     Args:
-      dataset: has `len(dataset)` and `dataset[i]`, which gives member i: a tree of NumPy or JAX
-        arrays and of numbers, with the same tree, shapes and dtypes for each i. Several members are
-        read by `dataset.__getitems__([i, ...])` where there is one. Several threads do so at once.
+      dataset: has `len(dataset)` and `dataset[i]`, which returns member i: a tree of NumPy or JAX
+        arrays and of numbers, with the same tree, shapes and dtypes for each i. If there is a
+        `dataset.__getitems__([i, ...])`, it reads several members. Several threads read at once.
         Or a function that opens such an object, or the name of one: "package.module:images".
-      kwargs: of that function, as far as JSON can hold them.
+      kwargs: arguments of that function, which JSON can hold.
       member: a tree of `jax.ShapeDtypeStruct` or arrays, one member; None takes it from
-        `dataset[0]`. Numbers of Python have the dtypes that `jnp.asarray` gives them.
+        `dataset[0]`. Python numbers have the dtypes that `jnp.asarray` gives them.
 
     Raises:
-      StructureError: `dataset` is no such thing, or a leaf of a member is no number or array.
+      StructureError: `dataset` is no such object, or a leaf of a member is no number or array.
       PlacementError: there is no member.
-      SourceError: the function, or member 0, can't be had.
+      SourceError: the function fails, or member 0 can't be read.
     """
     dataset, opened = _opened(dataset, kwargs)
     size = _length(opened)
@@ -174,10 +175,11 @@ def from_random_access(
 
 
 def _opened(dataset: Any, kwargs: dict[str, Any] | None) -> tuple[Any, Any]:
-    """What a source is made with, and the object itself."""
+    """The argument `dataset` of the source, and the open dataset."""
     if isinstance(dataset, str) or is_opener(dataset):
         opener = OpenedBy(*opener_name(dataset), kwargs or {})
         opened = opener.open()
+        # Workers can't import the launching script, so the source takes the object itself.
         return opened if opener.module == "__main__" else opener, opened
     if kwargs is not None:
         raise StructureError(
@@ -198,7 +200,7 @@ def _length(dataset: Any) -> int:
 
 
 def _called(function: Callable[[], Any], what: str) -> Any:
-    """What a function of the user gives; says of its errors what was asked for."""
+    """Calls a function of the user; its errors become a SourceError that names `what`."""
     try:
         return function()
     except BeamjaxError:

@@ -1,4 +1,4 @@
-"""Placed inputs that are their own index, for programs without data."""
+"""Placed inputs in which each member is its own index, for programs without data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RangeSource(HoldsLeaves, kind="range"):
         Args:
             size: the number of members.
             leaf: scalars of integers.
-            treedef: of one leaf; a tuple by default.
+            treedef: the tree of one leaf; a tuple by default.
         """
         super().__init__([leaf], treedef)
         self._size = size
@@ -47,14 +47,14 @@ def from_range(n: int) -> RangeSource:
 
         bj.run(estimate, jax.random.key(0), bj.from_range(10**8))
 
-    It is what `jnp.arange(n)` is, of the same dtype, without the memory: workers make their part.
+    It equals `jnp.arange(n)`, with the same dtype, but needs no memory: workers make their part.
 
     Args:
       n: the number of members.
 
     Raises:
       StructureError: `n` is no integer.
-      PlacementError: `n` is less than 1, or more than 2**31 - 1, as many as a placement may have.
+      PlacementError: `n` is less than 1, or more than 2**31 - 1, the limit of a placement.
     """
     import jax
 

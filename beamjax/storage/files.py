@@ -33,7 +33,7 @@ def is_url(path: str) -> bool:
 
 def join(folder: str, name: str) -> str:
     """Path of a file in a folder."""
-    return _remote().join(folder, name) if is_url(folder) else os.path.join(folder, name)
+    return remote().join(folder, name) if is_url(folder) else os.path.join(folder, name)
 
 
 def write(
@@ -53,7 +53,7 @@ def write(
         Exception: whatever the file system raises.
     """
     if is_url(path):
-        _remote().write(path, data, keep)
+        remote().write(path, data, keep)
         return
     if make:
         make_folder(os.path.dirname(path) or ".")
@@ -73,7 +73,7 @@ def read(path: str) -> memoryview:
         Exception: whatever the file system raises.
     """
     if is_url(path):
-        return _remote().read(path)
+        return remote().read(path)
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < _MAP_BYTES:
             return memoryview(file.read())
@@ -86,7 +86,7 @@ def size(path: str) -> int:
     Raises:
         Exception: whatever the file system raises.
     """
-    return _remote().size(path) if is_url(path) else os.path.getsize(path)
+    return remote().size(path) if is_url(path) else os.path.getsize(path)
 
 
 def names(folder: str) -> list[str]:
@@ -96,7 +96,7 @@ def names(folder: str) -> list[str]:
         Exception: whatever the file system raises.
     """
     if is_url(folder):
-        return _remote().names(folder)
+        return remote().names(folder)
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if entry.is_file()]
@@ -119,7 +119,7 @@ def listed(folder: str) -> list[Listed]:
         Exception: whatever the file system raises.
     """
     if is_url(folder):
-        return list(itertools.starmap(Listed, _remote().listed(folder)))
+        return list(itertools.starmap(Listed, remote().listed(folder)))
     found = []
     for name in names(folder):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
@@ -134,7 +134,7 @@ def exists(path: str) -> bool:
     Raises:
         Exception: whatever the file system raises.
     """
-    return bool(_remote().exists(path)) if is_url(path) else os.path.exists(path)
+    return bool(remote().exists(path)) if is_url(path) else os.path.exists(path)
 
 
 def remove_files(folder: str, gone: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ def remove_files(folder: str, gone: Sequence[str]) -> None:
         Exception: whatever the file system raises.
     """
     if is_url(folder):
-        _remote().remove_files(folder, gone)
+        remote().remove_files(folder, gone)
         return
     for name in gone:
         Path(folder, name).unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def link(source: str, target: str) -> None:
         Exception: whatever the file systems raise.
     """
     if is_url(source) or is_url(target):
-        _remote().copy(source, target)
+        remote().copy(source, target)
         return
     # `os.link` refuses a name that is taken, so the link gets a temporary name and is renamed.
     temporary = f"{target}.{uuid.uuid4().hex}{TEMPORARY}"
@@ -219,8 +219,8 @@ def sync(paths: Iterable[str]) -> None:
                 os.close(handle)
 
 
-def _remote() -> ModuleType:
-    """The functions for URLs; imports Beam."""
+def remote() -> ModuleType:
+    """The module with the functions for URLs. It imports Beam, which local files do not need."""
     from beamjax.storage import remote_files
 
     return remote_files

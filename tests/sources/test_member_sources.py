@@ -145,7 +145,7 @@ def test_members_that_differ_or_cannot_be_read():
     source = bj.from_random_access(Odd(TREE))
     message = r"members 2 to 4: cannot be read \(KeyError: 'three'\)"
     refused(SourceError, message, source.read, 2, 5)
-    message = "5 to 6: __getitems__ gives 1 members, expected 2"
+    message = "5 to 6: __getitems__ returns 1 members, expected 2"
     refused(SourceError, message, source.read, 5, 7)
     short = [1, 2, 3]
     source = bj.from_random_access(short)

@@ -17,11 +17,11 @@ from source_files import refused
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.arrays.data_files import (
     DataFile,
+    compression,
     find_files,
     look,
     open_file,
     open_stream,
-    packing,
     readable,
 )
 from beamjax.storage import files, remote_files
@@ -103,7 +103,7 @@ def test_files_are_read_in_any_order_and_unpacked(folder):
     for suffix, pack in PACKERS.items():
         path = f"{folder}/x.bin{suffix}"
         local(path).write_bytes(pack(b"abc" * 10_000))
-        assert packing(path) == suffix
+        assert compression(path) == suffix
         with open_stream(path) as file:
             assert file.read(4) == b"abca"
             assert len(file.read()) == 29_996

@@ -21,14 +21,14 @@ _FILLS = ("_FillValue", "missing_value")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the numbers of an array are to be read.
+    """How values are decoded from the stored numbers of an array.
 
     Attributes:
-      stored: name of the dtype in the file, native byte order.
+      stored: the name of the stored dtype, in native byte order.
       unsigned: whether integers stored as signed are unsigned, or the reverse (`_Unsigned`).
-      scale: what each number is multiplied by, if by anything.
-      offset: what is added then.
-      fills: numbers in the file that stand for missing values, which become NaN.
+      scale: the factor by which stored numbers are multiplied, if any.
+      offset: the number that is added after that, if any.
+      fills: stored numbers that stand for missing values, which become NaN.
     """
 
     stored: str
@@ -46,11 +46,11 @@ class Packing:
         return np.dtype(np.float32 if exact and not scaled else np.float64)
 
     def unpacked(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The values that numbers stand for, NaN for missing ones.
+        """Decodes stored numbers; missing values become NaN.
 
         Args:
-          stored: numbers as they are in the file, in native byte order.
-          dtype: of the result; it is computed in that of `self.dtype`.
+          stored: the numbers in the file, in native byte order.
+          dtype: the dtype of the result, which is computed in `self.dtype` and then converted.
         """
         if self.unsigned:
             stored = stored.view(_other_sign(stored.dtype))
@@ -71,13 +71,13 @@ class Packing:
 def packing_of(
     attributes: Mapping[str, Any], stored: np.dtype, fill: Any, where: str
 ) -> Packing | None:
-    """How the numbers of an array are to be read; None if they are values themselves.
+    """The packing of an array by its attributes; None if the stored numbers are the values.
 
     Args:
-      attributes: of the array.
-      stored: its dtype, in native byte order.
-      fill: a number that stands for missing values besides those in the attributes, if any.
-      where: the array is, for messages.
+      attributes: the attributes of the array.
+      stored: the stored dtype, in native byte order.
+      fill: one more number that stands for missing values, if any.
+      where: the name of the array, for messages.
 
     Raises:
       StructureError: an attribute is no number.
@@ -121,7 +121,10 @@ def _other_sign(dtype: np.dtype) -> np.dtype:
 def _number(
     attributes: Mapping[str, Any], name: str, where: str, value: Any = None
 ) -> int | float | None:
-    """A number among the attributes; xarray writes floats to Zarr 3 as bytes in base64."""
+    """The attribute `name`, or `value` from a list of it, as a number.
+
+    xarray writes floats to Zarr 3 as bytes in base64.
+    """
     value = attributes.get(name) if value is None else value
     if isinstance(value, str):
         try:
@@ -139,8 +142,8 @@ def _number(
 
 
 def _as_stored(number: int | float, dtype: np.dtype, unsigned: bool) -> int | float | None:
-    """A fill value as it compares to numbers of the array; None if it equals none of them."""
-    if number != number:  # NaN stays NaN
+    """A fill value in the dtype of the numbers; None if it equals none of them."""
+    if number != number:  # NaN needs no replacement.
         return None
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
@@ -149,6 +152,6 @@ def _as_stored(number: int | float, dtype: np.dtype, unsigned: bool) -> int | fl
         return None
     limits, bits = np.iinfo(dtype), 8 * dtype.itemsize
     number = int(number)
-    if unsigned and not limits.min <= number <= limits.max:  # it has the sign of the file
+    if unsigned and not limits.min <= number <= limits.max:  # given in the stored dtype
         number = (number - int(limits.min)) % 2**bits + int(limits.min)
     return number if limits.min <= number <= limits.max else None

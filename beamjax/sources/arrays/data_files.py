@@ -23,8 +23,9 @@ from typing import Any, BinaryIO, cast
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.storage.files import is_url as is_url
+from beamjax.storage.files import remote
 
-_UNPACK: dict[str, Callable[[Any], Any]] = {
+_DECOMPRESS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
@@ -32,19 +33,19 @@ _UNPACK: dict[str, Callable[[Any], Any]] = {
 }
 _MAGIC = {".gz": b"\x1f\x8b\x08", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
 SETTLED = 2_000_000_000
-"""Nanoseconds after which another change of a file is sure to give it another time of change, on
-any file system: FAT counts in two seconds."""
+"""Age of a file in nanoseconds from which on another change is certain to show in its time of
+change. FAT has the coarsest times, of two seconds."""
 _SEEN = "the launcher and all workers see under this path"
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file as it was when a source was made of it.
+    """A file as it was when a source was made from it.
 
     Attributes:
-      path: absolute, or a URL.
-      nbytes: of the file.
-      stamp: changes with the file: when it was last written, as its file system says.
+      path: an absolute path, or a URL.
+      nbytes: the size of the file.
+      stamp: the time of the last change, as the file system reports it.
     """
 
     path: str
@@ -56,9 +57,10 @@ class DataFile:
             raise ValueError(f"found the file {self.path!r:.80} of {self.nbytes} bytes")
 
     def mark(self) -> list[Any] | None:
-        """Path, bytes and times of a local file that is still the same; None for others.
+        """Path, size and times of a local file that has not changed; None for other files.
 
-        Also None for a file that was written just before: it may change without another time.
+        Also None for a file that was written in the last moments: another change might not show in
+        its times.
         """
         if is_url(self.path):
             return None
@@ -72,10 +74,10 @@ class DataFile:
         return [*dataclasses.astuple(self), *times] if same and settled else None
 
     def check(self) -> None:
-        """Asks the file system whether the file is still the same.
+        """Checks that the file has not changed.
 
         Raises:
-          SourceError: it was written anew, or is gone.
+          SourceError: it was written again, or is gone.
         """
         found = look(self.path)
         if found != self:
@@ -86,17 +88,17 @@ class DataFile:
             )
 
 
-def packing(path: str) -> str:
-    """The ending by which a name marks a compressed file, such as ".gz"; "" for other names.
+def compression(path: str) -> str:
+    """The ending of the name of a compressed file, such as ".gz"; "" for other names.
 
-    A compressed file can be read from its beginning only.
+    A compressed file can be read only from its beginning.
     """
     ending = os.path.splitext(path)[1]
-    return ending if ending in _UNPACK else ""
+    return ending if ending in _DECOMPRESS else ""
 
 
-def packing_of_content(data: bytes) -> str:
-    """The same from the first bytes of a file, which may be those of another format by chance."""
+def compression_of_content(data: bytes) -> str:
+    """As `compression`, from the first bytes of a file, with which other formats may begin too."""
     return next((end for end, magic in _MAGIC.items() if data.startswith(magic)), "")
 
 
@@ -104,18 +106,19 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
     """The files that a user names.
 
     Args:
-      paths: a path or a URL, either with `*`, `?` and `[...]`, or a list of those. What a pattern
-        finds is in the order of the names; a list keeps its order.
+      paths: a path or a URL, either of which may be a pattern with `*`, `?` and `[...]`, or a list
+        of these. The files of a pattern are in the order of their names; a list stays in its order.
       caller: the caller, for messages: "from_parquet".
-      endings: of the files of a folder, which may then be given too (a URL with a `/` at its end).
-        Names that begin with `_` or `.` are left out, as those that Spark and Beam write there.
+      endings: if given, a path may be a folder (a URL with a `/` at its end), which stands for its
+        files with these endings. Names that begin with `_` or `.` are left out: Spark and Beam give
+        such names to their own files.
 
     Returns:
       Absolute paths and URLs.
 
     Raises:
       StructureError: `paths` are no paths.
-      SourceError: nothing is there under one of them.
+      SourceError: a path or pattern matches no file.
     """
     several = list(paths) if isinstance(paths, list | tuple) else [paths]
     found: list[str] = []
@@ -134,10 +137,10 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
 
 
 def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
-    """The files of a folder with these endings."""
+    """The files in a folder with these endings."""
     if is_url(folder):
         with readable(folder):
-            names = [path for end in endings for path in _remote().match(f"{folder}*{end}")]
+            names = [path for end in endings for path in remote().match(f"{folder}*{end}")]
     else:
         pattern = os.path.join(glob.escape(os.path.abspath(folder)), "*")
         names = [path for path in glob.glob(pattern) if path.endswith(tuple(endings))]
@@ -153,8 +156,8 @@ def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
 def _matches(pattern: str, caller: str) -> list[str]:
     if is_url(pattern):
         with readable(pattern):
-            matches = _remote().match(pattern)
-    elif os.path.lexists(pattern):  # a name may have brackets in it
+            matches = remote().match(pattern)
+    elif os.path.lexists(pattern):  # Brackets may be part of a name.
         matches = [os.path.abspath(pattern)]
     else:
         matches = sorted(map(os.path.abspath, glob.glob(pattern, recursive=True)))
@@ -170,11 +173,11 @@ def look(path: str) -> DataFile:
     """A file as it is now.
 
     Raises:
-      SourceError: it is not there, or may not be read.
+      SourceError: it does not exist, or may not be read.
     """
     with readable(path):
         if is_url(path):
-            return DataFile(path, *_remote().status(path))
+            return DataFile(path, *remote().status(path))
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise SourceError(f"{path}: found a folder, expected a file, or a pattern of files.")
@@ -182,53 +185,53 @@ def look(path: str) -> DataFile:
 
 
 def open_file(path: str) -> BinaryIO:
-    """A file as it is, for reading in any order.
+    """Opens a file for reading in any order, without decompression.
 
     Raises:
-      SourceError: it is not there, or may not be read.
+      SourceError: it does not exist, or may not be read.
     """
     with readable(path):
-        return _remote().open_file(path) if is_url(path) else open(path, "rb")
+        return remote().open_file(path) if is_url(path) else open(path, "rb")
 
 
-def open_stream(path: str, packed: str | None = None) -> BinaryIO:
-    """A file for reading from its beginning, unpacked if it is compressed.
+def open_stream(path: str, compressed: str | None = None) -> BinaryIO:
+    """Opens a file for reading from its beginning; decompresses it if it is compressed.
 
     Args:
-      path: of the file.
-      packed: ".gz", ".bz2", ".xz", ".lzma", or "" for one that is not compressed; by default, what
-        its name says.
+      path: the path or URL of the file.
+      compressed: ".gz", ".bz2", ".xz", ".lzma", or "" for a file that is not compressed; by default
+        the ending of its name decides.
 
     Raises:
-      SourceError: it is not there, or may not be read. What is packed badly is found while it is
-        read: `readable` names the file then.
+      SourceError: it does not exist, or may not be read. Damaged compressed data is found only
+        while it is read, and raises errors that `readable` converts.
     """
     file = open_file(path)
-    packed = packing(path) if packed is None else packed
-    return cast(BinaryIO, _Unpacked(_UNPACK[packed](file), file)) if packed else file
+    ending = compression(path) if compressed is None else compressed
+    return cast(BinaryIO, _Decompressed(_DECOMPRESS[ending](file), file)) if ending else file
 
 
-class _Unpacked(io.BufferedReader):
-    """What is unpacked, which closes the packed file too."""
+class _Decompressed(io.BufferedReader):
+    """A decompressing reader that closes the compressed file as well; those of Python do not."""
 
-    def __init__(self, unpacked: Any, packed: BinaryIO) -> None:
-        super().__init__(unpacked)
-        self._packed = packed
+    def __init__(self, decompressed: Any, compressed: BinaryIO) -> None:
+        super().__init__(decompressed)
+        self._compressed = compressed
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            self._packed.close()
+            self._compressed.close()
 
 
 @contextlib.contextmanager
 def readable(path: str, expected: str = "") -> Iterator[None]:
-    """Makes errors of reading a file in the `with` block a SourceError that names the file.
+    """Converts errors of reading a file in the `with` block to a SourceError that names the file.
 
     Args:
-      path: of the file.
-      expected: what it is to be, "a file of Parquet" for example.
+      path: the path or URL of the file.
+      expected: the kind of file, for messages: "a file of Parquet".
     """
     try:
         yield
@@ -253,14 +256,14 @@ def readable(path: str, expected: str = "") -> Iterator[None]:
 # --- hashes of contents
 
 _THREADS = 4
-"""Files that are hashed concurrently: hashlib and reads release the GIL."""
+"""Threads that hash files. They run concurrently, because hashing and reading release the GIL."""
 
 
 class FileHashes:
-    """Hashes by path, each with the size and the times of the file that it was computed from.
+    """Hashes of files. A hash is reused while the size and the times of its file stay the same.
 
     Args:
-      known: what `to_json` gave before; entries of any other form are ignored.
+      known: what `to_json` returned before; malformed entries are ignored.
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None):
@@ -268,9 +271,9 @@ class FileHashes:
         self._unsettled: set[str] = set()
 
     def of(self, paths: Iterable[str]) -> list[str]:
-        """The hash of each file, or at a URL what its file system says of the content.
+        """The hash of each local file; for a URL, what `remote_files.content_mark` returns.
 
-        Object stores have checksums. Other file systems give the size and the time of change.
+        Object stores have checksums. For other remote file systems, it is size and time of change.
 
         Raises:
           SourceError: a file can't be read.
@@ -279,16 +282,16 @@ class FileHashes:
             return list(pool.map(self._hash, paths))
 
     def to_json(self) -> dict[str, Any]:
-        """The hashes as plain JSON values, but for those of files that changed just before.
+        """The hashes as plain JSON values, except those of files that have just changed.
 
-        These may change again without another size or time.
+        These files may change again without a new size or time.
         """
         return {path: found for path, found in self._known.items() if path not in self._unsettled}
 
     def _hash(self, path: str) -> str:
         with readable(path):
             if is_url(path):
-                return str(_remote().content_mark(path))
+                return str(remote().content_mark(path))
             found = os.stat(path)
             seen = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
             match self._known.get(path):
@@ -309,10 +312,3 @@ def _new_hash() -> Any:
 
 def _user() -> str:
     return str(os.getuid()) if hasattr(os, "getuid") else "of this process"
-
-
-def _remote() -> Any:
-    """What is at URLs; imports Beam."""
-    from beamjax.storage import remote_files
-
-    return remote_files

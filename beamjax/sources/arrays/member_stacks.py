@@ -1,4 +1,4 @@
-"""Checks single members, trees of arrays and numbers, and stacks them to an array for each leaf."""
+"""Checks single members, which are trees of arrays and numbers, and stacks them leaf by leaf."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from beamjax.sources.source_base import LeafSpec, PyTreeDef
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
-"""Kinds of dtypes that hold the numbers of Python."""
+"""The types of Python's numbers, and the kinds of dtypes that hold them."""
 
 
 class MemberStack:
-    """Room for members that come one at a time.
+    """Arrays that are filled member by member.
 
     Args:
-        leaves: what a member must be.
-        treedef: its tree; None if only the paths of its leaves are known.
+        leaves: the expected leaves of a member.
+        treedef: the tree of a member; None if only the paths of its leaves are known.
         count: the number of members.
         caller: the caller, for messages.
     """
@@ -38,32 +38,34 @@ class MemberStack:
         """Copies a member to its place.
 
         Args:
-            place: in the arrays.
+            place: the index in the arrays.
             member: a tree of arrays and numbers.
-            index: of the member in its source, for messages.
+            index: the number of the member in its source, for messages.
 
         Raises:
-            SourceError: it is not like the others.
+            SourceError: it has other leaves than expected.
         """
         import jax
 
         values, treedef = jax.tree_util.tree_flatten(member)
         if self._treedef is None or treedef != self._treedef:
-            self._learn(member, treedef, index)
+            self._adopt_tree(member, treedef, index)
         where = f"{self._caller}, member {index}"
         fitting = [_fitting(v, leaf, where) for v, leaf in zip(values, self._leaves, strict=True)]
-        if not self._arrays:  # memory is taken for what was found
+        # Allocated only after the first member was checked: a damaged spec can't cause a large
+        # allocation.
+        if not self._arrays:
             self._arrays = self.arrays()
         for array, value in zip(self._arrays, fitting, strict=True):
             array[place] = value
 
     def arrays(self) -> list[np.ndarray]:
-        """One array a leaf, of shape (count, *leaf.shape)."""
+        """An array of shape (count, *leaf.shape) for each leaf."""
         shapes = [((self._count, *leaf.shape), leaf.dtype) for leaf in self._leaves]
         return self._arrays or [np.empty(shape, dtype) for shape, dtype in shapes]
 
-    def _learn(self, member: Any, treedef: PyTreeDef, index: int) -> None:
-        """Takes a tree as that of all members, if all that is known of it are its paths."""
+    def _adopt_tree(self, member: Any, treedef: PyTreeDef, index: int) -> None:
+        """Makes the tree of this member that of all, if only the paths of the leaves are known."""
         import jax
 
         found = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(member)]
@@ -77,10 +79,14 @@ class MemberStack:
 
 
 def as_arrays(member: Any, where: str) -> Any:
-    """A member with arrays for the numbers in it.
+    """Converts the leaves of a member to arrays.
+
+    Args:
+        member: a tree of arrays and numbers.
+        where: the member, for messages.
 
     Raises:
-        StructureError: a leaf is neither; `where` says in which member.
+        StructureError: a leaf is neither an array nor a number.
     """
     import jax
 
@@ -104,7 +110,7 @@ def as_arrays(member: Any, where: str) -> Any:
 
 
 def _fitting(value: Any, leaf: LeafSpec, where: str) -> Any:
-    """A leaf of a member as an array of its dtype and shape, of keys their data."""
+    """Checks a leaf of a member. Typed keys are returned as their data."""
     import jax
 
     found = value
@@ -134,6 +140,7 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _holds(dtype: np.dtype, value: Any) -> bool:
+    """Whether a dtype can hold a number of Python."""
     if dtype.kind not in _KINDS[type(value)]:
         return False
     return dtype.kind not in "iu" or bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)

@@ -1,4 +1,4 @@
-"""Placed inputs of unknown length from files of .npy, one after the other."""
+"""Placed inputs of unknown length from the concatenated arrays of .npy files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from beamjax.sources.source_base import (
 )
 
 CHUNK_BYTES = 1 << 22
-"""Bytes of a file that are read at once."""
+"""Bytes that are read from a file at a time."""
 
 
 class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
-    """Files of .npy one after the other, a piece each; see `from_npy_parts`."""
+    """Concatenated arrays of .npy files, each of which is a piece; see `from_npy_parts`."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
         """Use `from_npy_parts`, which checks.
 
         Args:
-            files: the absolute paths of each leaf.
-            leaves: what a member of each must be.
+            files: the absolute paths or URLs of each leaf.
+            leaves: one member of each.
             treedef: the tree that they form; a tuple by default.
         """
         super().__init__(leaves, treedef)
@@ -75,19 +75,19 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
 
 
 def from_npy_parts(paths: Any) -> NpyParts:
-    """A placed input from .npy files one after the other, whose lengths are found as they are read.
+    """A placed input of unknown length from the concatenated arrays of .npy files.
 
-    Workers open the files, several at the same time where the program lets them.
+    Workers open the files, several at the same time if the program permits it.
 
     Args:
-      paths: the files of one leaf, or a tree of them: a pattern such as "data/x-*.npy", whose files
-        are read in the order of their names, a URL, or a list of those. Each file is an array of
-        shape (rows, ...), with any number of rows; file i of each leaf has the same. Files ending
-        in .gz, .bz2 or .xz are unpacked as they are read.
+      paths: the files of one leaf, or a tree of them: a pattern such as "data/x-*.npy", the files
+        of which are read in the order of their names, a URL, or a list of these. Each file is an
+        array of shape (rows, ...), with any number of rows, which is the same in file i of each
+        leaf. Files ending in .gz, .bz2 or .xz are decompressed as they are read.
 
     Raises:
       SourceError: there is no such file, or the first one of a leaf is no .npy file.
-      StructureError: a leaf has other than numbers, or fewer files than another.
+      StructureError: a leaf has elements other than numbers, or fewer files than another.
     """
     import jax
 
@@ -121,10 +121,10 @@ def _header(file: str) -> tuple[tuple[int, ...], np.dtype]:
 
 @contextlib.contextmanager
 def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]:
-    """An .npy file at the beginning of its data, the shape of the array, and its dtype.
+    """Opens an .npy file; gives the file at the beginning of its data, the shape, and the dtype.
 
     Raises:
-      SourceError: it can't be read, here or in the `with` block, or is no array of numbers in rows.
+      SourceError: it can't be read, here or in the `with` block, or holds no rows of numbers.
     """
     with readable(file, "a .npy file"), open_stream(file) as opened:
         try:
@@ -141,7 +141,10 @@ def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]
 
 
 def _read(file: BinaryIO, count: int) -> bytes:
-    """So many bytes, or all that there are: memory is taken for what was found."""
+    """Reads `count` bytes, or as many as there are.
+
+    In small steps: a damaged header can't cause an allocation larger than the file.
+    """
     parts = []
     while count > 0 and (part := file.read(min(count, CHUNK_BYTES))):
         parts.append(part)

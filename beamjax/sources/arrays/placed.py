@@ -1,6 +1,6 @@
-"""Placed values in files that each hold consecutive members as one array.
+"""Placed values in files, each of which holds consecutive members as one array.
 
-`Placed` is a result that stays on disk: a handle to files of .npy, and an input of other programs.
+`Placed` is a result that stays on disk: a handle to .npy files, and an input of other programs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MANIFEST = "placed.json"
 class MemberFiles(PlainSource):
     """One placed value in files that are named after the members in them.
 
-    A subclass says how a file is read.
+    A subclass defines how a file is read.
 
     Args:
-      folder: of the files, a path or URL.
-      stem: that their names begin with.
-      parts: start and count of each file. They may overlap, where a bundle was retried.
+      folder: the folder of the files, a path or URL.
+      stem: the beginning of their names.
+      parts: start and count of each file. They may overlap if a bundle was retried.
       leaf: one member.
       size: the number of members.
     """
@@ -61,12 +61,15 @@ class MemberFiles(PlainSource):
         self.size = self._size = size
         self.parts: list[tuple[int, int]] = []
         end = 0
+        # Files in which all members are also in an earlier one are left out. The longest file of
+        # each start comes first.
         for start, count in sorted(parts, key=lambda part: (part[0], -part[1])):
             if start + count > end:
                 self.parts.append((start, count))
                 end = start + count
         self._parts = self.parts
-        # Shards are read one after the other: the next one is often in the same file.
+        # Consecutive shards are often in the same file. Threads may replace the pair at any time,
+        # so it is always read and written as a whole.
         self._last: tuple[str, np.ndarray] | None = None
 
     @classmethod
@@ -85,7 +88,7 @@ class MemberFiles(PlainSource):
         """The array in a file.
 
         Raises:
-          Exception: it can't be read, or holds something else.
+          Exception: the file can't be read, or holds something else.
         """
 
     @property
@@ -109,19 +112,19 @@ class MemberFiles(PlainSource):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        pieces = []
+        arrays = []
         while start < stop:
             at = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
             first, count = self.parts[at] if at >= 0 else (0, 0)
             end = min(stop, first + count)
             if end <= start:
                 raise SourceError(f"{self!r}: found member {start} in no file")
-            pieces.append(self._members(first, count)[start - first : end - first])
+            arrays.append(self._members(first, count)[start - first : end - first])
             start = end
-        if len(pieces) == 1:
-            return pieces
+        if len(arrays) == 1:
+            return arrays
         none = np.empty((0, *self.leaf.shape), self.leaf.dtype)
-        return [np.concatenate(pieces) if pieces else none]
+        return [np.concatenate(arrays) if arrays else none]
 
     def identity(self) -> tuple[Any, list[str]]:
         spec = self.to_spec() | {"folder": None, "stem": None}
@@ -158,12 +161,12 @@ class Placed(MemberFiles, kind="placed"):
     """A placed result in files, made by `beamjax.run(..., keep="placed")` or `open_placed`.
 
     It is a `Source` with one leaf, so another program takes it as an argument, and its members are
-    read on the workers. `np.asarray(placed)` reads all of it, `placed[3]` and `placed[10:20]` some
-    members, along axis 0.
+    read on the workers. `np.asarray(placed)` reads all members; `placed[3]` and `placed[10:20]`
+    read some of them.
 
-    The files are of .npy, `part-ID-START-COUNT.npy` with COUNT members from START on, and
-    `placed.json` lists them. Dtypes that .npy does not know, such as bfloat16, are stored as
-    unsigned integers of the same width, typed keys as their data.
+    The .npy file `part-ID-START-COUNT.npy` holds COUNT members from START on; `placed.json` lists
+    the files. Dtypes that .npy does not know, such as bfloat16, are stored as unsigned integers of
+    the same width, typed keys as their data.
     """
 
     suffix = ".npy"
@@ -175,7 +178,7 @@ class Placed(MemberFiles, kind="placed"):
             with data_files.open_file(path) as file:
                 stored = np.lib.format.read_array(file, allow_pickle=False)
         if stored.dtype != stored_dtype(self.leaf.dtype):
-            return stored  # of another type than was written; refused with what it is
+            return stored  # It is not what was written; `_checked` refuses it.
         return restored(stored, self.leaf.dtype)
 
     @property
@@ -190,17 +193,17 @@ class Placed(MemberFiles, kind="placed"):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Members first; of typed keys, that of their data."""
+        """The shape, members first; for typed keys, the shape of their data."""
         return (self.size, *self.leaf.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the members; of typed keys, that of their data."""
+        """The dtype of the members; for typed keys, the dtype of their data."""
         return self.leaf.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of axes, that of the members included."""
+        """The number of axes, including the axis of members."""
         return len(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -211,7 +214,7 @@ class Placed(MemberFiles, kind="placed"):
 
         Raises:
           IndexError: there is no such member.
-          TypeError: the index is neither a number nor a slice; `np.asarray` takes any.
+          TypeError: the index is neither a number nor a slice; use `np.asarray` for other indices.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(self.size)
@@ -232,7 +235,7 @@ class Placed(MemberFiles, kind="placed"):
         return describe_source(self, f"in {self.folder}")
 
     def remove(self) -> None:
-        """Removes the folder, if nothing else is in it, and the files."""
+        """Removes the files, and the folder if nothing else is in it."""
         if data_files.is_url(self.folder):
             from beamjax.storage import files
 
@@ -245,7 +248,7 @@ class Placed(MemberFiles, kind="placed"):
 
 
 def encode_part(members: np.ndarray) -> bytes:
-    """Members as the bytes of a file of .npy."""
+    """Members as the content of an .npy file."""
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(storable(members)), allow_pickle=False)
     return file.getvalue()

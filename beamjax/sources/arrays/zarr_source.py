@@ -39,7 +39,8 @@ from beamjax.sources.source_base import (
 from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "an array or a group of Zarr"
-_METADATA = ("zarr.json", ".zarray")  # of the formats 3 and 2
+_METADATA = ("zarr.json", ".zarray")
+"""Files with the metadata of an array, in the formats 3 and 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,13 @@ class ZarrArray:
 
     Attributes:
       store: absolute path of a folder or a .zip, or a URL that fsspec knows.
-      name: of the array in the group that is there; "" if the array itself is.
-      rows: of a chunk along axis 0.
-      metadata: the local file with its shape and dtype, as it was; None at a URL.
-      token: of the source: what is kept of one is not used for another, since the files of chunks
-        may change without that one.
+      name: the name of the array in the group at `store`; "" if the array itself is there.
+      rows: the size of a chunk along axis 0.
+      metadata: the local file with shape and dtype, as it was; None at a URL.
+      token: identifies the source in the cache of blocks. Files of chunks may change while that of
+        the metadata does not, so sources do not share cached chunks.
       chunks: the files of a local folder, as they were; None in a .zip or at a URL.
-      packing: how its numbers are to be read; None if as they are.
+      packing: how values are decoded from the stored numbers; None if these are the values.
     """
 
     store: str
@@ -66,12 +67,12 @@ class ZarrArray:
     packing: Packing | None = None
 
     def identity(self) -> tuple[Any, list[str]]:
-        """As of the source; of a URL the place, since nothing says whether chunks have changed."""
+        """As `Source.identity`. At a URL only the location counts: changes are not detected."""
         if is_url(self.store):
             return [self.store, self.name], []
         folder = os.path.join(self.store, self.name)
         found = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
-        paths = sorted(found) or [self.store]  # a .zip
+        paths = sorted(found) or [self.store]  # There is no folder if the store is a .zip.
         return [self.name, [os.path.relpath(path, folder) for path in sorted(found)]], paths
 
     def __str__(self) -> str:
@@ -84,17 +85,17 @@ class ZarrArray:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFiles:
-    """The files of the chunks of a local array: whether they are those that a source was made of.
+    """The files of the chunks of a local array, to detect later changes.
 
-    Nothing in Zarr marks a chunk that was written anew, and a chunk that is gone is read as the
-    fill value. So a source remembers when the last chunk was written, and whether all of them were
-    there.
+    Zarr does not detect that a chunk was written again, and reads a missing chunk as the fill
+    value. So a source records the time at which the last chunk was written, and whether all chunks
+    existed.
 
     Attributes:
-      folder: of the array.
-      newest: when the last of its files was written, in nanoseconds.
-      whole: whether there was a file for each chunk; where Zarr leaves out chunks of the fill value
-        there is not.
+      folder: the folder of the array.
+      newest: the time of the latest change of a file, in nanoseconds.
+      whole: whether there was a file for each chunk. Zarr may omit chunks that hold only the fill
+        value.
     """
 
     folder: str
@@ -103,10 +104,10 @@ class ChunkFiles:
 
     @classmethod
     def look(cls, folder: str, opened: Any) -> ChunkFiles:
-        """Those of an array as they are now.
+        """The files of an array as they are now.
 
         Args:
-          folder: of the array, a local path.
+          folder: the folder of the array, a local path.
           opened: the array of Zarr.
         """
         newest = count = 0
@@ -119,7 +120,7 @@ class ChunkFiles:
         return cls(folder, newest, count >= math.prod(sizes))
 
     def check(self, opened: Any, start: int, stop: int) -> None:
-        """Raises SourceError if chunks with members of a range are others now, or gone."""
+        """Raises SourceError if chunks with members of a range have changed, or are gone."""
         for path in self._paths(opened, start, stop):
             try:
                 written = os.stat(path).st_mtime_ns
@@ -131,7 +132,7 @@ class ChunkFiles:
                     ) from None
                 continue
             except OSError as error:
-                raise SourceError(f"{path}: cannot look at a chunk ({error}).") from error
+                raise SourceError(f"{path}: cannot check a chunk ({error}).") from error
             if written > self.newest:
                 raise SourceError(
                     f"{path}: found a chunk written at {written}, expected none after "
@@ -151,16 +152,16 @@ class ChunkFiles:
 
 
 def _stored(opened: Any) -> tuple[int, ...]:
-    """What is in a file along each axis: a shard, if chunks are in shards."""
+    """The shape of the part of an array that is in one file: a chunk, or a shard of chunks."""
     return tuple(max(int(n), 1) for n in (getattr(opened, "shards", None) or opened.chunks))
 
 
 def chunk_files(store: str, name: str, opened: Any) -> ChunkFiles | None:
-    """The files of an array in a folder; None for other stores, and for chunks of several sizes."""
+    """The files of an array in a folder; None for other stores, and if chunks differ in size."""
     folder = os.path.join(store, name) if name else store
     try:
         known = os.path.isdir(folder) and len(_stored(opened)) == len(opened.shape) > 0
-    except NotImplementedError:
+    except NotImplementedError:  # Chunks have different sizes.
         return None
     return ChunkFiles.look(folder, opened) if known else None
 
@@ -178,8 +179,8 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         """Use `from_zarr`, which checks.
 
         Args:
-            arrays: one a leaf, of shape (size, *leaf.shape).
-            leaves: what a member of each must be.
+            arrays: the array of each leaf, of shape (size, *leaf.shape).
+            leaves: one member of each.
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
         """
@@ -223,13 +224,13 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         return found
 
     def _chunk(self, opened: Any, array: ZarrArray, leaf: LeafSpec, first: int) -> np.ndarray:
-        """The chunk that begins with a member, which others may need too."""
+        """The chunk that begins with member `first`, which other shards may need too."""
         last = min(first + array.rows, self._size)
         load = lambda: [_rows(opened, array, leaf, first, last)]
         return BLOCKS.get((array, first), load, array)[0]
 
     def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
-        """An array that still is what the spec says of it."""
+        """Opens an array, and checks that it has not changed."""
         if array.metadata is not None:
             array.metadata.check()
         opened = _ARRAYS.get(array, lambda: _open(array.store, array.name))
@@ -256,14 +257,25 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
 
 
 _ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)
-"""So many arrays are kept open."""
+"""Open arrays, at most 256."""
 
 
 def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Cuts a range where chunks end: parts of a chunk, and in between whole chunks, if any."""
-    low = -(-start // rows) * rows  # where whole chunks begin
+    """Cuts a range of members where chunks begin and end.
+
+    Args:
+      start: the first member.
+      stop: the end of the range (exclusive).
+      rows: members of a chunk.
+      size: members of the array; the last chunk may be short.
+
+    Yields:
+      Start and end, and whether it is of whole chunks, as opposed to a part of one.
+    """
+    low = -(-start // rows) * rows  # whole chunks begin here
     high = stop if stop == size else stop // rows * rows
     if low >= high:
+        # No chunk is whole: the range is in one chunk, or in parts of two.
         middle = min(low, stop) if start < low else start
         edges = [(start, middle, False), (middle, stop, False)]
         yield from [edge for edge in edges if edge[0] < edge[1]] or [(start, stop, True)]
@@ -303,7 +315,7 @@ def _zarr(store: str) -> Any:
 
 @contextlib.contextmanager
 def _readable(store: str, expected: str) -> Iterator[None]:
-    """Makes all errors of Zarr, its codecs and stores a SourceError that names the store."""
+    """Converts all errors of Zarr, its codecs and stores to a SourceError that names the store."""
     try:
         with readable(store, expected):
             try:
@@ -311,10 +323,11 @@ def _readable(store: str, expected: str) -> Iterator[None]:
             except FileNotFoundError as error:
                 if not is_url(store) and not os.path.exists(store):
                     raise
-                raise ValueError(str(error)) from error  # something is there
+                # The store exists, so `readable` must not report that it is missing.
+                raise ValueError(str(error)) from error
     except BeamjaxError:
         raise
-    except Exception as error:  # Those of codecs and of remote file systems are of any kind.
+    except Exception as error:  # Codecs and remote file systems raise errors of any kind.
         raise SourceError(
             f"{store}: cannot read {expected} ({type(error).__name__}: {error})."
         ) from error
@@ -328,33 +341,33 @@ def from_zarr(
 ) -> ZarrSource:
     """A placed input from Zarr arrays, of the formats 2 and 3, with members along axis 0.
 
-    Workers read the chunks of their members. A chunk of which a shard needs but a part is decoded
-    whole and kept, so chunks should hold no more than a few to a hundred MB. Needs the package
-    zarr: pip install 'beamjax[zarr]'. What Zarr has not stored is its fill value. In a local folder
-    chunks that are written anew are an error, and so are those that are gone, where all were there
-    when the source was made; at a URL neither is noticed.
+    Workers read the chunks of their members. If a shard needs only a part of a chunk, the whole
+    chunk is decoded and cached, so chunks should hold at most a hundred MB. Needs the package zarr:
+    pip install 'beamjax[zarr]'. Chunks that Zarr has not stored hold the fill value. In a local
+    folder it is an error if a chunk is written again, or is missing although all chunks existed
+    when the source was made. At a URL neither is noticed.
 
     Args:
       paths: a path (a folder, or a .zip) or a URL, or a pytree of them. Each is an array, or a
         group, which becomes a dictionary of its arrays and groups. URLs are read by fsspec, which
-        needs its own package for each kind, such as gcsfs or s3fs, with its own credentials.
-      arrays: names of the arrays of each group that are read, such as ["t2m", "surface/sp"]; None
-        for all. The others may be of text, or of other lengths. A single name instead of a list
+        needs a package for each kind of URL, such as gcsfs or s3fs, with its own credentials.
+      arrays: names of the arrays to read from each group, such as ["t2m", "surface/sp"]; None for
+        all. Other arrays may hold text, or have other lengths. A single name instead of a list
         gives that array itself instead of a dictionary.
-      mask_and_scale: True reads numbers that are packed by the CF conventions as xarray does, as
-        floats: `stored * scale_factor + add_offset`, and NaN where the number is the `_FillValue`
-        or `missing_value`; of format 2, where it is the fill value of the array. They are float32
-        while `jax_enable_x64` is off, computed in 64 bits. False reads the numbers as they are
-        stored. None does so too, but refuses arrays that have these attributes. Times are read as
-        the numbers that are stored in any case.
+      mask_and_scale: True decodes numbers that are packed by the CF conventions as xarray does:
+        the values are the floats `stored * scale_factor + add_offset`, and NaN where the stored
+        number is `_FillValue` or `missing_value`, or, in format 2, the fill value of the array.
+        They are computed in 64 bits, and are float32 while `jax_enable_x64` is off. False reads the
+        stored numbers. None does so too, but refuses arrays that have these attributes. Times are
+        always read as the stored numbers.
 
     Raises:
-      SourceError: zarr is not installed, nothing is there, or it is no array or group, or one
-        without arrays, or without one of these names. When it is read: an array has another shape
-        or dtype, or a chunk is damaged.
-      StructureError: an array is a scalar, has other than numbers, or is packed and
+      SourceError: zarr is not installed, nothing is there, it is no array or group, or the group
+        has no array, or none of one of these names. When the source is read: an array has another
+        shape or dtype, or a chunk is damaged.
+      StructureError: an array is a scalar, has elements other than numbers, or is packed and
         `mask_and_scale` is None.
-      PlacementError: there are no members, or not as many in all arrays.
+      PlacementError: there are no members, or the arrays have different numbers of them.
     """
     import jax
 
@@ -411,16 +424,16 @@ def _checked(name: str, array: ZarrArray, opened: Any) -> np.dtype:
 def _packing(
     array: ZarrArray, opened: Any, dtype: np.dtype, mask_and_scale: bool | None
 ) -> Packing | None:
-    """How the numbers of an array are to be read.
+    """How values are decoded from the stored numbers; None if these are the values.
 
     Raises:
-      StructureError: they are packed, and no argument says whether to unpack them.
+      StructureError: the numbers are packed, and `mask_and_scale` is None.
     """
     if mask_and_scale is False:
         return None
     attributes, fill = dict(opened.attrs), None
-    # xarray keeps the _FillValue of an array of format 2 as the fill value of Zarr. Zarr's own
-    # default is 0, so only what else xarray wrote says that values are missing.
+    # In format 2, xarray stores _FillValue as Zarr's fill value. Zarr's own default is 0, so a fill
+    # value means missing values only if xarray wrote the array and it is not 0.
     if opened.metadata.zarr_format == 2:
         written = "_ARRAY_DIMENSIONS" in attributes and opened.fill_value != 0
         fill = opened.fill_value if mask_and_scale or written else None
@@ -436,14 +449,14 @@ def _packing(
 
 
 class _Leaf:
-    """An array in a tree."""
+    """An array and its open handle, as a leaf of a tree: a tuple would be a node."""
 
     def __init__(self, array: ZarrArray, opened: Any) -> None:
         self.pair = array, opened
 
 
 def _tree(store: str, name: str, node: Any, token: str) -> Any:
-    """The arrays of a group, in dictionaries; or the array itself."""
+    """The arrays of a group, in nested dictionaries; or the array itself."""
     with _readable(store, _EXPECTED):
         if hasattr(node, "shape"):
             file = _metadata(store, name)
@@ -458,7 +471,7 @@ def _tree(store: str, name: str, node: Any, token: str) -> Any:
 
 
 def _chosen(store: str, group: Any, arrays: str | Sequence[str], token: str) -> Any:
-    """Some arrays of a group, by their names, in dictionaries; or one, without."""
+    """The named arrays of a group, in nested dictionaries; or the array of a single name."""
     if hasattr(group, "shape"):
         raise StructureError(f"{store}: found an array, expected a group to choose {arrays!r} of.")
     names = [arrays] if isinstance(arrays, str) else list(arrays)
@@ -482,6 +495,7 @@ def _chosen(store: str, group: Any, arrays: str | Sequence[str], token: str) -> 
 
 
 def _metadata(store: str, name: str) -> DataFile | None:
+    """The file that changes with the shape and dtype of an array; None at a URL."""
     if is_url(store):
         return None
     if not os.path.isdir(store):
@@ -491,6 +505,7 @@ def _metadata(store: str, name: str) -> DataFile | None:
 
 
 def _chunk_rows(opened: Any) -> int:
+    """Members of a chunk; 1 if chunks have no fixed size."""
     try:
         return max(int(opened.chunks[0]), 1)
     except (IndexError, NotImplementedError):  # a scalar, or chunks of different sizes

@@ -13,10 +13,10 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import (
     DataFile,
+    compression,
+    compression_of_content,
     open_file,
     open_stream,
-    packing,
-    packing_of_content,
     readable,
 )
 
@@ -31,18 +31,18 @@ EXPECTED = "a file of TFRecord"
 _length_at = struct.Struct("<Q").unpack_from
 
 
-def packing_of(path: str) -> str:
-    """How a file is compressed, as in ".gz", by its name or else by its content; "" if it is not.
+def compression_of(path: str) -> str:
+    """The compression of a file, by its name or else its content: ".gz", or "" if there is none.
 
     Raises:
       SourceError: the file can't be read.
     """
-    named = packing(path)
+    named = compression(path)
     if named:
         return named
     with readable(path, EXPECTED), open_file(path) as opened:
         data = opened.read(HEADER)
-    found = packing_of_content(data)
+    found = compression_of_content(data)
     if found and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
         return ""  # The length of a record has these bytes.
     return found
@@ -166,8 +166,8 @@ def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, li
       SourceError: the file can't be read, or has another frame than TFRecord's.
     """
     number = 0
-    packed = packing_of(file.path)
-    with readable(file.path, EXPECTED), open_stream(file.path, packed) as opened:
+    compressed = compression_of(file.path)
+    with readable(file.path, EXPECTED), open_stream(file.path, compressed) as opened:
         data = b""
         while more := _more(opened, data, chunk):
             data += more

@@ -31,8 +31,8 @@ from beamjax.sources.records.tfrecord_frames import (
     HEADER,
     block_offsets,
     check_records,
+    compression_of,
     frames_in,
-    packing_of,
     record_offsets,
     stream_records,
 )
@@ -158,7 +158,7 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     leaves, treedef = feature_leaves(features, CALLER)
     names = sorted(features)
     ExampleParser(names, leaves).parse([first], lambda _: where)
-    if any(is_url(file.path) or packing_of(file.path) for file in files):
+    if any(is_url(file.path) or compression_of(file.path) for file in files):
         return TFRecordStream(tuple(files), tuple(names), tuple(leaves), treedef)
     apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
     counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
