@@ -100,7 +100,7 @@ def test_what_is_no_dataset():
         ("no dataset", StructureError, "or the name of a function that opens one"),
         ("source_files:a.b", StructureError, "or the name of a function"),
         ("no_such_module:f", SourceError, "no_such_module:f: cannot be imported"),
-        ("source_files:no_such", SourceError, "no_such: cannot import it.*no attribute"),
+        ("source_files:no_such", SourceError, "no_such: cannot be imported.*no attribute"),
         ("source_files:not_marked", SourceError, "not marked, expected .*opens_dataset"),
         ("os:system", SourceError, "not marked"),
         ("source_files:open_nothing", SourceError, "cannot open the dataset.*no such table"),
