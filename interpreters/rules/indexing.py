@@ -142,9 +142,9 @@ def _read_rows(
 
 @rule("gather")
 def _gather(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
-    """The rule of a gather whose indices are server values that select few members."""
-    (axis, index), d = axes, eqn.params["dimension_numbers"]
-    if axis is None or index is not None or axis not in d.start_index_map:
+    """The rule of a gather that selects few members; placed indices are gathered before."""
+    axis, d = axes[0], eqn.params["dimension_numbers"]
+    if axis is None or axis not in d.start_index_map:
         return None
     out, sizes = shape_of(eqn.outputs[0]), eqn.params["slice_sizes"]
     batch = [k for k in range(len(out)) if k not in d.offset_dims]

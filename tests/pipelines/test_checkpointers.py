@@ -17,8 +17,10 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, OptionsError
+from beamjax.pipelines.checkpoints import checkpointer
 from beamjax.pipelines.checkpoints import folder as checkpoint_folder
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.runtime.checkpoints import Stored
 from beamjax.storage import files
 
 N = 20
@@ -210,9 +212,9 @@ def test_a_finished_run_is_not_run_again(runner, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("every", "saved"), [(1, 4), (3, 1), (9, 0)])
 def test_rounds_between_checkpoints(every, saved, tmp_path):
     options = {"checkpoint": str(tmp_path), "checkpoint_every": every}
-    with stopped(0) as done:
-        run(descent, (W, X), "DirectRunner", **options)
-    assert len(done) == saved + 1
+    expected = run(history, (W, X))
+    stop(history, (W, X), 1, "DirectRunner", **options)
+    assert go_on(history, (W, X), expected, **options) == saved
 
 
 @pytest.mark.parametrize("reader", RUNNERS)
@@ -261,6 +263,34 @@ def test_the_folder_holds_two_checkpoints_and_their_files(tmp_path, all_as_files
     members = [path for path in linked if path.endswith(".members")]
     assert len(set(members)) == len(members) > 3
     assert len(set(written)) == len(written) > 3  # What is unchanged is written once.
+
+
+@pytest.mark.parametrize(("rows", "nbytes", "full"), [(2, 1 << 20, 2), (9, 24, 2), (9, 99, 9)])
+def test_small_entries_share_arrays_that_are_written_once(
+    rows, nbytes, full, tmp_path, monkeypatch
+):
+    """Entries of 12 bytes each, of a run and of one that goes on."""
+
+    def fn(w, x):
+        return jax.lax.scan(lambda w, _: (w + pass_over(w, x), w), w, None, length=5)
+
+    with_header = 145
+    monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", with_header)
+    monkeypatch.setattr(checkpointer, "ROWS", rows)
+    monkeypatch.setattr(checkpointer, "ROWS_BYTES", nbytes)
+    found, save = [], CheckpointFolder.save
+    spy = lambda self, saved: (found.extend(saved.stacks.values()), save(self, saved))
+    expected = run(fn, (W, X))
+    with stopped(3, spy), contextlib.suppress(KeyboardInterrupt):
+        run(fn, (W, X), checkpoint=str(tmp_path))
+    with stopped(0, spy):
+        assert_same_bits(run(fn, (W, X), checkpoint=str(tmp_path)), expected)
+    for done, records in enumerate(found, 1):
+        assert len(records) == -(-done // full)
+        last = found[2] if done <= 3 else found[-1]
+        for record, same in zip(records[: done // full], last, strict=False):
+            assert record is same
+            assert isinstance(record.of, Stored)
 
 
 # --- damage

@@ -195,7 +195,9 @@ def test_a_job_server_is_started_once_and_again_if_it_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(of_guard, signal.SIGCONT)
     finally:
-        job_servers._servers.pop("key").stop()
+        job_servers.stop_all()
+    assert not third.alive
+    assert not third.folder.exists()
     assert not third.alive
     assert not third.folder.exists()
 

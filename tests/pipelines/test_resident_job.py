@@ -71,6 +71,53 @@ def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, t
         assert found._starts == 2
 
 
+class Workers:
+    """A mailbox of workers, of which those named in `silent` do not reply in a pass."""
+
+    def __init__(self, clock, silent):
+        self.clock, self.silent, self.sent, self.flights = clock, silent, [], {}
+        self.peers = self.new = [SimpleNamespace(name=name, is_dead=False) for name in "ab"]
+
+    def joined(self):
+        new, self.new = self.new, []
+        return new
+
+    def publish(self, program):
+        pass
+
+    def send(self, peer, task):
+        assert len(self.sent) < 20
+        self.sent.append((peer.name, task.current.number, task.number))
+        self.flights[peer.name] = task
+
+    def reply(self, peer):
+        task = self.flights[peer.name]
+        if (peer.name, task.current.number) not in self.silent:
+            return mailbox.Reply(task.current.number, task.number, task.elements, 0.1)
+
+    def wait(self, since):
+        self.clock.now += 0.3
+
+
+def test_a_task_of_a_dead_worker_goes_to_another_one_at_once(clock):
+    """But not the task of an earlier pass that it has, which another worker has computed."""
+    workers = Workers(clock, {("a", 0), ("b", 1)})
+    pool = job.Pool(workers, lambda died: None)
+    monitor = SimpleNamespace(reported=lambda *_: None)
+
+    def look():
+        assert clock.now < job.UNKNOWN_SECONDS
+        if workers.sent[-1][:2] == ("b", 1):
+            for peer in workers.peers:
+                peer.is_dead = True
+            workers.new = [SimpleNamespace(name="c", is_dead=False)]
+
+    for number in range(2):
+        program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
+        assert pool.run(program, current, range(8), look, monitor) == list(range(8))
+    assert [sent for sent in workers.sent if sent[0] == "c"] == [("c", 1, 0), ("c", 1, 1)]
+
+
 LAUNCHER = """
 import sys, time
 from beamjax.pipelines.resident.mailbox import FileMailbox
