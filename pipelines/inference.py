@@ -120,6 +120,9 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
     ) -> Iterable[PredictionResult]:
         """Computes the predictions of a batch, in its order.
 
+        Returns:
+          A `PredictionResult` for each example.
+
         Raises:
           StructureError: an example has another type than the model takes.
         """
@@ -250,6 +253,9 @@ def encode_model(
 
 def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
     """Undoes `encode_model`.
+
+    Returns:
+      The model.
 
     Raises:
       ArrayFormatError: the bytes are no model.

@@ -87,6 +87,9 @@ class Job:
         """A report of the job, or of the job so far: `save(path)` makes a page of it.
 
         During a run, it is a few seconds old.
+
+        Returns:
+          The report.
         """
         return read_report(self._folder)
 
@@ -123,12 +126,16 @@ class Job:
           like: a tree with the structure of the result, for a result that another process reads
             and that holds more than dicts, lists, tuples, named tuples and None.
 
+        Returns:
+          The tree that the function returned, with the same leaves as from `run`.
+
         Raises:
           Exception: what `run` would have raised.
           JobCancelledError: the job was cancelled.
           JobError: the launching process died before the job was done.
           StructureError: the structure can't be rebuilt from the folder alone.
-          ArrayFormatError, SourceError: a file in the folder was changed or removed.
+          ArrayFormatError: a file in the folder was damaged.
+          SourceError: a file in the folder can't be read.
         """
         self.wait()
         state, error = self._ended()

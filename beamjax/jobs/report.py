@@ -185,6 +185,9 @@ def _lines(report: Report) -> Iterator[str]:
 def read_report(folder: JobFolder) -> Report:
     """Reads the report of a run from the folder of its job.
 
+    Returns:
+      The report.
+
     Raises:
       JobError: there is no job.
       ArrayFormatError: a record has unexpected content.

@@ -109,6 +109,9 @@ def _map_jvp(
 
     The second map recomputes from the primal operands. Residuals of the first map would each be a
     placed value that has to be stored.
+
+    Returns:
+      The results, and their tangents.
     """
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
@@ -143,6 +146,9 @@ def _jvp_jaxpr(
     """Traces the tangents of the outputs `moving_out`, for inputs `moving`.
 
     Its inputs are the primals, then the tangents of those that `is_tangent` marks.
+
+    Returns:
+      A closed jaxpr without consts, and the values of its leading inputs.
     """
     body = jex.jaxpr_as_fun(jaxpr)
     is_primal = [not mark for mark in is_tangent]
@@ -201,6 +207,9 @@ def _transposed_jaxpr(
     """Traces the cotangents of the inputs `linear`.
 
     Its inputs are the other inputs and the cotangents of the outputs `used`.
+
+    Returns:
+      A closed jaxpr without consts, and the values of its leading inputs.
     """
     body = jex.jaxpr_as_fun(jaxpr)
     linear_avals = _take(jaxpr.in_avals, linear)
@@ -357,6 +366,9 @@ def _prod_jvp(
     zero, all first derivatives are zero, but second derivatives need not be. `zeros`, the sum of
     the zero members, carries them: its value is zero, and its derivative by each zero member is
     one. First and second derivatives are correct for any number of zeros.
+
+    Returns:
+      The product, and its tangent.
     """
     (x,), (t,) = primals, tangents
     out = reduce_prod_p.bind(x, placement=placement)

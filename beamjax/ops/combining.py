@@ -150,6 +150,9 @@ def _reduce_jvp(
 
     Because they are separate, partial evaluation keeps the first and records the second. The primal
     results of the second are not used.
+
+    Returns:
+      The results, and their tangents.
     """
     num_served = params["num_served"]
     outs = reduce_p.bind(*primals, **params)
@@ -183,7 +186,8 @@ def _pair_jaxpr(
     """The function on pairs of a value and its tangent.
 
     Args:
-      jaxpr: the function on values of `size` leaves.
+      jaxpr: the function on values.
+      size: the number of leaves of a value.
       moving: the numbers of its server values with a tangent.
       floats: the numbers of the leaves with a tangent.
 
@@ -231,6 +235,9 @@ def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any
     It needs the reduction of all members before the member and of all members after it. In a pass a
     shard has only its own members and server values, so a plan can't compute this as a pass. It
     gathers the leaves on which the derivative depends: none if the function is linear.
+
+    Returns:
+      The cotangents of the linear operands, and None for the others.
     """
     linear = [ad.is_undefined_primal(arg) for arg in args]
     avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]

@@ -141,6 +141,9 @@ def size_looked_for(placement: str) -> Size:
     """The symbolic dimension that stands for the size of a placement while a trace looks for it.
 
     All traces use the same one, so that they share the caches of JAX.
+
+    Returns:
+      The dimension.
     """
     (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
     return n

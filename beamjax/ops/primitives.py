@@ -118,6 +118,9 @@ def map_members(
     """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
 
     What `fn` closes over becomes further broadcast operands, before the given ones.
+
+    Returns:
+      The placed results.
     """
     avals = [jax.typeof(x) for x in broadcast]
     avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]

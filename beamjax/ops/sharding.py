@@ -94,6 +94,9 @@ def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = Fa
     """Lays the first axis of `x` along the mesh axis `placement`, if there is a mesh.
 
     On an Explicit mesh axis, `whole` keeps the first axis whole on each device instead.
+
+    Returns:
+      The array in this layout.
     """
     if mesh is None:
         return x

@@ -74,7 +74,7 @@ def find_sizes(
     Raises:
       PlacementError: the arguments do not give a size.
       Exception: any error of `fn` in a trace that looks for a size.
-    """
+    """  # noqa: DOC501
     sizes = dict(placements)
     for name, n in placements:
         if isinstance(n, str):
@@ -146,7 +146,11 @@ def _find_in_use(
     """Gives each placement without a size the length of the first value used as its members.
 
     A trace ends when it finds one size, so there are as many traces as unknown sizes.
-    """
+
+    Raises:
+      PlacementError: no value is used as the members of a placement.
+      SizeFound: the trace found the size of a placement of an enclosing program.
+    """  # noqa: DOC501
     while opened := [name for name, n in sizes.items() if n is None]:
         known = ((name, size_looked_for(name) if n is None else n) for name, n in sizes.items())
         try:

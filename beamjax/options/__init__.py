@@ -228,6 +228,9 @@ def parse_options(options: Any) -> Options:
         `["--shard_size=64", "--direct_num_workers=2"]`, or a dict such as `{"shard_size": 64}`.
         Names that are not beamjax's own are Beam's.
 
+    Returns:
+      The checked options, with those of Beam in `beam`.
+
     Raises:
       OptionsError: an option of beamjax has an impossible value.
     """

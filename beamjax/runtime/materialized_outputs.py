@@ -56,6 +56,9 @@ class MaterializedOutputs:
     def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
         """A mapped file for all members of a value; None unless the value goes to a local folder.
 
+        Returns:
+          A mapped array of shape `shape`, or None.
+
         Raises:
           SourceError: the file can't be created.
         """
@@ -77,6 +80,9 @@ class MaterializedOutputs:
         Args:
           plan: the plan, with the number of members.
           name: the name of the value.
+
+        Returns:
+          The handle.
 
         Raises:
           SourceError: members are missing, or the folder can't be read.
@@ -102,6 +108,9 @@ class MaterializedOutputs:
         """Writes the list of the files of a value, which makes it readable for other processes.
 
         Files that are not persistent are removed when the handle is garbage collected.
+
+        Returns:
+          The same handle.
 
         Raises:
           SourceError: the folder can't be written.
@@ -137,6 +146,9 @@ def materialized_outputs(
       paths: the path of each output in the result, as `jax.tree_util.keystr` writes it.
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
       numbers: indices of outputs that are materialized whatever `keep` says.
+
+    Returns:
+      The results that go to files; `NOTHING` if there are none.
     """
     base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:
@@ -187,6 +199,9 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed:
 
     Args:
       folder: the path or URL of the folder of one result, `placed.folder`.
+
+    Returns:
+      A `Placed` with all members of the result.
 
     Raises:
       SourceError: the folder has no finished result.

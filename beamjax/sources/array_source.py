@@ -97,6 +97,9 @@ class ArraySource(HoldsLeaves, kind="array"):
         Args:
             folder: created (mode 0700) if it does not exist. The files get unique names.
 
+        Returns:
+            The source of these files.
+
         Raises:
             SourceError: a file cannot be written.
         """
@@ -126,10 +129,13 @@ def from_arrays(tree: Any) -> ArraySource:
         tree: pytree of NumPy or JAX arrays of shape (n, ...), typed keys included. Only arrays on
             an accelerator are copied.
 
+    Returns:
+        A `Source` with n members and the tree of `tree`.
+
     Raises:
         StructureError: a leaf is no array, is a scalar, or has a dtype that JAX does not know.
         PlacementError: n is 0, or not the same for all leaves.
-    """
+    """  # noqa: DOC501
     import jax
 
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)

@@ -28,6 +28,9 @@ def opens_dataset(function: T) -> T:
 
     Args:
       function: takes keyword arguments that JSON can hold, and returns the dataset.
+
+    Returns:
+      The same function.
     """
     setattr(function, _MARK, True)
     return function
@@ -43,6 +46,9 @@ def opener_name(opener: Any) -> tuple[str, str]:
 
     Args:
       opener: the function, or a string "module:function".
+
+    Returns:
+      The name of the module, and the name of the function.
 
     Raises:
       StructureError: a string has another form, or the function is not at the top of its module.
@@ -80,6 +86,9 @@ class OpenedBy:
 
     def open(self) -> Any:
         """The dataset. A process opens it once.
+
+        Returns:
+          The dataset.
 
         Raises:
           SourceError: the function is not found, is not marked, or fails.

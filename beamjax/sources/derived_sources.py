@@ -55,6 +55,9 @@ class TakenSource(DerivedSource, kind="taken"):
         Args:
             source: the source of the members.
             numbers: one leaf int64[]: the numbers of the members, ascending.
+
+        Raises:
+            TypeError: `numbers` has other leaves.
         """
         if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
@@ -144,6 +147,10 @@ def take(source: Any, indices: Any) -> TakenSource:
       indices: int[k], the numbers of the members, each once. In any order; the members are read in
         ascending order.
 
+    Returns:
+      A `Source` of k members. Its attribute `indices`, int64[k], has their numbers in ascending
+      order.
+
     Raises:
       StructureError: `indices` are not integers of shape (k,).
       PlacementError: a number is out of range or occurs twice, or there is none.
@@ -186,6 +193,10 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
       k: the number of members to draw, from 1 to the number of members of the source.
       key: a key of `jax.random`, typed or raw.
 
+    Returns:
+      A `Source` of k members. Its attribute `indices`, int64[k], has their numbers in ascending
+      order.
+
     Raises:
       PlacementError: `k` is out of range.
       StructureError: `key` is no single key.
@@ -220,6 +231,9 @@ def grouped(source: Source, rows: int) -> Source:
 
     Its members are those of `x.reshape(len(source) // rows, rows, ...)`; `rows` divides the number
     of members. Nothing is read or copied.
+
+    Returns:
+        The source of groups.
     """
     if not isinstance(source, ArraySource):
         return GroupedSource(source, rows)

@@ -50,6 +50,9 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
             buckets: numbers of rows to pad to, ascending; the longest member fits in the last one.
             mask_at: the position of the mask among the leaves.
             treedef: the tree that they form, the mask included; a tuple by default.
+
+        Raises:
+            TypeError: the arguments do not fit each other.
         """
         if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
@@ -164,6 +167,10 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
       buckets: lengths to pad to, ascending, the last one at least the longest member; by default
         up to eight multiples of 8, each about half of the next, down from the longest member.
 
+    Returns:
+      A `Source` of n dictionaries: the leaves of `rows`, padded to (length, ...), and "mask",
+      bool[length].
+
     Raises:
       StructureError: `lengths` are no integers of shape (n,), or the rows have a leaf named "mask".
       PlacementError: the lengths are negative, or do not add up to the number of rows.
@@ -197,6 +204,9 @@ def choose_buckets(lengths: np.ndarray) -> list[int]:
     """Default lengths to pad members to: about the longest, its half, and so on.
 
     Those that no member would be padded to are left out.
+
+    Returns:
+        The lengths, ascending.
     """
     longest = max(int(lengths.max()), 1)
     ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
@@ -211,6 +221,9 @@ def _most_rows(rows: Source) -> int:
 
 def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
     """The buckets of a user, checked, or default ones for members of these lengths.
+
+    Returns:
+      The buckets, ascending.
 
     Raises:
       SourceError: the buckets of the user are not valid for these members.

@@ -159,6 +159,9 @@ def from_random_access(
       member: a tree of `jax.ShapeDtypeStruct` or arrays, one member; None takes it from
         `dataset[0]`. Python numbers have the dtypes that `jnp.asarray` gives them.
 
+    Returns:
+      A `Source` with `len(dataset)` members and the tree of `dataset[i]`.
+
     Raises:
       StructureError: `dataset` is no such object, or a leaf of a member is no number or array.
       PlacementError: there is no member.

@@ -21,6 +21,10 @@ class RangeSource(HoldsLeaves, kind="range"):
             size: the number of members.
             leaf: scalars of integers.
             treedef: the tree of one leaf; a tuple by default.
+
+        Raises:
+            TypeError: the leaf is no scalar of integers.
+            ValueError: the dtype of the leaf does not hold all numbers.
         """
         super().__init__([leaf], treedef)
         self._size = size
@@ -51,6 +55,9 @@ def from_range(n: int) -> RangeSource:
 
     Args:
       n: the number of members.
+
+    Returns:
+      A `Source` of n scalars with the dtype of `jnp.arange(n)`.
 
     Raises:
       StructureError: `n` is no integer.

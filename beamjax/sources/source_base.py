@@ -143,9 +143,14 @@ class Source(abc.ABC):
         return 0.0
 
     def rows_of(self, start: int, stop: int) -> np.ndarray | None:
-        """int[stop - start]: the number of rows of each ragged member.
+        """Counts the rows of ragged members without reading them.
 
-        None if these are known only after the members are read.
+        Args:
+            start: the first member.
+            stop: the member after the last one.
+
+        Returns:
+            int[stop - start]; None if the numbers are known only after the members are read.
         """
         return None
 
@@ -183,11 +188,14 @@ class Source(abc.ABC):
         return self, leaf, index
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
-        """Where a value is, for messages: its file, column and row, as far as they are known.
+        """Describes where a value comes from, for messages.
 
         Args:
             leaf: as for `origin`.
             index: as for `origin`.
+
+        Returns:
+            Its file, column and row as text, as far as they are known.
         """
         source, number, at = self.origin(leaf, index)
         if source is not self:
@@ -201,6 +209,12 @@ class Source(abc.ABC):
         Those of arrays in memory wrap, as under `jax.jit`. So may those in files of a run, which
         were checked when they were written. In all other sources, integers that would wrap are
         refused.
+
+        Args:
+            leaf: the number of the leaf.
+
+        Returns:
+            True if they may wrap.
         """
         source, number, _ = self.origin(leaf, (0,) * (1 + len(self.leaves[leaf].shape)))
         return source is not self and source.wraps(number)
@@ -213,6 +227,12 @@ class Source(abc.ABC):
     def spilled(self, folder: str) -> Source:
         """The same members, with those in the memory of this process written to files in a folder.
 
+        Args:
+            folder: a path that the workers see.
+
+        Returns:
+            A source of the same members; this one if none of them are in memory.
+
         Raises:
             SourceError: a file cannot be written.
         """
@@ -224,6 +244,9 @@ class Source(abc.ABC):
 
         Writable arrays are copied. Files, and objects or functions that give members, are still
         read later.
+
+        Returns:
+            A source of the same members; this one if there is nothing to copy.
         """
         parts = [source.snapshot() for source in self.inner]
         pairs = zip(parts, self.inner, strict=True)
@@ -253,9 +276,15 @@ class Source(abc.ABC):
         return self.to_spec(), []
 
     def content_mark(self, start: int, stop: int) -> str | None:
-        """A string that changes when members [start, stop) change, found without reading them.
+        """Identifies the contents of members without reading them.
 
-        None if no string is certain to change. The caller then reads the members.
+        Args:
+            start: the first member.
+            stop: the member after the last one.
+
+        Returns:
+            A string that changes whenever members [start, stop) change; None if there is no such
+            string. The caller then reads the members.
         """
         return None
 
@@ -416,8 +445,12 @@ class HoldsLeaves(PlainSource):
 def field(record: dict[str, Any], name: str, kind: type[T]) -> T:
     """A field of a spec, if it has exactly this type; for `from_spec`.
 
+    Returns:
+        The value of the field.
+
     Raises:
-        KeyError, TypeError: it is missing, or has another type; `open_spec` makes a SourceError.
+        KeyError: it is missing. `open_spec` turns this and the next error into a SourceError.
+        TypeError: it has another type.
     """
     value = record[name]
     if type(value) is not kind:
@@ -427,6 +460,9 @@ def field(record: dict[str, Any], name: str, kind: type[T]) -> T:
 
 def natural(value: Any, least: int = 0) -> int:
     """Checks a number of members or the like in a spec.
+
+    Returns:
+        The number.
 
     Raises:
         TypeError: it is no int, or out of range.
@@ -486,6 +522,9 @@ def live_spec(token: str) -> dict[str, Any]:
 def lookup(token: str) -> Source:
     """The source that was registered under `token`.
 
+    Returns:
+        The source.
+
     Raises:
         SourceError: if it was released, or registered in another process.
     """
@@ -513,8 +552,12 @@ _KINDS: dict[str, type[Source]] = {}
 def open_spec(spec: dict[str, Any]) -> Source:
     """Opens the source that a `to_spec` or a `live_spec` describes.
 
+    Returns:
+        The source.
+
     Raises:
         SourceError: if the kind is unknown here, or the spec is not one.
+        PlacementError: the source has no members, or different numbers of them.
     """
     fields = spec if isinstance(spec, dict) else {}
     kind, module = str(fields.get("kind")), fields.get("module")

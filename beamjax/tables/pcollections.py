@@ -87,6 +87,10 @@ def from_beam(
       runner: a name or an instance of a runner of Beam, as for `beamjax.run`.
       options: as for `beamjax.run`.
 
+    Returns:
+      A `Source` of the members, with the tree of `like`. Its attribute `dropped` lists the elements
+      that were left out.
+
     Raises:
       StructureError: `like` is not a tree of arrays, an element does not match it, or the
         PCollection is unbounded or windowed.
@@ -131,6 +135,9 @@ def _checked(folder: str | os.PathLike[str]) -> str:
 
 def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
     """The record that an earlier call wrote to a folder; None if there was none.
+
+    Returns:
+      The record, or None.
 
     Raises:
       ArrayFormatError: its list can't be read.
@@ -212,6 +219,9 @@ def _opened(
     folder: str, record: dict[str, Any], member: MemberType, treedef: PyTreeDef
 ) -> CollectedMembers:
     """The members in a folder, if it is complete.
+
+    Returns:
+      The source.
 
     Raises:
       ArrayFormatError: its list is damaged.

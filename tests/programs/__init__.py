@@ -1,10 +1,6 @@
 """Programs for tests of all kinds, as one table: `test_programs` runs each of them."""
 
-import programs.bodies
-import programs.members
-import programs.rounds
-import programs.training
-import programs.transformations  # noqa: F401
+from programs import bodies, members, rounds, training, transformations  # noqa: F401
 from programs.table import (
     KEY,
     PROGRAMS,

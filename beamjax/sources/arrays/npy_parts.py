@@ -44,6 +44,9 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
             files: the absolute paths or URLs of each leaf.
             leaves: one member of each.
             treedef: the tree that they form; a tuple by default.
+
+        Raises:
+            TypeError: the leaves have different numbers of files.
         """
         super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
@@ -85,6 +88,9 @@ def from_npy_parts(paths: Any) -> NpyParts:
         array of shape (rows, ...), with any number of rows, which is the same in file i of each
         leaf. Files ending in .gz, .bz2 or .xz are decompressed as they are read.
 
+    Returns:
+      A `StreamSource` with the tree of `paths`.
+
     Raises:
       SourceError: there is no such file, or the first one of a leaf is no .npy file.
       StructureError: a leaf has elements other than numbers, or fewer files than another.
@@ -121,11 +127,14 @@ def _header(file: str) -> tuple[tuple[int, ...], np.dtype]:
 
 @contextlib.contextmanager
 def _open_npy(file: str) -> Iterator[tuple[BinaryIO, tuple[int, ...], np.dtype]]:
-    """Opens an .npy file; gives the file at the beginning of its data, the shape, and the dtype.
+    """Opens an .npy file and reads its header.
+
+    Yields:
+      The file at the beginning of its data, the shape, and the dtype.
 
     Raises:
       SourceError: it can't be read, here or in the `with` block, or holds no rows of numbers.
-    """
+    """  # noqa: DOC501
     with readable(file, "a .npy file"), open_stream(file) as opened:
         try:
             shape, in_columns, dtype = read_header(opened)
@@ -144,6 +153,9 @@ def _read(file: BinaryIO, count: int) -> bytes:
     """Reads `count` bytes, or as many as there are.
 
     In small steps: a damaged header can't cause an allocation larger than the file.
+
+    Returns:
+        The bytes.
     """
     parts = []
     while count > 0 and (part := file.read(min(count, CHUNK_BYTES))):

@@ -67,6 +67,9 @@ class ArrayFile:
             leaf: the expected type of a member.
             checked: paths that this read has compared with their stamps; the path is added.
 
+        Returns:
+            An array of shape (rows, *leaf.shape).
+
         Raises:
             SourceError: the file has changed.
         """
@@ -196,6 +199,9 @@ def written_source(
         size: the number of members.
         treedef: as for `NpySource`.
         wraps: as for `NpySource`.
+
+    Returns:
+        The source.
     """
     files = tuple((ArrayFile(path, size),) for path in paths)
     return NpySource(files, tuple(leaves), treedef, wraps)
@@ -255,6 +261,9 @@ def from_npy(paths: Any) -> NpySource:
             as "data/x-*.npy" is one leaf: the arrays in its files, concatenated in the order of
             their names.
 
+    Returns:
+        A `Source` with n members and the tree of `paths`.
+
     Raises:
         SourceError: a file is missing, truncated, or no .npy file. When the source is read: a file
             has changed.
@@ -299,6 +308,9 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
 
     Args:
       path: the path of the file.
+
+    Returns:
+      A `Source` of dictionaries whose keys are the names of the arrays.
 
     Raises:
       SourceError: it is missing, damaged, compressed, or no .npz file.
@@ -394,9 +406,15 @@ def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.nda
 
     Args:
         file: an .npy file, or an .npz file.
-        name: of the array in an .npz file.
+        name: the name of the array in an .npz file.
         stamp: the file as it is now, if the caller has it already.
-    """
+
+    Returns:
+        The memory-mapped array.
+
+    Raises:
+        SourceError: the file can't be opened, or has no such array.
+    """  # noqa: DOC501
     if stamp is None:
         try:
             status = os.stat(file)

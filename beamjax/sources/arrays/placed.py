@@ -212,6 +212,9 @@ class Placed(MemberFiles, kind="placed"):
     def __getitem__(self, index: Any) -> np.ndarray:
         """One member, or a slice of them.
 
+        Returns:
+          An array of shape `leaf.shape`; for a slice of k members, (k, *leaf.shape).
+
         Raises:
           IndexError: there is no such member.
           TypeError: the index is neither a number nor a slice; use `np.asarray` for other indices.

@@ -109,6 +109,9 @@ class ChunkFiles:
         Args:
           folder: the folder of the array, a local path.
           opened: the array of Zarr.
+
+        Returns:
+          The state of the files.
         """
         newest = count = 0
         with readable(folder, "a folder of chunks"):
@@ -183,6 +186,9 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
             leaves: one member of each.
             size: the number of members.
             treedef: the tree that they form; a tuple by default.
+
+        Raises:
+            ValueError: there is not one array for each leaf.
         """
         super().__init__(leaves, treedef)
         self._arrays = tuple(arrays)
@@ -361,6 +367,10 @@ def from_zarr(
         stored numbers. None does so too, but refuses arrays that have these attributes. Times are
         always read as the stored numbers.
 
+    Returns:
+      A `Source` with the tree of `paths`, in which a dictionary of arrays takes the place of a
+      group.
+
     Raises:
       SourceError: zarr is not installed, nothing is there, it is no array or group, or the group
         has no array, or none of one of these names. When the source is read: an array has another
@@ -425,6 +435,9 @@ def _packing(
     array: ZarrArray, opened: Any, dtype: np.dtype, mask_and_scale: bool | None
 ) -> Packing | None:
     """How values are decoded from the stored numbers; None if these are the values.
+
+    Returns:
+      The packing, or None.
 
     Raises:
       StructureError: the numbers are packed, and `mask_and_scale` is None.

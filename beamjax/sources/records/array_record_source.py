@@ -35,6 +35,9 @@ def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
         under the same path. The records of one file come after those of another.
       features: as of `from_tfrecord`.
 
+    Returns:
+      A `Source` of dictionaries whose keys are the names of the features.
+
     Raises:
       SourceError: the package, or a file, is not there, or is none; or the first record has not
         these features.

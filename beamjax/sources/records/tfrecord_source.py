@@ -146,6 +146,10 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
         of the first record: a list of one number is a scalar, one of several a vector, and bytes
         are uint8.
 
+    Returns:
+      A `Source` of dictionaries whose keys are the names of the features; a `StreamSource` if a
+      file is compressed or at a URL.
+
     Raises:
       SourceError: a file is not there or is damaged, or the first record has not these features.
       StructureError: `features` are no types.

@@ -82,6 +82,9 @@ def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> Ch
       member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member; None takes it
         from the first chunk, for which the function is called once now.
 
+    Returns:
+      A `StreamSource` with the tree of a chunk.
+
     Raises:
       StructureError: `function` is no function, or a leaf has a dtype that JAX does not know.
       SourceError: the function gives no chunk with a row now, or what is no chunk later.

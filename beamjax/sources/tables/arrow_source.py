@@ -136,6 +136,10 @@ def from_arrow(
       fill_null: as for `from_parquet`.
       times: as for `from_parquet`.
 
+    Returns:
+      A `Source` of dictionaries whose keys are the names of the columns; of arrays if `columns` is
+      a single name.
+
     Raises:
       SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
       StructureError: a column has other than numbers, such as times without `times`, or texts

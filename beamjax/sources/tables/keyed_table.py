@@ -68,6 +68,9 @@ def write_keyed(
 ) -> KeyedTable:
     """Lists the files of a table, and opens it.
 
+    Returns:
+      The table.
+
     Raises:
       SourceError: the folder can't be written.
     """
@@ -94,10 +97,13 @@ def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
     Args:
       folder: of the table, a local path: `table.folder`.
 
+    Returns:
+      The table, a `Source` of rows `{"key": int[], "value": tree}`.
+
     Raises:
       SourceError: there is none.
       ArrayFormatError: what is there is not what was written.
-    """
+    """  # noqa: DOC501
     from beamjax.storage.treedefs import tree_from_json
 
     where = os.path.abspath(folder)

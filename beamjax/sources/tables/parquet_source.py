@@ -217,6 +217,10 @@ def from_parquet(
       times: True reads times, dates and durations as integers, in the unit that the column has:
         a timestamp in ns as int64 nanoseconds since 1970. Most need `jax_enable_x64`.
 
+    Returns:
+      A `Source` of dictionaries whose keys are the names of the columns; of arrays if `columns` is
+      a single name.
+
     Raises:
       SourceError: a file is missing, is no file of Parquet, has not the columns of the first one,
         or they are of another type. When it is read: a row is null or has a list of another
