@@ -6,7 +6,7 @@ log_filters.install()  # before any module of Beam is imported
 
 
 def __getattr__(name: str) -> _Any:
-    """Imports what users name: `RunInference`, which it needs, takes a second to import."""
+    """Imports `inference` only when it is used, since `RunInference` takes a second to import."""
     if name in ("JaxModelHandler", "save_model"):
         from beamjax.pipelines import inference
 

@@ -1,7 +1,7 @@
-"""The driver: runs the loops and branches of a plan on the resident workers of one Beam job.
+"""The driver: runs a plan with loops and branches on the resident workers of one Beam job.
 
-Between passes server values are references into the store, and placed values are sources, which
-the workers of the next pass read by shards. Steps that are computed once run in this process.
+Between passes, server values are references into the store, and placed values are sources from
+which the workers of the next pass read their shards. Steps on the server run in this process.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.watchdog import WorkTable, bounded
 
 WORKER_MERGE_BYTES = 8 << 20
-"""Total bytes of the partials of a pass above which workers merge them instead of this process."""
+"""Total bytes of the partials of a pass above which workers, not this process, merge them."""
 
 
 class Driver(ControlFlow[Value]):
     """Runs a plan on resident workers.
 
     Args:
-      plan: what to run.
+      plan: the plan to run.
       values: its inputs, by name.
       launcher: the connection, the store and the monitor of the run.
-      job: with the workers; it starts at the first pass.
-      checkpointer: saves the run as it goes on; None saves nothing.
+      job: the job of the workers. It starts with the first pass.
+      checkpointer: saves checkpoints of the run; None saves none.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Driver(ControlFlow[Value]):
         self.job = job
         self.store = launcher.store
         self._options = launcher.connection.options
-        self._nothing = Sources((), {}, plan.x64)
+        self._no_sources = Sources((), {}, plan.x64)
         self._tasks = StepTasks(
-            plan, {}, self._nothing, launcher.program, self.store, launcher.connection,
+            plan, {}, self._no_sources, launcher.program, self.store, launcher.connection,
             launcher.bodies,
         )  # fmt: skip
 
     def run(self) -> dict[str, Value]:
         """Runs all steps; see `ControlFlow.run`."""
-        with _rounds_in_words():
+        with _rounds_in_message():
             return super().run()
 
     # ------------------------------------------------------------------------------- values
@@ -129,7 +129,7 @@ class Driver(ControlFlow[Value]):
         return Environment(refs) if refs else None
 
     def _take(self, environment: Environment) -> None:
-        """Adds server values that a step has computed."""
+        """Adds the server values that a step has computed."""
         self.values |= {
             name: ServerValue(self.store, ref=ref) for name, ref in environment.values.items()
         }
@@ -148,13 +148,14 @@ class Driver(ControlFlow[Value]):
         return Sources(tuple(specs), where, self.plan.x64)
 
     def _sweep(self) -> None:
-        """Removes what earlier passes left in the store and no step needs."""
+        """Removes the files of earlier passes from the store that no step needs."""
         held: list[Value] = [*self.values.values(), *itertools.chain(*self.stacks.values())]
         self.store.sweep(self.launcher.files().union(*(value.files for value in held)))
 
     # -------------------------------------------------------------------------------- steps
 
     def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
+        # Between segments no worker uses the store. Segments of server steps only write no files.
         if any(isinstance(step, Map | Gather) for step in steps):
             self._sweep()
         for number, step in enumerate(steps):
@@ -162,10 +163,10 @@ class Driver(ControlFlow[Value]):
             named = replace(step, name=prefix + step.name)
             match named:
                 case Server() if self._runs_here(named):
-                    self._server_here(named)
+                    self._run_server_here(named)
                 case Server():
                     with self._errors_of(named):
-                        self._server_there(named)
+                        self._run_server_on_workers(named)
                 case Map():
                     later = needed.union(*map(used, steps[number + 1 :]))
                     with self._errors_of(named):
@@ -179,7 +180,7 @@ class Driver(ControlFlow[Value]):
 
     @contextlib.contextmanager
     def _errors_of(self, step: Server | Map | Gather) -> Iterator[None]:
-        """Replaces errors of the runner by those that workers have recorded in the store."""
+        """Replaces errors of the runner by the errors that workers have recorded in the store."""
         connection = self.launcher.connection
         self._look = lost_workers.Look(self.store, [step], keeps=False)
         lost = functools.partial(lost_workers.lost_worker, self.store, [step])
@@ -190,16 +191,16 @@ class Driver(ControlFlow[Value]):
     def _runs_here(self, step: Server) -> bool:
         return default_platform() in self.plan.bodies[step.body].artefacts
 
-    def _server_here(self, step: Server) -> None:
+    def _run_server_here(self, step: Server) -> None:
         known = {name: self._served(name).array() for name in step.inputs}
         meter = Meter(step.name, self.monitor)
-        found = self._bounded(step, known)
+        found = self._run_server(step, known)
         meter.lap("compute")
         meter.apart()
         self.values |= {name: ServerValue(self.store, out) for name, out in found.items()}
 
-    def _bounded(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Runs a step in this process, in the time that a shard may take."""
+    def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Runs a step in this process, within `shard_timeout`."""
         options = self._options
         self.monitor.computed(provenance_here(options.xla_threads))
         limit, device = options.shard_timeout, compute_device(options.xla_threads)
@@ -213,11 +214,11 @@ class Driver(ControlFlow[Value]):
 
         return bounded(run, table)
 
-    def _server_there(self, step: Server) -> None:
+    def _run_server_on_workers(self, step: Server) -> None:
         program = self._program(
             step, lambda plain: RunServer(self._tasks.task(plain, plain.inputs))
         )
-        for _, environment in self._there(program, step, [self._environment(step.inputs)]):
+        for _, environment in self._run_on_workers(program, step, [self._environment(step.inputs)]):
             self._take(environment)
 
     def _map(self, step: Map, written: Sequence[str]) -> None:
@@ -227,13 +228,13 @@ class Driver(ControlFlow[Value]):
             limit = self._options.drop_limit
             task = self._tasks.task(plain, step.broadcasts)
             mode = self._options.reduction
-            return MapShards(task, self._nothing, {}, (), mode, limit, whole=False)
+            return MapShards(task, self._no_sources, {}, (), mode, limit, whole=False)
 
         program = self._program(step, make, written)
         served, sources = self._environment(step.broadcasts), self._sources(step.operands)
         by_tag: dict[str | None, list[Any]] = collections.defaultdict(list)
         ranges = self._ranges(step.placement)
-        for tag, element in self._there(program, step, ranges, served, sources, written):
+        for tag, element in self._run_on_workers(program, step, ranges, served, sources, written):
             by_tag[tag].append(element)
         if by_tag[DROPPED]:
             lines = b"".join(sorted(by_tag[DROPPED]))
@@ -244,13 +245,14 @@ class Driver(ControlFlow[Value]):
             self._combine(step, number, by_tag[combined(number)])
 
     def _reduce(self, step: Map, partials: Iterable[tuple[str, bytes]]) -> None:
-        """Merges the partials of each piece, and makes results of what is merged."""
+        """Merges the partials of each range of values, and rounds them to results."""
         pieces: dict[str, list[bytes]] = collections.defaultdict(list)
         for key, data in partials:
             pieces[key].append(data)
         fan = self._tasks.fan_out(step)
         many = fan.nbytes * max(map(len, pieces.values()), default=0) > WORKER_MERGE_BYTES
-        run = self._there if many and not self.launcher.connection.shared else self._here
+        on_workers = many and not self.launcher.connection.shared
+        run = self._run_on_workers if on_workers else self._run_here
         elements: list[Any] = list(pieces.items())
         if fan.in_files:
             finish = self._program(
@@ -259,7 +261,7 @@ class Driver(ControlFlow[Value]):
                 use="finish",
             )
         else:
-            # The keys of groups end in their number.
+            # `MergeGroup` expects keys that end in the number of a group.
             groups = [(f"{key}|0", parts) for key, parts in elements]
             merge = self._program(step, self._merging, use="merge")
             elements = [element for _, element in run(merge, step, groups)]
@@ -286,22 +288,22 @@ class Driver(ControlFlow[Value]):
             use=combined(number),
         )  # fmt: skip
         served = self._environment(inputs)
-        for _, environment in self._here(program, step, [(b"", partials)], served):
+        for _, environment in self._run_here(program, step, [(b"", partials)], served):
             self._take(environment)
 
     def _gather(self, step: Gather) -> None:
         placement = self.plan.values[step.operand].placement or ""
         shards = self.plan.shards(placement)
         program = self._program(
-            step, lambda plain: PartsOfSource(self.store, self._nothing, plain, shards)
+            step, lambda plain: PartsOfSource(self.store, self._no_sources, plain, shards)
         )
         sources = self._sources([step.operand])
-        outputs = self._there(program, step, self._ranges(placement), None, sources)
+        outputs = self._run_on_workers(program, step, self._ranges(placement), None, sources)
         parts = [environment for _, environment in outputs]
         self._assemble(parts, [step.result], {step.result: step.axis})
 
     def _ranges(self, placement: str) -> list[tuple[int, int]]:
-        """Ranges of shards, as a pass in a pipeline starts from them."""
+        """The ranges of shards of a pass, as in a pipeline."""
         count = len(self.plan.shards(placement))
         return list(Ranges(count, -(-count // build.MAX_RANGES)).process(None))
 
@@ -321,7 +323,7 @@ class Driver(ControlFlow[Value]):
         written: Sequence[str] = (),
         use: str = "",
     ) -> Program:
-        """The program of a step, which is the same in each round but for the step's name."""
+        """The program of a step. It is the same in each round, apart from the name of the step."""
         plain = replace(step, name=step_name(step.name))
         key = plain, tuple(written), use
         programs = self.launcher.programs
@@ -329,7 +331,7 @@ class Driver(ControlFlow[Value]):
             programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written))
         return programs[key]
 
-    def _there(
+    def _run_on_workers(
         self,
         program: Program,
         step: Any,
@@ -340,7 +342,8 @@ class Driver(ControlFlow[Value]):
     ) -> list[Output]:
         """Runs a program on the workers."""
         stem = ""
-        # A session runs the program again for a call whose results go elsewhere.
+        # Part of the pass, not of the program: in a session, another call may run the same program
+        # with other folders of results.
         results = self.launcher.results if written else NOTHING
 
         def current(number: int) -> Pass:
@@ -352,7 +355,7 @@ class Driver(ControlFlow[Value]):
         self._find_written(stem, written)
         return outputs
 
-    def _here(
+    def _run_here(
         self,
         program: Program,
         step: Any,
@@ -396,8 +399,8 @@ _PART = re.compile(r"([^/]+)([\[(])(\d+)[\])]/")
 
 
 @contextlib.contextmanager
-def _rounds_in_words() -> Iterator[None]:
-    """Describes the rounds and blocks in the name of a failing step."""
+def _rounds_in_message() -> Iterator[None]:
+    """Writes out the rounds and blocks in the name of a failing step, `loop[3]/cond(1)/step`."""
     try:
         yield
     except BeamjaxError as error:

@@ -1,4 +1,4 @@
-"""The job that Dataflow would receive. Nothing here uses the network."""
+"""Makes the job that Dataflow would receive, without using the network."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from beamjax.telemetry.monitor import Monitor
 
 @dataclass(frozen=True)
 class DryStore(Store):
-    """A store that writes nothing and records the files it is given. Workers get a plain store.
+    """A store that records files instead of writing them.
 
     Attributes:
-      written: bytes of each file, by name.
+      written: the size in bytes of each file, by name.
     """
 
     written: dict[str, int] = field(default_factory=dict, compare=False)
@@ -51,13 +51,15 @@ class DryStore(Store):
         """Does nothing."""
 
     def __reduce__(self) -> Any:
+        # The steps of the job are pickled with the plain store that workers need.
         return Store, (self.root, self.piece_bytes, self.persistent)
 
 
 def described(job: Any) -> dict[str, Any]:
-    """What Dataflow receives of a job, besides its pipeline."""
+    """The description of a job that Dataflow receives, besides its pipeline."""
     staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
     try:
+        # Beam's client stages files while it makes the description, here into a local folder.
         cloud = job.options.view_as(GoogleCloudOptions)
         given, cloud.staging_location = cloud.staging_location, staging
         job.google_cloud_options.staging_location = staging
@@ -70,10 +72,10 @@ def described(job: Any) -> dict[str, Any]:
 
 
 def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:
-    """The job of the first pipeline of a plan, and the bytes of each file that it is to read.
+    """The job of the first pipeline of a plan, and the sizes of the files that it reads.
 
     Raises:
-      OptionsError: as a run would.
+      OptionsError: an option does not fit, as in a run, or the plan computes nothing on workers.
     """
     connection = connect("DataflowRunner", options, dry=True)
     connection.flags.view_as(TestOptions).dry_run = True

@@ -1,4 +1,4 @@
-"""Models in JAX for Beam's `RunInference`: `JaxModelHandler`, and files that hold such models.
+"""JAX models for Beam's `RunInference`: `JaxModelHandler`, and files that hold such models.
 
 A model is a function of parameters and a batch of examples. It travels as StableHLO, with its
 parameters as raw arrays, so a worker needs neither the code that made it nor a pickle of it.
@@ -24,40 +24,43 @@ from beamjax.storage.dtypes import dtype_from_name, dtype_name
 from beamjax.storage.treedefs import tree_from_json, tree_to_json
 
 BATCH_SIZES = (1, 8, 64)
-"""Examples in the batches that a model is compiled for, where the user names no others."""
+"""The default batch sizes that a model is compiled for."""
 MAX_INLINE_BYTES = 8 << 20
-"""Bytes of a model inside of a pipeline. Runners limit the whole pipeline; Dataflow to 20 MB."""
+"""Largest model, in bytes, inside of a pipeline. Runners limit the size of a pipeline; Dataflow's
+limit is 20 MB."""
 _FORMAT = "beamjax model 1"
 
 
 class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
-    """Runs a JAX model on the elements of a PCollection, by `RunInference`.
+    """Runs a JAX model on the elements of a PCollection with `RunInference`.
 
-    The elements are examples: arrays, numbers, or trees of them, all of the type of `example`. Each
-    gives a `PredictionResult`, whose `inference` is what `fn` gives for it, as NumPy arrays.
+    The elements are examples: arrays, numbers, or trees of them, all of the type of `example`. For
+    each there is a `PredictionResult`, whose `inference` is the result of `fn`, as NumPy arrays.
 
-    A batch is padded to the next of a few sizes, by repeating its last example, so XLA compiles the
-    model once for each size. Parameters are loaded once in a worker process, and put on its device
-    once; with `large_model=True` once on a machine. Beam's `KeyedModelHandler`, model updates by
-    a side input, `with_preprocess_fn` and `with_exception_handling` work as with other handlers.
+    A batch is padded to the next batch size, by repeating its last example, so XLA compiles the
+    model once for each size. Parameters are loaded and put on the device once in each worker
+    process; with `large_model=True`, once on each machine. Beam's `KeyedModelHandler`, model
+    updates by a side input, `with_preprocess_fn` and `with_exception_handling` work as with other
+    handlers.
 
     Args:
       fn: the model: `fn(params, batch)` takes a tree like `example` with examples along axis 0, and
-        returns a tree of arrays with examples along axis 0, each computed from its own alone.
+        returns a tree of arrays with examples along axis 0. Each result must depend on its own
+        example only.
       params: a tree of arrays.
       example: a tree of arrays, scalars or `jax.ShapeDtypeStruct`: the type of one element.
-      model_path: a file that `save_model` wrote, on a local path or any URL that Beam knows; in
-        place of the other three.
-      batch_sizes: numbers of examples for which XLA compiles the model; of those in the file by
-        default, else `BATCH_SIZES`. Beam's batches have at most as many as the largest.
-      platforms: of the workers: "cpu", "cuda", "rocm" or "tpu"; that of this process by default.
+      model_path: the path or URL of a file that `save_model` wrote, instead of the other three.
+      batch_sizes: the batch sizes for which XLA compiles the model; by default those in the file,
+        or `BATCH_SIZES`. Beam's batches have at most as many examples as the largest.
+      platforms: the platforms of the workers: "cpu", "cuda", "rocm" or "tpu"; by default that of
+        this process.
       min_batch_size, max_batch_duration_secs, large_model, model_copies, env_vars: see Beam's
         `ModelHandler`.
 
     Raises:
-      OptionsError: neither a model nor a path is given, or sizes are no ints >= 1.
-      StructureError: the model does not fit the example, or is over 8 MiB: save it with
-        `save_model` then.
+      OptionsError: neither or both of a model and a path are given, or a batch size is no int >= 1.
+      StructureError: the model does not fit the example, or is over 8 MiB; save a larger one with
+        `save_model`.
 
     Example::
 
@@ -108,7 +111,7 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
         )
 
     def load_model(self) -> Model:
-        """Reads the model, and puts its parameters on the device of this process."""
+        """Reads the model, and puts its parameters on the device."""
         data = files.read(self._path) if self._path else self._data
         return Model(decode_model(data, self._path or "JaxModelHandler"), self._sizes)
 
@@ -118,24 +121,24 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
         model: Model,
         inference_args: dict[str, Any] | None = None,
     ) -> Iterable[PredictionResult]:
-        """Computes the predictions of a batch, in its order.
+        """Computes the predictions for the examples of a batch, in order.
 
         Returns:
           A `PredictionResult` for each example.
 
         Raises:
-          StructureError: an example has another type than the model takes.
+          StructureError: an example does not have the type that the model takes.
         """
-        # Both ways in one call, since a model that processes share is behind a proxy.
+        # One call for the whole batch: a model that processes share is behind a proxy.
         found = model(list(batch))
         return [PredictionResult(*pair, self._path) for pair in zip(batch, found, strict=True)]
 
     def update_model_path(self, model_path: str | None = None) -> None:
-        """Takes the model from another file from now on."""
+        """Uses the model in another file from now on."""
         self._path = model_path or self._path
 
     def validate_inference_args(self, inference_args: dict[str, Any] | None) -> None:
-        """Raises OptionsError if there are any: the model's signature is fixed."""
+        """Raises OptionsError if there are inference arguments: the model's signature is fixed."""
         if inference_args:
             raise OptionsError(
                 f"JaxModelHandler: found the inference_args {sorted(inference_args)}, expected "
@@ -162,8 +165,8 @@ def save_model(
 ) -> None:
     """Writes a model to a file for `JaxModelHandler(model_path=path)`.
 
-    The file is there at once or not at all, so it may be one that a side input of model updates
-    watches for. Arguments and errors are those of `JaxModelHandler`.
+    The file is written atomically, so model updates by a side input may watch for it. See
+    `JaxModelHandler` for the other arguments and the errors.
     """
     files.write(path, encode_model(fn, params, example, batch_sizes, platforms))
 
@@ -173,14 +176,14 @@ def save_model(
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model as it was read.
+    """A decoded model.
 
     Attributes:
-      artefacts: StableHLO by number of examples; by 0 one for any number.
+      artefacts: the exported model by batch size; 0 stands for any batch size.
       params: the leaves of the parameters.
-      example: the tree of an example, and shape and dtype of each leaf.
+      example: the tree of an example, and the shape and dtype of each leaf.
       result: the tree of a result.
-      batch_sizes: for which it is compiled.
+      batch_sizes: the batch sizes for which it is compiled.
       x64: whether it computes with 64-bit types.
     """
 
@@ -235,7 +238,8 @@ def encode_model(
     except StructureError:
         raise
     except Exception:
-        # Some models need to know the number of examples. An error of the model is raised here.
+        # The model may not support a symbolic batch size. If the model itself is wrong, its error
+        # is raised by this second export.
         artefacts = {size: exported(size) for size in sizes}
     meta = {
         "format": _FORMAT,
@@ -323,8 +327,8 @@ class Model:
     """A model with its parameters on the device of this process.
 
     Args:
-      saved: the model.
-      batch_sizes: for which XLA compiles it.
+      saved: the decoded model.
+      batch_sizes: the batch sizes for which XLA compiles it.
     """
 
     def __init__(self, saved: SavedModel, batch_sizes: Sequence[int]):
@@ -383,6 +387,6 @@ def _as(leaf: Any, aval: jax.ShapeDtypeStruct) -> np.ndarray:
                 return converted
     raise StructureError(
         f"RunInference: found an example with {array.dtype}{list(array.shape)}, expected "
-        f"{aval.dtype}{list(aval.shape)}, as in the example of the model. Convert elements before, "
-        "or by with_preprocess_fn."
+        f"{aval.dtype}{list(aval.shape)}, as in the example of the model. Convert the elements "
+        "first, or in with_preprocess_fn."
     )

@@ -1,4 +1,4 @@
-"""One graph on a Beam runner, to its end."""
+"""Runs a Beam pipeline and waits for its end, while it looks for workers that died or hang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
-KEEP_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
+NEVER_REPLACE_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
 """Runners that neither notice nor replace a worker process that died."""
 
 
@@ -53,14 +53,14 @@ class Launcher:
     """Runs plans without control flow, each as one pipeline.
 
     Attributes:
-      connection: to the runner.
-      store: where values are, before and after.
-      monitor: of the job.
-      results: placed values that go where the results of the run are kept.
-      program: what workers make the bodies from that run as Python.
-      bodies: those that are in the store.
-      programs: those that resident workers have of this run, by what they do.
-      lasting: names of the files in the store that outlive the run.
+      connection: the connection to the runner.
+      store: the store of the run.
+      monitor: the monitor of the job.
+      program: the pickled program, for bodies that run as Python in other processes.
+      results: the placed values that are materialized.
+      bodies: the bodies that are in the store, by key.
+      programs: the programs that resident workers run, by their step, so that rounds share them.
+      lasting: the names of the files in the store that outlive the run.
     """
 
     connection: Connection
@@ -73,16 +73,16 @@ class Launcher:
     lasting: frozenset[str] = frozenset()
 
     def files(self) -> set[str]:
-        """The names of the files in the store that further passes need."""
+        """The names of the files in the store that later passes need."""
         return files_of(self.bodies, self.program) | self.lasting
 
     def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
         """Runs a pipeline and waits for it.
 
         Args:
-          plan: the steps, and as outputs the values that are requested.
-          inputs: what the steps read.
-          stem: of the names of the files with the results.
+          plan: the plan, whose outputs are the requested values.
+          inputs: its inputs.
+          stem: the prefix of the names of the files with the results.
 
         Returns:
           The outputs that steps compute, by name.
@@ -115,7 +115,7 @@ class Launcher:
         if connection.is_one_process and connection.options.shard_timeout is None:
             run_pipeline(pipeline, running=running)
             return
-        look = lost_workers.Look(store, plan.steps, isinstance(runner, KEEP_WORKERS))
+        look = lost_workers.Look(store, plan.steps, isinstance(runner, NEVER_REPLACE_WORKERS))
         end = None if shared else functools.partial(lost_workers.end_workers, store)
         run_pipeline(pipeline, look, running, end)
 
@@ -127,7 +127,7 @@ class Launcher:
         stem: str,
         store: Store,
     ) -> Outputs:
-        """Adds the steps of a plan to a pipeline, which writes their outputs."""
+        """Adds to a pipeline the steps of a plan and the steps that write its outputs."""
         inputs = replace(inputs, program=self.program)
         graph = build.Graph(pipeline, plan, inputs, store, self.connection, self.bodies)
         graph.build()
@@ -137,7 +137,7 @@ class Launcher:
 
 
 def files_of(bodies: Mapping[str, StoredBody], program: Ref | None) -> set[str]:
-    """The names of the files of bodies, and of what workers make bodies from, in a store."""
+    """The names of the files in a store that hold bodies and the pickled program."""
     refs = [ref for body in bodies.values() for ref in body.artefacts.values()]
     refs += [program] if program else []
     return {name for ref in refs for name, _ in ref.files}
@@ -150,17 +150,17 @@ def run_steps(
     steps: list[str],
     errors: contextlib.AbstractContextManager[None] | None = None,
 ) -> None:
-    """Runs a pipeline that is no plan, and waits for it.
+    """Runs a pipeline that was not made from a plan, and waits for it.
 
     Args:
-      pipeline: what to run.
-      connection: to its runner.
-      store: where workers leave records of errors.
-      steps: labels of those of beamjax.
-      errors: makes errors of beamjax of those that a runner raises, see `transform_errors`.
+      pipeline: the pipeline to run.
+      connection: the connection to its runner.
+      store: the store in which workers leave records of errors.
+      steps: the labels of beamjax's own steps in it.
+      errors: a context that replaces errors of the runner, see `transform_errors`.
 
     Raises:
-      BeamjaxError: what one of these steps, by their labels, raised on a worker.
+      BeamjaxError: one of these steps raised it on a worker.
       WorkerError: the runner failed.
     """
     name = type(connection.runner).__name__
@@ -171,18 +171,23 @@ def run_steps(
 
 @contextlib.contextmanager
 def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pipeline]:
-    """A pipeline that leaves no folder behind; `runner` replaces the runner of the connection."""
+    """A pipeline whose temporary folder is removed at the end.
+
+    Args:
+      connection: the connection to the runner.
+      runner: replaces the runner of the connection.
+    """
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     try:
         with submission_files_in(temporary_folder(pipeline)):
             yield pipeline
     finally:
-        # Beam makes this folder at once, and removes it only if the pipeline runs.
+        # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
         shutil.rmtree(temporary_folder(pipeline), ignore_errors=True)
 
 
 class OwnPipeline(beam.Pipeline):
-    """A pipeline of Beam for which nothing of this process listens beyond loopback addresses."""
+    """A Beam pipeline whose servers in this process listen at loopback addresses only."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with loopback_only(), submission_files_in(temporary_folder(self)):
@@ -194,7 +199,7 @@ def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
     found = [name for name, value in vars(options).items() if value != getattr(Options, name, ())]
     if misplaced := [name for name in found if name != "beam"]:
         raise OptionsError(
-            f"{misplaced[0]}: found in the options of a pipeline, which are Beam's; give it to "
+            f"{misplaced[0]}: found in the options of a pipeline, expected Beam's own; give it to "
             "beamjax.transform in the pipeline"
         )
     connection = connect(runner, options)
@@ -202,10 +207,11 @@ def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
-"""Seconds between two looks at a pipeline that runs: at first, and later."""
+"""Seconds between two checks of a running pipeline: at first, so that short pipelines end without
+delay, and later."""
 _SECONDS_TO_CANCEL = 10.0
 _SECONDS_TO_END = 15.0
-"""Seconds from the end of the first worker to that of the pipeline, at most."""
+"""Seconds after the end of a worker in which a pipeline that is about to end surely ends."""
 
 Look = Callable[[], BeamjaxError | None]
 """Checks a running pipeline; returns an error if the pipeline must end."""
@@ -220,17 +226,18 @@ def run_pipeline(
     """Runs a pipeline and waits for it.
 
     Args:
-      pipeline: what to run; `pipeline_timeout` and `flink_cluster` are among its options.
-      look: is called while the pipeline runs, and ends it by returning an error. Beam's in-memory
-        runner then runs in a thread of its own, because it would wait forever for a worker that has
-        died.
-      running: makes a context of the result of Beam, which is entered while the pipeline runs.
-      end: ends the worker processes of the in-memory runner; None where they are threads.
+      pipeline: the pipeline to run; its options may have `pipeline_timeout` and `flink_cluster`.
+      look: called while the pipeline runs; if it returns an error, the pipeline is ended. Beam's
+        in-memory runner then runs in another thread, since it would wait forever for a worker that
+        has died.
+      running: makes a context from Beam's `PipelineResult`, which is entered while the pipeline
+        runs.
+      end: ends the worker processes of the in-memory runner; None where workers are threads.
 
     Raises:
-      WorkerError: the time is over, or workers are gone.
-      BeamjaxError: what `look` gave.
-      RuntimeError: the runner says that the pipeline failed.
+      WorkerError: the time limit is exceeded, or workers died.
+      BeamjaxError: the error that `look` returned.
+      RuntimeError: the runner reports that the pipeline failed.
     """
     with loopback_only():
         if isinstance(pipeline.runner, FnApiRunner) and look is not None:
@@ -248,14 +255,16 @@ def run_pipeline(
                 if failure:
                     raise RuntimeError(str(failure[0])) from failure[0]
             except BaseException:
-                # A run that gives up here must not leave workers running.
+                # Workers must not continue after the run has failed. The thread is for runners
+                # that do not answer any more.
                 _in_thread(result.cancel)[0].join(_SECONDS_TO_CANCEL)
                 raise
 
 
 def _run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | None) -> None:
-    """Runs a pipeline in a thread, as is all that the runner starts from there: it dies with the
-    process.
+    """Runs a pipeline of Beam's in-memory runner in a daemon thread, and watches it.
+
+    Threads inherit being daemons, so all threads that the runner starts end with the process.
     """
 
     @with_settings_of_here
@@ -297,7 +306,7 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
 
 
 def _watch(thread: threading.Thread, looks: Sequence[Look]) -> None:
-    """Waits until a thread ends; raises the first error that a check returns before that."""
+    """Waits until a thread ends; raises the first error that a look returns while it runs."""
     pause = _SHORTEST_PAUSE
     while thread.is_alive():
         thread.join(pause)
@@ -309,7 +318,7 @@ def _watch(thread: threading.Thread, looks: Sequence[Look]) -> None:
 
 
 def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
-    """Starts a thread that does work; why it failed is in the list once the thread has ended."""
+    """Runs `work` in a thread. If it fails, its error is in the list when the thread has ended."""
     failure: list[BaseException] = []
 
     def run() -> None:
@@ -324,18 +333,18 @@ def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExce
 
 
 _apart: set[object] = set()
-"""The pipelines that run apart at this time."""
+"""Tokens of the pipelines that `_run_apart` is running."""
 
 
 @contextlib.contextmanager
 def _worker_threads() -> Iterator[Look]:
     """Watches the threads in which Beam waits for its worker processes.
 
-    Beam waits for ever if a process dies that had not yet asked for work.
+    Beam waits forever for a process that dies before it asks for work.
 
     Yields:
-      A check that reports a worker that ended before its pipeline did. It can't tell the threads of
-      concurrent pipelines apart, and reports nothing while there are several.
+      A look that reports a worker that ended before its pipeline. It can't distinguish the workers
+      of concurrent pipelines, and reports nothing if there have been several at once.
     """
     seen: dict[threading.Thread, str] = {}
     since, mixed = float("inf"), False
@@ -344,8 +353,8 @@ def _worker_threads() -> Iterator[Look]:
         threads = [t for t in threading.enumerate() if t.name == WORKER_THREAD]
         return {t: address for t in threads if (address := control_address(t)) is not None}
 
-    # Beam may start a worker of a pipeline when its others have done all the work already; such a
-    # worker ends while the next pipeline runs.
+    # Beam may start a worker when the others have already done all the work of the pipeline. Such a
+    # worker ends while the next pipeline runs, which must not count as a lost worker.
     _earlier.extend(set(look().values()) - set(_earlier))
 
     def ended() -> BeamjaxError | None:
@@ -372,4 +381,4 @@ def _worker_threads() -> Iterator[Look]:
 
 
 _earlier: collections.deque[str] = collections.deque(maxlen=64)
-"""The control addresses of pipelines that ran apart before: each pipeline has its own."""
+"""The control addresses of earlier pipelines. Each pipeline has its own."""

@@ -1,4 +1,4 @@
-"""Filters messages of Beam that report no fault: missing optional packages, and cancelled jobs."""
+"""Filters log messages of Beam that report no fault: missing packages, and cancelled jobs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def install() -> None:
-    """Installs the filters in this process; all other records stay, on all levels."""
-    # Importing Beam without the packages for Google Cloud warns of it, on the root logger.
+    """Installs the filters in this process. They drop no other records, whatever their level."""
+    # Beam logs a warning to the root logger if the packages for Google Cloud are missing.
     logging.getLogger().addFilter(_is_of_use)
     for name in ERROR_LOGGERS:
         logging.getLogger(name).addFilter(_is_no_cancellation)

@@ -1,1 +1,1 @@
-"""The state of a run, saved and read again."""
+"""Saves the state of a run to checkpoints, and restores it."""

@@ -1,8 +1,8 @@
-"""Saves the state of a run, and finds the checkpoint to go on from.
+"""Saves the state of a run, and restores it from the last complete checkpoint.
 
-In a run on Beam, values are references and sources. Their files are linked into the folder, so
-placed values never enter the launching process. `LocalCheckpointer` writes the arrays of a run in
-this process in the same form. Each reads checkpoints of the other.
+In a run on Beam, values are references and sources. Their files are linked into the folder of
+checkpoints, so the launching process never loads placed values. `LocalCheckpointer` writes the
+arrays of a run in this process in the same form. Each of the two reads checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -55,29 +55,40 @@ from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
 from beamjax.storage.dtypes import dtype_name
 
 ROWS = 1024
-"""Most small entries of a stacked result in one array. A full array is not written again."""
+"""Most small entries of a stacked result in one array. A full array is written once, while the last
+one is written again with each checkpoint."""
 ROWS_BYTES = 1 << 20
-"""Bytes of such entries above which an array counts as full."""
+"""Bytes of such entries from which an array is full."""
 FILE_BYTES = 16 << 20
-"""Approximate bytes of a file of members that a run in this process writes."""
+"""Approximate size in bytes of a file of members that a run in this process writes."""
 
 
 @dataclass(frozen=True)
 class FolderStore(Store):
-    """A store in a folder of checkpoints. It trusts only files that this process has written or
-    checked."""
+    """A store in a folder of checkpoints.
+
+    Unlike `Store`, it does not trust an existing file by its name and size: it leaves only files as
+    they are that this process has written or checked.
+    """
 
     folder: CheckpointFolder | None = None
 
     def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
-        """Writes a file, unless this process did or checked it."""
+        """Writes a file, unless this process has written or checked it."""
         assert self.folder is not None
         self.folder.write(name, data)
 
 
 @dataclass
 class _Entries:
-    """What is written of a stacked result: records, and the last rows, too few yet for an array."""
+    """What is written of a stacked result.
+
+    Attributes:
+      values: its entries, a list that the run appends to.
+      done: the number of these entries that are in `records` or `rows`.
+      records: entries that need not be written again.
+      rows: the latest small entries, which are not yet enough to fill an array.
+    """
 
     values: Sequence[Value]
     done: int = 0
@@ -89,14 +100,14 @@ class Checkpointer:
     """Saves the state of a run; see `control_flow.Checkpointer`.
 
     Args:
-      plan: that is run.
-      inputs: of it.
-      options: with the folder.
-      store: of the run.
-      given: the inputs by name, as the run has them.
+      plan: the plan that is run.
+      inputs: its inputs.
+      options: the options of the run, with the folder of checkpoints.
+      store: the store of the run.
+      given: the inputs by name, in the form that the run uses.
 
     Raises:
-      CheckpointError: the folder is that of another plan, or of other inputs.
+      CheckpointError: the folder belongs to another plan, or to other inputs.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class Checkpointer:
         self.provenance = UNKNOWN
         self._run_store = store
         self._given = dict(given)
+        # Inputs are saved as their names. The ids stay unique, since `_given` keeps the objects.
         self._names = {id(value): name for name, value in given.items()}
         self._placed = {
             _key(value.spec, value.leaf): name
@@ -146,11 +158,11 @@ class Checkpointer:
         self._save(position, False, records, entries)
 
     def live(self, position: Position) -> list[str]:
-        """The names of the values that a checkpoint at a position has, but for the inputs."""
+        """The names of the values that a checkpoint at a position holds, without the inputs."""
         return sorted(live_at(self.whole, position) - self._given.keys())
 
     def value_of(self, name: str, array: np.ndarray) -> Value:
-        """An array as a value of a plan; a placed one goes to files that its content names."""
+        """An array as a value of a plan. A placed one is written to files named by its content."""
         if self.plan.values[name].placement is None:
             return ServerValue(self._run_store, array)
         array = plain_array(array)
@@ -185,6 +197,7 @@ class Checkpointer:
         """Writes the new entries of a stacked result; small entries share an array."""
         entries = self._entries.get(name)
         if entries is None or entries.values is not values:
+            # Another list: the loop is inside of another one, and has started again.
             entries = self._entries[name] = _Entries(values)
         entry = _entry_type(self.plan.values[name])
         for value in values[entries.done :]:
@@ -216,7 +229,7 @@ class Checkpointer:
         return _record_of(ref)
 
     def _spec(self, spec: Mapping[str, Any], leaf: int) -> Record:
-        """A leaf of a source that the driver made, or that is an input."""
+        """The record of a leaf of a source that the driver made, or that is an input."""
         given = self._placed.get(_key(spec, leaf))
         if given is not None:
             return Given(given)
@@ -235,7 +248,7 @@ class Checkpointer:
         parts = tuple((start, count) for start, count in spec["parts"])
         if spec["folder"] == self.folder.path:
             return Members(spec["stem"], parts)
-        # Runs before this one used the same stems.
+        # Every run numbers its stems from 0, so files of an earlier run may have the same names.
         stem = f"{self._token}-{spec['stem']}"
         for part in parts:
             source = files.join(spec["folder"], members_file(spec["stem"], *part))
@@ -245,10 +258,10 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ reading
 
     def _restore_last(self) -> None:
-        """Finds the last complete checkpoint.
+        """Restores the last complete checkpoint; without one, the run starts at the beginning.
 
         Raises:
-          CheckpointError: it is one of another plan, or of other inputs.
+          CheckpointError: it belongs to another plan, or to other inputs.
         """
         for name, found in self.folder.manifests():
             self._check_same(name, found)
@@ -342,7 +355,7 @@ class Checkpointer:
         )
 
     def _array(self, record: Record, spec: ValueType | None) -> np.ndarray:
-        """A server value that is in the manifest or in files; of this type, if one is given."""
+        """A server value that is in the manifest or in files; checked against a type, if given."""
         match record:
             case Array(array=array):
                 pass
@@ -358,7 +371,7 @@ class Checkpointer:
     def _check_files(self, record: Stored) -> None:
         """Reads the files of a value, one at a time, and checks their sizes and checksums.
 
-        Their names say nothing of their content: workers write parts of reductions under unique
+        Their names are no hashes of the content: workers write parts of reductions under unique
         names.
 
         Raises:
@@ -374,10 +387,10 @@ class Checkpointer:
             self.folder.known.add(name)
 
     def _source(self, record: Members, spec: ValueType) -> MembersSource:
-        """A placed value in files, once all of them were read, one at a time.
+        """A placed value in files. All of them are read and checked, one at a time.
 
         Raises:
-          ArrayFormatError: one of them is missing or damaged, or not of this type.
+          ArrayFormatError: one of them is missing or damaged, or has another type.
         """
         n = self.plan.sizes[spec.placement or ""]
         for start, count in record.parts:
@@ -396,7 +409,7 @@ class Checkpointer:
             return files.read(self.folder.join(name))
         except FileNotFoundError as error:
             raise ArrayFormatError(f"{self.folder.join(name)}: is missing") from error
-        except Exception as error:
+        except Exception as error:  # file systems at URLs raise errors of their own types
             if name not in files.names(self.folder.path):
                 raise ArrayFormatError(f"{self.folder.join(name)}: is missing") from error
             raise CheckpointError(f"{self.folder.join(name)}: cannot be read ({error})") from error
@@ -427,13 +440,15 @@ class Checkpointer:
             )
 
     def _check_position(self, found: Checkpoint) -> None:
-        """Raises ArrayFormatError unless the plan has such a place, and all its values are here."""
+        """Raises ArrayFormatError unless the plan has the position, and all its values are here."""
         names = set(self.whole.outputs)
         try:
             if not found.finished:
                 names = live_at(self.whole, found.position)
             loops = loops_at(self.whole, found.position)
             for number, (loop, done) in enumerate(loops):
+                # The last part of a position counts finished rounds; in an enclosing loop, one more
+                # round has begun.
                 under_way = number + 1 < len(loops) or found.position[-1][0] != loop.name
                 if loop.rounds is not None and done + under_way > loop.rounds:
                     raise KeyError(loop.name)
@@ -446,10 +461,10 @@ class Checkpointer:
 
 
 class LocalCheckpointer:
-    """Checkpoints of a run in this process, whose values are arrays: placed ones by members.
+    """Checkpoints of a run in this process, in which values are arrays.
 
     Args:
-      saved: the checkpoints of the same run, with values.
+      saved: the checkpoints of the same run, in which they are instances of `Value`.
     """
 
     def __init__(self, saved: Checkpointer):
@@ -458,11 +473,12 @@ class LocalCheckpointer:
         self.provenance = saved.provenance
         self.values = {name: _whole(value) for name, value in saved.values.items()}
         self.stacks = {name: list(map(_whole, of)) for name, of in saved.stacks.items()}
-        # The entries of each stack, and the values of the entries that are written.
+        # For each stacked result, its list of entries, and the values of those that are written.
         self._stacks: dict[str, tuple[Sequence[np.ndarray], list[Value]]] = {
             name: (self.stacks[name], of) for name, of in saved.stacks.items()
         }
-        # The arrays of the last checkpoint and of this one: unchanged arrays are not written again.
+        # The arrays of the last checkpoint and of this one, by id: arrays that are the same objects
+        # are not written again. Holding the arrays keeps their ids from being reused.
         self._last: dict[int, tuple[np.ndarray, Value]] = {}
         self._now: dict[int, tuple[np.ndarray, Value]] = {}
 
@@ -478,7 +494,7 @@ class LocalCheckpointer:
         written = {name: self._value(name, values[name]) for name in live}
         for name, arrays in stacks.items():
             known, done = self._stacks.get(name, ([], []))
-            if known is not arrays:  # a loop inside of another one has started anew
+            if known is not arrays:  # a loop inside of another one has started again
                 done = []
             done += [self._value(name, array) for array in arrays[len(done) :]]
             self._stacks[name] = arrays, done
@@ -503,7 +519,7 @@ def _whole(value: Value) -> np.ndarray:
 
 
 def _record_of(ref: Ref) -> Array | Stored:
-    """A server value that is in a store, with its files in the folder."""
+    """The record of a server value whose files are in the folder of checkpoints."""
     if ref.inline:
         (array,) = decode_arrays(ref.inline)[0]
         return Array(array)
@@ -512,7 +528,7 @@ def _record_of(ref: Ref) -> Array | Stored:
 
 
 def _ref_of(record: Stored) -> Ref:
-    """Undoes `record_of`."""
+    """Undoes `_record_of`."""
     return Ref(record.key, ((record.dtype, record.shape),), files=record.files)
 
 
@@ -522,13 +538,13 @@ def _entry_type(value: ValueType) -> ValueType:
 
 
 def _check_type(what: str, array: np.ndarray, spec: ValueType, rows: int | None = None) -> None:
-    """Compares an array with what a plan says of it.
+    """Checks an array against its type in the plan.
 
     Args:
-      what: it is, for messages.
-      array: as it was read.
-      spec: its type, or that of its rows.
-      rows: how many it must have, if it has any.
+      what: the name of the array, for messages.
+      array: the array that was read.
+      spec: its type, or the type of its rows if `rows` is given.
+      rows: the number of rows that it must have.
 
     Raises:
       ArrayFormatError: it has another shape or dtype.
@@ -541,7 +557,7 @@ def _check_type(what: str, array: np.ndarray, spec: ValueType, rows: int | None 
 
 
 def _uncut(spec: ValueType, axis: int, n: int) -> ValueType:
-    """The type of a server value whose n members, along an axis, are of this type."""
+    """The type of the server value that `Scatter` cuts, along an axis, into n such members."""
     if axis > len(spec.shape):
         raise ArrayFormatError(f"found the axis {axis} of members of {spec}")
     return replace(spec, placement=None, shape=(*spec.shape[:axis], n, *spec.shape[axis:]))

@@ -1,14 +1,14 @@
-"""A folder of checkpoints: the last ones of one run, with the files that their values are in.
+"""A folder of checkpoints: the last ones of one run, with the files that hold their values.
 
     00000012.checkpoint   a manifest, see `beamjax.runtime.checkpoints`
     *.arrays, *.members   values, under names that are unique or hashes of the content
     inputs.record         hashes of the files that are inputs
-    lock                  held by the process of this run
-    work/                 what the run under way has besides
+    lock                  locked by the process of the run, with its pid
+    work/                 temporary files of the run
 
 A manifest is written atomically, after all of its files are on the disk. So the folder stays valid
-if the process or the machine stops at any moment. A local folder is for one process at a time; at a
-URL nothing checks that.
+if the process or the machine stops at any moment. A lock gives a local folder to one process at a
+time; nothing protects a folder at a URL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OURS = re.compile(
 
 
 def folder_of(options: Options) -> contextlib.AbstractContextManager[None]:
-    """A context in which a run has its folder of checkpoints, if any, to itself."""
+    """A context in which the run has exclusive use of its folder of checkpoints, if any."""
     return held(options.checkpoint) if options.checkpoint else contextlib.nullcontext()
 
 
@@ -48,10 +48,12 @@ def work_folder(folder: str) -> str:
 
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[None]:
-    """While a folder of checkpoints is that of this run; made, for this user only, if need be.
+    """A context in which this process has exclusive use of a folder of checkpoints.
+
+    The folder is created, for this user only, if it does not exist.
 
     Raises:
-      CheckpointError: it is that of another process, or can't be made.
+      CheckpointError: another process uses it, or it can't be created.
     """
     try:
         file_io.make_folder(folder)
@@ -62,17 +64,18 @@ def held(folder: str) -> Iterator[None]:
             "process and all workers can write and read"
         ) from error
     try:
-        if handle is not None:  # left by a killed process
+        # Only under the lock: what is there now is left from a killed process.
+        if handle is not None:
             shutil.rmtree(work_folder(folder), ignore_errors=True)
         yield
     finally:
         if handle is not None:
             shutil.rmtree(work_folder(folder), ignore_errors=True)
-            os.close(handle)
+            os.close(handle)  # releases the lock
 
 
 def _locked(folder: str) -> int | None:
-    """A handle with the lock of a folder; None on a system or a file system without locks."""
+    """Locks a folder; returns the file descriptor, or None if the system has no such locks."""
     handle = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         import fcntl
@@ -97,14 +100,16 @@ class CheckpointFolder:
     """The checkpoints of one run.
 
     Args:
-      path: of the folder; local, or a URL that Beam's FileSystems knows.
+      path: a local path, or a URL that Beam's FileSystems knows.
     """
 
     def __init__(self, path: str):
         self.path = path if file_io.is_url(path) else os.path.abspath(path)
-        # Files that this process wrote or checked; others of these names are written anew.
+        # Files that this process wrote or checked. A file of any other name is overwritten.
         self.known: set[str] = set()
+        # The manifests to keep, from the oldest, each with the names of its files.
         self._kept: list[tuple[str, set[str]]] = []
+        # Files that may not be on the disk yet.
         self._unsynced: set[str] = set()
         numbers = [int(match[1]) for match in map(MANIFEST.fullmatch, self._names()) if match]
         self._next = max(numbers, default=0) + 1
@@ -114,7 +119,7 @@ class CheckpointFolder:
         return file_io.join(self.path, name)
 
     def input_hashes(self) -> dict[str, Any]:
-        """What `save_input_hashes` wrote; nothing if that is not there, or damaged."""
+        """What `save_input_hashes` wrote; empty if the file is missing or damaged."""
         if INPUTS not in self._names():
             return {}
         with contextlib.suppress(ArrayFormatError):
@@ -124,15 +129,15 @@ class CheckpointFolder:
         return {}
 
     def save_input_hashes(self, hashes: dict[str, Any]) -> None:
-        """Writes hashes of files, so that another process need not read these files again."""
+        """Writes hashes of files, so that a later run need not read these files again."""
         if hashes and hashes != self.input_hashes():
             with self._writing(INPUTS):
                 file_io.write(self.join(INPUTS), records.encode({"files": hashes}))
 
     def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
-        """Name and content of each manifest, from the last to the first one.
+        """The name and the content of each manifest, from the last to the first one.
 
-        Warns of those that are damaged, and leaves them out.
+        Damaged manifests are skipped with a warning.
 
         Raises:
           CheckpointError: the folder can't be read.
@@ -158,26 +163,26 @@ class CheckpointFolder:
         self._kept = [(name, checkpoint.files())]
 
     def wrote(self, name: str) -> None:
-        """Notes a new file, of the next checkpoint."""
+        """Records a new file, which belongs to the next checkpoint."""
         self.known.add(name)
         self._unsynced.add(name)
 
     def link(self, source: str, name: str) -> None:
-        """Makes a file of the folder the same as another one."""
+        """Links another file into the folder, or copies it where links are not possible."""
         if name not in self.known:
             with self._writing(name):
                 file_io.link(source, self.join(name))
             self.wrote(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file of the folder."""
+        """Writes a file of the folder, unless this process has written or checked it."""
         if name not in self.known:
             with self._writing(name):
                 file_io.write(self.join(name), data)
             self.wrote(name)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Adds a checkpoint whose files are there, and removes those that are not needed any more.
+        """Adds a checkpoint whose files are written, and removes files that are no longer needed.
 
         Raises:
           CheckpointError: the folder can't be written.
@@ -186,8 +191,8 @@ class CheckpointFolder:
         self._next += 1
         data = checkpoints.encode(checkpoint)
         with self._writing(name):
-            # In this order: after a loss of power, no manifest may be on the disk without its
-            # files.
+            # In this order: after a power failure, no manifest may be on the disk without its
+            # files. Syncing the folder writes the names of its files to the disk.
             file_io.sync([*map(self.join, sorted(self._unsynced)), self.path])
             file_io.write(self.join(name), data, sync=True)
             file_io.sync([self.path])
@@ -201,8 +206,13 @@ class CheckpointFolder:
         # Manifests are removed first: none may be left without its files.
         gone.sort(key=lambda name: MANIFEST.fullmatch(name) is None)
         self.known.difference_update(gone)
-        with self._writing("less"):
+        try:
             file_io.remove_files(self.path, gone)
+        except Exception as error:
+            raise CheckpointError(
+                f"checkpoint folder {self.path}: cannot remove old files ({error}); may this "
+                "process write there?"
+            ) from error
 
     def _names(self) -> list[str]:
         try:

@@ -1,1 +1,1 @@
-"""Servers that beamjax starts: Flink, job servers, pools of workers."""
+"""Servers that beamjax starts: Flink clusters, job servers and pools of workers."""

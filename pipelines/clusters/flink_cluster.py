@@ -1,8 +1,9 @@
 """A Flink cluster on this machine: job manager, task managers, Python workers and a job server.
 
-Each task manager has a pool of Python workers of its own, as it would on a machine of its own. All
-task managers get the same name and port for it; the file of hosts that each is started with
-says what address that name has. Everything listens at loopback addresses only.
+Each task manager has its own pool of Python workers, as it would on a machine of its own. The
+options of a pipeline name one host and port of a pool for all task managers. So each task manager
+is started with a hosts file that maps this name to the address of its pool. Everything listens at
+loopback addresses only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from beamjax.pipelines.clusters.worker_pool import READY
 from beamjax.storage.cache_folder import cache_folder
 
 WORKERS = "beamjax-workers"
-"""The name by which every task manager knows its own pool."""
+"""The host name by which every task manager connects to its own pool."""
 _SECONDS_TO_START = 120.0
 _RECORD = "cluster.json"
 
@@ -36,14 +37,14 @@ class Settings:
     """How a cluster is started.
 
     Attributes:
-      taskmanagers: how many there are.
-      slots: of each: tasks at a time.
-      heap: of each, in MiB.
+      taskmanagers: the number of task managers.
+      slots: the number of tasks that a task manager runs at a time.
+      heap: the Java heap of a task manager, in MiB.
       attempts: how often Flink restarts failed tasks before the pipeline fails. Flink counts all
-        tasks of a pipeline together, from its beginning. A pool that dies costs one attempt for
-        each task with workers there, and as many again if it is not back after `delay`.
-      delay: seconds before each attempt. Flink takes about 8 s to notice that a task manager is
-        gone; a shorter delay wastes attempts.
+        tasks of a pipeline together, from its start. A pool that dies costs one attempt for each
+        task with workers there, and as many again if it is not back after `delay`.
+      delay: seconds before each attempt. Flink takes about 8 s (`heartbeat.timeout`) to notice that
+        a task manager is gone; a shorter delay wastes attempts.
     """
 
     taskmanagers: int = 2
@@ -55,14 +56,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is needed to use a cluster; in a file of its folder.
+    """What is needed to use a cluster. It is also stored in a file of the folder of the cluster.
 
     Attributes:
       settings: how it was started.
-      job_port: where the job server takes jobs.
-      rest_port: where Flink shows its state, also to a browser.
-      pool_port: where each pool listens at its address.
-      pools: addresses of the pools: one for each task manager, or one for all.
+      job_port: the port at which the job server takes jobs.
+      rest_port: the port of Flink's REST API and dashboard.
+      pool_port: the port at which each pool listens.
+      pools: the addresses of the pools: one for each task manager, or one for all.
     """
 
     settings: Settings
@@ -80,7 +81,7 @@ class Cluster:
             "environment_type": "EXTERNAL",
             "environment_config": f"{host}:{self.pool_port}",
             "parallelism": self.settings.taskmanagers * self.settings.slots,
-            # A worker that dies costs its own task, not the whole pipeline.
+            # Flink then restarts only the tasks of a worker that dies, not the whole pipeline.
             "execution_mode_for_batch": "BATCH_FORCED",
         }
 
@@ -91,7 +92,7 @@ def default_folder() -> Path:
 
 
 def read(folder: Path | str) -> Cluster | None:
-    """The cluster that was started in a folder; it may have ended since."""
+    """The cluster that was started in a folder, or None. Its processes may have ended since."""
     try:
         record = json.loads((Path(folder) / _RECORD).read_text(encoding="utf-8"))
         record["settings"] = Settings(**record["settings"])
@@ -130,7 +131,7 @@ def status(folder: Path | str) -> dict[str, Any]:
 
 
 def trouble(folder: Path | str) -> str | None:
-    """Why a pipeline on a cluster can never end, or None."""
+    """The reason why pipelines on a cluster can't end any more, or None."""
     needed = {process.name: process for process in processes.known(Path(folder))}
     for name in ("jobmanager", "jobserver"):
         if name not in needed or not needed[name].alive:
@@ -143,18 +144,18 @@ def trouble(folder: Path | str) -> str | None:
 
 
 def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
-    """Starts a cluster and waits until it takes jobs; a healthy one of this size is left as it is.
+    """Starts a cluster and waits until it takes jobs.
 
-    Where task managers or pools of one have ended, these alone are started again, unless it was
-    started with other settings. What runs on the others goes on.
+    A healthy cluster of this size is left as it is. If only task managers or pools have ended, and
+    the settings are the same, these are started again while the others continue to work.
 
     Args:
-      folder: for its settings, logs and pid files; made for this user only.
+      folder: the folder for its settings, logs and pid files; created for this user only.
       settings: how to start it.
 
     Raises:
       OptionsError: something that it needs is missing, or it does not start; the message has the
-        log of the process that failed.
+        end of the log of the process that failed.
     """
     settings = Settings() if settings is None else settings
     folder = Path(folder).absolute()
@@ -171,8 +172,8 @@ def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
                 "stop it with `beamjax flink down`, or give another --folder"
             )
         if found is not None and found.settings == settings and not trouble(folder):
-            with contextlib.suppress(OptionsError):
-                _mend(folder, found)
+            with contextlib.suppress(OptionsError):  # then the whole cluster is started again
+                _restart_ended(folder, found)
                 return found
         _stop(folder)
         if os.stat(folder).st_mode & 0o077:
@@ -189,7 +190,7 @@ def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
 
 
 def down(folder: Path | str) -> list[str]:
-    """Stops a cluster, and returns the names of the processes that still ran."""
+    """Stops a cluster, and returns the names of the processes that were still running."""
     folder = Path(folder).absolute()
     if not folder.is_dir():
         return []
@@ -260,8 +261,8 @@ def _start(folder: Path, cluster: Cluster) -> None:
     _wait(folder, cluster, started)
 
 
-def _mend(folder: Path, cluster: Cluster) -> None:
-    """Starts again what has ended, and waits until the cluster is as it was."""
+def _restart_ended(folder: Path, cluster: Cluster) -> None:
+    """Starts the processes again that have ended, and waits until the cluster is complete."""
     before = _registered(cluster)
     ended = [process for process in processes.known(folder) if not process.alive]
     _wait(folder, cluster, [processes.start_again(process) for process in ended], before)
@@ -276,10 +277,11 @@ def _wait(
     """Waits until a cluster takes jobs.
 
     Args:
-      folder: of the cluster.
-      cluster: what was started.
-      started: its processes that were started now.
-      before: task managers that Flink knew before. It takes a while to forget those that ended.
+      folder: the folder of the cluster.
+      cluster: the cluster.
+      started: those of its processes that were just started.
+      before: task managers that were registered before. Flink takes a while to remove those that
+        ended, so the number of registered ones does not show whether the new ones are there.
     """
     pools = [process for process in started if process.name.startswith("workers")]
     new = sum(process.name.startswith("taskmanager") for process in started)
@@ -329,8 +331,8 @@ def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
         "io.tmp.dirs": folder / "temporary",
         # Beam is on the classpath of Flink itself, not sent with each pipeline.
         "classloader.resolve-order": "parent-first",
-        # Of memory for each step that hands on its results; 512 are too many for pipelines with
-        # dozens of steps, such as rounds.
+        # Network buffers that each shuffle needs at least. Flink's default of 512 is too many for
+        # pipelines with dozens of steps.
         "taskmanager.network.sort-shuffle.min-buffers": 64,
         "heartbeat.interval": 1000,
         "heartbeat.timeout": 8000,
@@ -344,7 +346,7 @@ def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
 
 
 def _memory(settings: Settings) -> list[str]:
-    """The settings that Flink's scripts would compute; Java is started here without them."""
+    """The settings that Flink's start scripts would compute; they are not used here."""
     values: Mapping[str, Any] = {
         "taskmanager.cpu.cores": settings.slots,
         "taskmanager.memory.framework.heap.size": "128m",
@@ -362,7 +364,8 @@ def _memory(settings: Settings) -> list[str]:
 
 
 def _registered(cluster: Cluster) -> frozenset[str]:
-    """The task managers that Flink knows, by the names that it gives them."""
+    """The ids of the task managers that are registered at the job manager."""
+    # Without the proxy of the environment, which may not reach this machine.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     address = f"http://localhost:{cluster.rest_port}/taskmanagers"
     troubles = (OSError, ValueError, KeyError, TypeError)

@@ -1,8 +1,9 @@
-"""Ends what a launcher has started elsewhere, if the launcher is killed and runs no more Python.
+"""Ends what a launcher has started in other processes if the launcher is killed.
 
-This file runs as a process beside the launcher. It runs a job server and stops it, or it cancels
-the pipelines on a Flink cluster, which would otherwise hold slots for results that no process
-reads. It imports the standard library alone, so that it is small and quick to start.
+A killed launcher can't clean up, so this file runs as a process beside it. It runs a job server and
+stops it, or it cancels the pipelines on a Flink cluster, which would otherwise hold slots for
+results that no process reads. It imports the standard library only, so that it starts quickly and
+takes little memory.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from typing import Any
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_STOP = 5
 _SECONDS_TO_ARRIVE = 30
-"""Seconds after the end of a launcher in which its last submission may still reach Flink."""
+"""Seconds after the end of a launcher in which its last pipeline may still reach the cluster."""
 _ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
 
 
 def guarded(command: list[str]) -> list[str]:
-    """A command that runs another one, and ends with the process that starts it."""
+    """A command that runs another one, and stops it when the process that starts it ends."""
     return [sys.executable, "-I", "-S", __file__, "run", *command]
 
 
 def run(command: list[str]) -> int:
-    """Runs a command until it ends, the parent of this process does, or this one is stopped.
+    """Runs a command until it ends, the parent of this process ends, or a signal arrives.
 
     Args:
-      command: what to run, with its arguments.
+      command: the command and its arguments.
 
     Returns:
       The exit status of the command.
@@ -52,6 +53,7 @@ def run(command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     child = subprocess.Popen(command)
+    # A process whose parent ends gets another parent.
     while not stopping and os.getppid() == parent:
         try:
             return child.wait(_SECONDS_BETWEEN_LOOKS)
@@ -67,18 +69,19 @@ def run(command: list[str]) -> int:
 
 @functools.cache
 def watched(address: str, launcher: int) -> str:
-    """Starts a process that cancels the pipelines of this one if it is killed.
+    """Starts a process that cancels the pipelines of this process if this process is killed.
 
     Args:
-      address: of the job manager, as a URL.
-      launcher: the id of this process; part of the key, since a fork has pipelines of its own.
+      address: the URL of the job manager.
+      launcher: the pid of this process; part of the cache key, since a forked process needs its
+        own.
 
     Returns:
-      The name to give to these pipelines.
+      The job name that these pipelines must have.
     """
     name = f"beamjax-{launcher}-{uuid.uuid4().hex[:12]}"
     command = [sys.executable, "-I", "-S", __file__, "cancel", str(launcher), address, name]
-    # A session of its own: Ctrl-C is for the launcher, which cancels its pipelines itself.
+    # In a session of its own, Ctrl-C does not reach it: the launcher cancels its pipelines itself.
     watch = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -91,7 +94,7 @@ def watched(address: str, launcher: int) -> str:
 
 
 def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
-    if os.getpid() == launcher:
+    if os.getpid() == launcher:  # a forked process inherits the exit handler
         watch.terminate()
         watch.wait()
 
@@ -100,7 +103,7 @@ def cancel(launcher: int, address: str, name: str) -> None:
     """Waits until a launcher ends, then cancels its pipelines.
 
     Args:
-      launcher: the id of its process, the parent of this one.
+      launcher: the pid of the launcher, which is the parent of this process.
       address: the URL of the job manager.
       name: the name of the pipelines.
     """

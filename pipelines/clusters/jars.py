@@ -1,4 +1,4 @@
-"""The Java side of Beam's runners for Flink and Spark: jars from Maven Central, once a machine."""
+"""The Java side of Beam's runners for Flink and Spark: jars from Maven Central, fetched once."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ JAVA_OPTIONS = (
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=HH:mm:ss.SSS",
 )
-"""Options of Java 17 that Flink 1.16 and Spark 3.2 need, and times in their logs."""
+"""Options that Flink 1.16 and Spark 3.2 need on Java 17, and that add times to their logs."""
 
 SOURCES = Path(__file__).parent / "java"
-"""Files for Maven, Java's compiler and Flink."""
+"""The folder with files for Maven, the Java compiler and Flink."""
 _LOG = logging.getLogger("beamjax")
 
 
 def classpath(name: str) -> Path:
-    """The folder with the jars of `java/<name>.xml`, fetched by Maven at the first time.
+    """The folder with the jars of `java/<name>.xml`. Maven fetches them at the first call.
 
     Args:
       name: "flink" or "spark".
@@ -53,16 +53,16 @@ def classpath(name: str) -> Path:
                 purpose,
                 advice="; it needs Maven Central, or a mirror in ~/.m2/settings.xml",
             )  # fmt: skip
-            os.replace(fetched, jars)
+            os.replace(fetched, jars)  # atomic, so a folder `jars` is always complete
     return jars
 
 
 def own_classes(jars: Path, *names: str) -> Path:
-    """A folder of classes that stand before Beam's of the same names, for the front of a classpath.
+    """A folder of classes that replace Beam's of the same names, for the front of a classpath.
 
     Args:
-      jars: from `classpath`.
-      *names: of files in the folder `java`, which say what they are for.
+      jars: the folder that `classpath` returns.
+      *names: names of files in the folder `java`, which say what they are for.
 
     Raises:
       OptionsError: there is no JDK, or it cannot compile them.
@@ -85,8 +85,8 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
     """A command that runs a Java program.
 
     Args:
-      heap: in MiB.
-      classes: folders of jars or of classes, as `classpath` and `own_classes` give them.
+      heap: the size of the heap in MiB.
+      classes: folders of jars or of classes, as `classpath` and `own_classes` return them.
       *arguments: options of Java, the main class, and its arguments.
 
     Raises:
@@ -98,13 +98,13 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
 
 
 def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str) -> list[str]:
-    """The main class of one of Beam's job servers and its arguments, as `java` takes them.
+    """The arguments of `java` that run one of Beam's job servers.
 
     Args:
-      driver: the class, below `org.apache.beam.runners`.
-      ports: for jobs and for artifacts. It is never asked to expand transforms.
-      folder: below which artifacts go.
-      *arguments: those that the others lack.
+      driver: the main class, below `org.apache.beam.runners`.
+      ports: the ports for jobs and for artifacts. The expansion service is turned off.
+      folder: the folder for artifacts.
+      *arguments: arguments that only this job server takes.
     """
     return [
         f"org.apache.beam.runners.{driver}",

@@ -1,4 +1,4 @@
-"""Job servers that this process starts for itself: one for each command, stopped at its end."""
+"""Job servers that this process starts for itself, and stops when it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from beamjax.pipelines.clusters import guard, jars, processes
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_ANSWER = 60.0
 _ATTEMPTS = 3
-_HEAP = 1024  # MiB of a job server in Java
+_HEAP = 1024  # MiB of the Java heap of a job server
 
 
 @dataclass
@@ -31,10 +31,10 @@ class JobServer:
     """A job server that is a child of this process.
 
     Attributes:
-      endpoint: where it takes jobs.
-      process: it, or rather the guard that stops it if this process is killed.
-      folder: its log and whatever it writes.
-      owner: the process that started it, not one that was forked from that.
+      endpoint: the address at which it takes jobs.
+      process: the process of its guard, which stops it if this process is killed.
+      folder: the folder of its log and its temporary files.
+      owner: the pid of the process that started it. Forked processes must not stop it.
     """
 
     endpoint: str
@@ -44,12 +44,12 @@ class JobServer:
 
     @property
     def log(self) -> Path:
-        """The content of its log."""
+        """The path of its log."""
         return self.folder / "log"
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether it still runs, as a child of this process."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     @property
@@ -58,8 +58,11 @@ class JobServer:
         return processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
 
     def answers(self) -> bool:
-        """Whether it takes jobs; a server that was killed a moment ago may still seem to live and
-        to listen."""
+        """Whether it takes jobs.
+
+        A server that was just killed may still appear alive, and its port may still accept
+        connections. So this waits until it answers a request.
+        """
         end = time.monotonic() + _SECONDS_TO_ANSWER
         with grpc.insecure_channel(self.endpoint) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -68,13 +71,14 @@ class JobServer:
                     call(b"", timeout=1)
                     return True
                 except grpc.RpcError as error:
-                    if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is there to say so
+                    # Beam's servers have no health service, but they do answer.
+                    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                         return True
                 time.sleep(0.05)
         return False
 
     def stop(self) -> None:
-        """Ends it and removes what it wrote."""
+        """Stops it and removes its folder."""
         if self.owner != os.getpid():
             return
         self.process.terminate()
@@ -87,12 +91,12 @@ _lock = threading.Lock()
 
 
 def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) -> JobServer:
-    """The job server of this process for a key; started if there is none or it has ended.
+    """The job server of this process for a key. It is started if there is none or it has ended.
 
     Args:
-      name: of the server, for people.
-      key: servers with equal keys are the same.
-      command: makes the command line from three free ports and a folder; the server takes jobs at
+      name: the name of the server, for messages.
+      key: identifies the server.
+      command: returns the command line for three free ports and a folder. The server takes jobs at
         the first port.
 
     Raises:
@@ -108,7 +112,7 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
 
 
 def names_one(options: PipelineOptions, runner: str) -> bool:
-    """Whether options of Beam for a runner, "flink" or "spark", already say where it takes jobs."""
+    """Whether Beam's options for a runner, "flink" or "spark", name a job server already."""
     given = options.get_all_options(drop_default=True)
     names = ("job_endpoint", f"{runner}_job_server_jar", f"{runner}_submit_uber_jar")
     return any(given.get(name) for name in names)
@@ -122,15 +126,15 @@ def connected_to_java(
     embedded: bool,
     java_options: Sequence[str] = (),
 ) -> PipelineOptions:
-    """Options with which a runner finds a job server of Beam in Java, which runs or is started.
+    """Options with the endpoint of one of Beam's Java job servers, which is started if need be.
 
     Args:
-      options: of Beam.
+      options: Beam's options.
       name: "Flink" or "Spark".
-      driver: the class of the job server, below `org.apache.beam.runners`.
-      arguments: of the job server, that say where it runs jobs, and how.
-      embedded: whether it runs them itself, and workers are threads of this process.
-      java_options: of its Java.
+      driver: the main class of the job server, below `org.apache.beam.runners`.
+      arguments: its arguments, which say where and how it runs jobs.
+      embedded: whether it runs jobs itself, with threads of this process as workers.
+      java_options: options of its Java.
 
     Raises:
       OptionsError: there is no Java, or the job server does not start.
@@ -149,14 +153,14 @@ def connected_to_java(
 
 
 def stop_all() -> None:
-    """Stops the job servers of this process; the next run starts its own again."""
+    """Stops the job servers of this process. The next run starts new ones."""
     with _lock:
         while _servers:
             _servers.popitem()[1].stop()
 
 
 def with_defaults(options: PipelineOptions, **defaults: Any) -> PipelineOptions:
-    """Options with defaults for those that are not given; the names need not be Beam's own."""
+    """Options with defaults for those that are not given. Beam need not know their names."""
     given = options.get_all_options(drop_default=True, retain_unknown_options=True)
     return PipelineOptions.from_dictionary({**defaults, **given})
 
@@ -173,12 +177,12 @@ def _process_workers(options: PipelineOptions) -> bool:
 
 def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobServer:
     tail = ""
-    # A port that was free may be taken by the time that the server asks for it.
+    # Another process may take a free port before the server does.
     for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f"beamjax-{name.lower()}-"))
         ports = processes.free_ports(3)
         with open(folder / "log", "wb") as log:
-            # A session of its own: Ctrl-C is for the launcher, which stops its servers at its end.
+            # In a session of its own, Ctrl-C does not reach it: this process stops it when it ends.
             process = subprocess.Popen(
                 guard.guarded(command(ports, folder)),
                 stdin=subprocess.DEVNULL,
@@ -198,7 +202,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
 
 
 def _ready(server: JobServer) -> bool:
-    """Waits until a server takes jobs; returns False if it ends before."""
+    """Waits until a server accepts connections; returns False if it ends or takes too long."""
 
     def done() -> bool:
         return not server.alive or server.listens

@@ -1,4 +1,4 @@
-"""Starts, finds and stops servers that outlive the program, by a log and a pid file of each.
+"""Starts, finds and stops servers that outlive the program. Each has a log and a pid file.
 
 Each server leads a process group of its own. Its pid file also records its start time, so a later
 process with the same pid is never mistaken for it.
@@ -57,7 +57,7 @@ class Process:
         return bool(self.started) and process_ids.started(self.pid) == self.started
 
     def stop(self) -> None:
-        """Ends the server and its process group, if it still runs, and removes its pid file."""
+        """Stops the server and its process group, if it still runs, and removes its pid file."""
         if self.alive:
             _signal_group(self.pid, signal.SIGTERM)
             if not wait_until(lambda: not self.alive, _SECONDS_TO_STOP):
@@ -75,10 +75,10 @@ def start(
       name: the stem of its files.
       command: its command line.
       folder: the folder for its log and its pid file.
-      environment: variables in addition to those of this process.
+      environment: environment variables in addition to those of this process.
     """
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    # At the end of this process, a Popen object would warn that the server still runs, as intended.
+    # Not `subprocess.Popen`: its objects warn when they are deleted while the process still runs.
     pid = os.posix_spawnp(
         command[0],
         list(command),
@@ -89,7 +89,7 @@ def start(
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
-        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # which Python ignores, and its children would
+        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # Python ignores these; children inherit that
     )
     process = Process(name, folder, pid, process_ids.started(pid) or "", tuple(command))
     record = {"pid": process.pid, "started": process.started, "command": process.command}
@@ -98,7 +98,7 @@ def start(
 
 
 def start_again(process: Process) -> Process:
-    """Starts an ended server again by the same command; renames its old log to `*.log.old`."""
+    """Starts an ended server again with the same command; renames its old log to `*.log.old`."""
     _LOG.warning("beamjax: starting %s of %s again", process.name, process.folder)
     with contextlib.suppress(FileNotFoundError):
         os.replace(process.log, f"{process.log}.old")
@@ -130,6 +130,7 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
     """Distinct ports that are free at all of these addresses."""
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
+        # The sockets stay open until all ports are found, so the ports are distinct.
         while len(ports) < count:
             first = stack.enter_context(socket.socket())
             first.bind((hosts[0], 0))
@@ -144,7 +145,7 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
 
 
 def can_listen(host: str, port: int = 0) -> bool:
-    """Whether a server could listen at an address."""
+    """Whether this process could listen at an address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -200,7 +201,7 @@ def find(tool: str) -> str | None:
 
 
 def missing(*tools: str) -> list[str]:
-    """What to install to have these programs, those that are not there."""
+    """What to install for those of these programs that are missing."""
     return list(dict.fromkeys(_HELP[tool] for tool in tools if find(tool) is None))
 
 
@@ -227,16 +228,16 @@ def run(
 
     Args:
       command: the program and its arguments.
-      purpose: for the message, what it is run for.
-      environment: what to add to the environment of this process.
-      advice: for the message, what may help.
-      folder: to run it in; by default that of this process.
+      purpose: what it is run for, for the message.
+      environment: environment variables in addition to those of this process.
+      advice: what may help if it fails, for the message.
+      folder: its working directory; by default that of this process.
 
     Returns:
-      What it wrote to stdout.
+      Its stdout.
 
     Raises:
-      OptionsError: it fails; the message has the last lines that it wrote.
+      OptionsError: it fails; the message has the last lines of its output.
     """
     done = subprocess.run(
         list(command),
@@ -260,7 +261,7 @@ def run(
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder that take this lock too."""
+    """A context that holds the lock of a folder, which excludes other processes."""
     with open(folder / "lock", "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

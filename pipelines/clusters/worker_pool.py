@@ -1,8 +1,8 @@
-"""A pool of Beam's SDK workers: threads of one process that outlives jobs, with its loaded modules.
+"""A pool of Beam's SDK workers: threads of one process that keeps loaded modules between jobs.
 
-Beam's own pool knows workers by their names alone, and every TaskManager of Flink names its
-workers alike: it stops the workers of one when another asks. This one knows them by the worker that
-asked.
+Beam's own pool identifies workers by their ids, but all task managers of Flink use the same ids. So
+it stops the worker of one task manager when another asks for one. This pool identifies a worker by
+its id and by the connection that asked for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 from beamjax import _beam_compat
 
 READY = "workers at"
-"""How the log begins the line that says that workers may start."""
+"""The beginning of the line in the log which says that workers can start."""
 RESTART_SECONDS = 1.0
+"""Seconds before a pool that died is started again, so that one that can't start does not use up a
+core."""
 _STATE_CACHE_BYTES = 64 * 2**20
 _LOG = logging.getLogger("beamjax")
 
@@ -30,9 +32,9 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """Starts a pool in this process and returns its server.
 
     Args:
-      host: address to listen at. Any client that reaches it can run any code in this process.
-      port: to listen at.
-      loaded: set once workers may start.
+      host: the address to listen at. Any client that reaches it can run any code in this process.
+      port: the port to listen at.
+      loaded: set when the modules are loaded; until then, requests to start a worker wait.
 
     Raises:
       RuntimeError: another process listens there.
@@ -78,12 +80,14 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
         def run(self, key: tuple[str, str], worker: Any) -> None:
             """Runs a worker until it is stopped, or the connection to its runner ends.
 
-            A runner that has connected anew is another peer, which can't stop it.
+            A runner that connects again is another peer, which can't stop it with `StopWorker`. So
+            the worker has to clean up itself.
             """
             try:
                 worker.run()
             except Exception as error:
-                # A log record with the error itself would keep its frames alive, and so the worker.
+                # As text: a log record with the error itself would keep its frames, and so the
+                # worker, alive.
                 _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
                 _beam_compat.end_worker(worker)
                 _beam_compat.close_worker(worker)
@@ -106,7 +110,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
 
 
 def supervise(arguments: list[str]) -> None:
-    """Runs a pool as a child process, and another one whenever it dies."""
+    """Runs a pool as a child process, and starts it again whenever it dies."""
     command = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool", *arguments]
     command.append(f"--supervisor={os.getpid()}")
     while True:
@@ -129,21 +133,21 @@ def main(argv: list[str] | None = None) -> None:
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     loaded = threading.Event()
-    # It listens at once: Flink counts a refused connection as a failure.
+    # Listen before the slow imports: Flink counts a refused connection as a failed attempt.
     server = serve(arguments.host, arguments.port, loaded)
     import jax
 
     import beamjax.pipelines.worker.map_shards  # noqa: F401  (so that the first job finds it loaded)
 
-    # JAX takes the device before the first job, so a machine without one fails at once.
+    # Starts JAX before the first job, so a machine without a usable device fails at once.
     print(f"devices: {jax.devices()}", flush=True)
     loaded.set()
     address = f"{arguments.host}:{arguments.port}"
     print(f"{READY} {address}, process {os.getpid()}", flush=True)
-    while os.getppid() == arguments.supervisor:
+    while os.getppid() == arguments.supervisor:  # it changes when the supervisor ends
         time.sleep(0.5)
     server.stop(0)
-    os._exit(1)
+    os._exit(1)  # threads of workers may hang
 
 
 if __name__ == "__main__":

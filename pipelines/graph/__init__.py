@@ -1,1 +1,1 @@
-"""A plan as a graph of Beam."""
+"""Builds the Beam graph of a plan."""

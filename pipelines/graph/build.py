@@ -1,7 +1,7 @@
-"""A plan as a Beam graph: the only file that composes transforms.
+"""Builds the Beam graph of a plan from the transforms of `pipelines.worker`.
 
-Server values travel as references (`Environment`), as elements or singleton side inputs, placed
-values of earlier passes as `MemberBlock`s. Labels are the names of the plan's steps.
+Server values travel as references (`Environment`), in elements or singleton side inputs. Placed
+values of earlier passes travel as `MemberBlock`s. Labels are the names of the plan's steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
 
 MAX_RANGES = 256
-"""Elements that a pass starts from; each is a range of shards."""
+"""Largest number of elements that a pass starts from. Each is a range of shards."""
 
 
 @dataclass
@@ -72,13 +72,14 @@ class GraphInputs:
     """The inputs of a plan in the form that a graph needs.
 
     Attributes:
-      static: server values, in the store.
+      static: server values, as references into the store.
       sources: placed inputs that workers read.
-      blocks: placed inputs that come as blocks, by placement.
-      carried: names of the values in these blocks, by placement.
-      sizes: environments with the numbers of members that are found in the pipeline, by placement.
-      streams: the placed inputs of the open placement, which are read from end to end.
-      program: what workers in other processes make the bodies from that run as Python.
+      blocks: placed inputs that are PCollections of `MemberBlock`, by placement.
+      carried: the names of the values in these blocks, by placement.
+      sizes: for each placement whose members are counted in the pipeline, an environment with
+        their number.
+      streams: the placed inputs of the open placement, which are read from start to end.
+      program: the pickled program, for bodies that run as Python in other processes.
     """
 
     static: dict[str, Ref]
@@ -99,15 +100,15 @@ class _Stream:
 
 
 class Graph:
-    """Adds the steps of a plan to a pipeline, one after the other.
+    """Adds the steps of a plan to a pipeline.
 
     Args:
-      root: the pipeline, or its beginning.
-      plan: what to run.
+      root: the pipeline, or its `PBegin`.
+      plan: the plan.
       inputs: its inputs.
-      store: where values go that are too big for an element.
-      connection: to the runner that it is for.
-      bodies: where bodies are that the store has from earlier graphs; those of this one are added.
+      store: the store for values that are too large for an element.
+      connection: the connection to the runner.
+      bodies: the bodies that earlier graphs have put into the store; those of this one are added.
     """
 
     def __init__(
@@ -134,13 +135,13 @@ class Graph:
             connection,
             {} if bodies is None else bodies,
         )
-        # Of each pass, the members that it drops.
+        # The members that passes drop, one PCollection for each pass.
         self.dropped: list[beam.PCollection] = []
-        # The environment of each server value that a step computes.
+        # The environment of each server value that a step computes, by the name of the value.
         self.served: dict[str, beam.PCollection] = {}
-        # All blocks with an output of the plan or a value that a later step needs.
+        # By placement, all blocks that passes emit.
         self.streams: dict[str, list[_Stream]] = {}
-        # The blocks that hold all values of earlier passes that later passes need.
+        # By placement, the blocks that hold all values of earlier passes that later passes need.
         self.live: dict[str, _Stream] = {}
         for placement, blocks in inputs.blocks.items():
             self.live[placement] = _Stream(blocks, inputs.carried[placement])
@@ -167,7 +168,7 @@ class Graph:
     def server(self, step: Server) -> None:
         """Adds a step that runs once."""
         task = self.tasks.task(step, step.inputs)
-        # The values of one step come as the element, not as a side input: that fuses.
+        # The latest environment is the main input, which a runner can fuse, unlike a side input.
         main, *others = self._environments(step.inputs)[::-1] or [
             self.root | f"{step.name}/Impulse" >> beam.Impulse()
         ]
@@ -179,7 +180,7 @@ class Graph:
 
         Args:
           step: the pass.
-          needed: placed values that later passes read.
+          needed: the names of the placed values that later passes read.
         """
         stream = self._stream(step, needed)
         scattered = {n: self.scattered[n] for n in step.operands if n in self.scattered}
@@ -275,7 +276,7 @@ class Graph:
         self._serve(environment, [step.result])
 
     def placed(self, name: str) -> beam.PCollection:
-        """Blocks that hold a placed value, computed by a step or read from its source."""
+        """The blocks that hold a placed value, which a step computes or a source has."""
         where = self.inputs.sources.where
         if name in where:
             placement = self.plan.values[name].placement or ""
@@ -296,7 +297,7 @@ class Graph:
         return keyed | f"{name}/Together" >> beam.GroupByKey()
 
     def _environments(self, names: Iterable[str]) -> list[beam.PCollection]:
-        """The environments with these values, in the order in which they are computed."""
+        """The environments that hold these values, in the order in which steps compute them."""
         needed = {self.served[name] for name in names if name in self.served}
         return [found for found in dict.fromkeys(self.served.values()) if found in needed]
 
@@ -312,7 +313,7 @@ class Graph:
         return ranges
 
     def _read_streams(self, streams: Sources) -> None:
-        """Starts from sources of unknown length, whose members are counted."""
+        """Reads the sources of unknown length, and counts their members."""
         (placement,) = open_placements(self.plan)
         label, names = f"Read {placement}", tuple(streams.where)
         size = self.plan.shard_sizes[placement]
@@ -330,9 +331,10 @@ class Graph:
         self.streams[placement] = [self.live[placement]]
 
     def _stream(self, step: Map, needed: set[str]) -> _Stream | None:
-        """The blocks that a pass starts from, if it needs values of earlier passes.
+        """The blocks that a pass starts from, if any; otherwise it starts from ranges of shards.
 
-        It also does if later passes need such values together with its own results.
+        It starts from blocks if it reads values of earlier passes, or if later passes need such
+        values together with its own results.
         """
         live = self.live.get(step.placement)
         if live is None:
@@ -344,9 +346,10 @@ class Graph:
         return live if reads or joins else None
 
     def _sizes_found(self, step: Map) -> list[str]:
-        """The number of members of a pass, by name, if it is found in the pipeline.
+        """The name of the number of members of a pass, if the members are counted in the pipeline.
 
-        Whatever reduces over them waits for it, since it is also the check that none is missing.
+        Reductions over them take it as a side input, and so wait for the check that no member is
+        missing.
         """
         return [size_name(step.placement)] if self.plan.sizes[step.placement] is None else []
 
@@ -366,9 +369,9 @@ class Outputs:
     """The outputs of a graph, in files of its store.
 
     Args:
-      graph: with all its steps.
-      stem: of the files' names.
-      results: placed values that are written to the files of the results.
+      graph: the graph, with all its steps.
+      stem: the prefix of the file names.
+      results: the placed values that are materialized, in folders of their own.
     """
 
     def __init__(self, graph: Graph, stem: str, results: MaterializedOutputs = NOTHING):
@@ -376,9 +379,9 @@ class Outputs:
         self.stem = stem
         self.results = results
         plan = graph.plan
-        # Of all outputs, once they are found.
+        # The provenance of all outputs, which `find` reads.
         self.provenance = UNKNOWN
-        # Server values by environment, and placed ones.
+        # The names of the server values, by the environment that holds them, and of placed values.
         self._served: dict[beam.PCollection, list[str]] = {}
         self._placed: list[str] = []
         for name in dict.fromkeys(out.value for out in plan.outputs if out.value is not None):
@@ -388,7 +391,7 @@ class Outputs:
                 self._served.setdefault(graph.served[name], []).append(name)
 
     def write(self) -> None:
-        """Adds the transforms that write them."""
+        """Adds the transforms that write the outputs."""
         graph, stem = self.graph, self.stem
         for number, (environment, names) in enumerate(self._served.items()):
             label = f"Write {', '.join(names)}"
@@ -398,8 +401,8 @@ class Outputs:
             write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}", self.results)
             graph.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
         if graph.dropped:
-            # Written together, so that only members dropped by bundles that Beam committed are
-            # listed.
+            # Written by one step after a GroupByKey, so a bundle that failed and was retried does
+            # not list its members twice.
             listed = graph.dropped | "Dropped" >> beam.Flatten()
             keyed = listed | "Dropped/Key" >> beam.WithKeys(b"").with_output_types(
                 typehints.KV[bytes, bytes]
@@ -408,10 +411,10 @@ class Outputs:
             lines | "Write dropped" >> beam.ParDo(WriteDropped(graph.store, stem))
 
     def find(self) -> dict[str, ServerValue | PlacedValue]:
-        """What was written, by name, once the pipeline is through.
+        """The outputs, by name, after the pipeline has ended.
 
         Raises:
-          WorkerError: something is missing.
+          WorkerError: an output is missing.
         """
         store, found = self.graph.store, dict[str, ServerValue | PlacedValue]()
         for number, _ in enumerate(self._served):
@@ -430,11 +433,11 @@ class Outputs:
         return found
 
     def dropped(self) -> list[Dropped]:
-        """The members that the graph has dropped, once the pipeline is through."""
+        """The members that the graph has dropped, after the pipeline has ended."""
         return find_dropped(self.graph.store, self.stem) if self.graph.dropped else []
 
     def sizes(self, found: Mapping[str, ServerValue | PlacedValue]) -> dict[str, int]:
-        """The numbers of members, those that were found in the pipeline included."""
+        """The numbers of members, including those that were counted in the pipeline."""
         plan = self.graph.plan
         sizes = dict(plan.sizes)
         for placement in open_placements(plan):

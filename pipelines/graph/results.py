@@ -1,4 +1,4 @@
-"""Results of a pipeline: workers write them to the store, and the launcher reads where they are."""
+"""The results of a pipeline. Workers write them to the store, and the launcher finds them there."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 FILE_BYTES = 4 << 20
+"""Bytes of members that a bundle collects before it writes them to files."""
 
 
 class WriteServed(StepFn):
-    """Writes where server values are to a file that the launcher reads.
+    """Writes the references to server values to a file that the launcher reads.
 
     Args:
-      store: where to write.
-      names: of the values.
-      stem: of the file's name.
+      store: the store to write to.
+      names: the names of the values.
+      stem: the stem of the file name.
     """
 
     yields = Any
@@ -49,13 +50,13 @@ class WriteServed(StepFn):
 
 
 class ReadMembers(StepFn):
-    """Ranges of shards to blocks with the members of a placed input.
+    """Reads the members of a placed input: from ranges of shards to blocks.
 
     Args:
-      sources: the one that has it.
-      name: of the input.
-      shards: of its placement.
-      store: for errors.
+      sources: the source of the input.
+      name: the name of the input.
+      shards: the shards of its placement.
+      store: the store, for large blocks and records of errors.
     """
 
     yields = MemberBlock
@@ -81,13 +82,14 @@ class ReadMembers(StepFn):
 class WritePlaced(StepFn):
     """Writes a placed value to files of consecutive members, many blocks in a file.
 
-    A file is named after the members in it, so a retried bundle writes the same ones again.
+    A file is named after the members in it. A bundle that is retried may cut the members into other
+    files, which hold the same values.
 
     Args:
-      store: where to write.
-      name: of the value.
-      stem: of the files' names.
-      results: where it is written instead, if it is a result that is kept there.
+      store: the store to write to.
+      name: the name of the value.
+      stem: the stem of the file names.
+      results: the materialized results; if the value is one of them, it is written there instead.
     """
 
     yields = Any
@@ -114,7 +116,7 @@ class WritePlaced(StepFn):
             self.finish_bundle()
 
     def finish_bundle(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining blocks: each run of consecutive members to a file."""
         run: list[tuple[int, np.ndarray]] = []
         for start, members in sorted(self.blocks, key=lambda block: block[0]):
             if run and start != run[-1][0] + len(run[-1][1]):
@@ -142,7 +144,7 @@ class WritePlaced(StepFn):
 
 
 def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:
-    """Writes that of some members, to a file that is named after its content."""
+    """Writes a provenance to a file named by its content, so most bundles share one file."""
     data = encode_arrays([], {"provenance": provenance.to_json()})
     store.write(f"{stem}-provenance-{content_key([data])}{SUFFIX}", data)
 
@@ -151,12 +153,12 @@ def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenan
     """The provenance of a placed value that `WritePlaced` wrote.
 
     Args:
-      store: where its files are.
-      stem: of their names.
-      written: names of the files in the store.
+      store: the store with its files.
+      stem: the stem of the file names.
+      written: the names of the files in the store.
 
     Raises:
-      ArrayFormatError: a file is not what was written.
+      ArrayFormatError: a file is damaged.
     """
     prefix = f"{stem}-provenance-"
     paths = [files.join(store.root, name) for name in written if name.startswith(prefix)]
@@ -172,11 +174,11 @@ def _read_provenance(path: str) -> Provenance:
 
 
 class WriteDropped(StepFn):
-    """Writes which members were dropped, all at once.
+    """Writes the list of all members that were dropped.
 
     Args:
-      store: where to write.
-      stem: of the file's name.
+      store: the store to write to.
+      stem: the stem of the file name.
     """
 
     yields = Any
@@ -194,7 +196,7 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
     """The members that a pipeline has dropped.
 
     Raises:
-      ArrayFormatError: the file is not what was written.
+      ArrayFormatError: the file is damaged.
     """
     name = f"{stem}-dropped{SUFFIX}"
     if name not in files.names(store.root):
@@ -204,10 +206,10 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
 
 
 def read_served(store: Store, stem: str) -> Environment:
-    """Where the server values are that `WriteServed` was given.
+    """Reads the references to server values that `WriteServed` wrote.
 
     Raises:
-      ArrayFormatError: the file is not what was written.
+      ArrayFormatError: the file is damaged.
       WorkerError: there is no file.
     """
     path = files.join(store.root, f"{stem}{SUFFIX}")
@@ -228,11 +230,11 @@ def find_placed(
     """The files of a placed value that `WritePlaced` wrote.
 
     Args:
-      store: where they are.
-      plan: that the value is part of.
-      name: of the value.
-      stem: of the files' names.
-      written: names of the files in the store, if they are known.
+      store: the store with the files.
+      plan: the plan of the value.
+      name: the name of the value.
+      stem: the stem of the file names.
+      written: the names of the files in the store; None lists them.
 
     Raises:
       WorkerError: members are missing.

@@ -1,10 +1,9 @@
-"""What workers need of the steps of a plan: tasks, bodies in the store, and specs of sources."""
+"""Makes the tasks of a plan's steps: the data that workers need, with bodies in the store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.refs import Ref
@@ -23,8 +22,8 @@ class StepTasks:
       static: server values that are in the store before the first step runs, by name.
       sources: the placed inputs that workers read.
       program: the pickled program, for bodies that run as Python in other processes.
-      store: where values go that are too large for an element.
-      connection: to the runner.
+      store: the store for values that are too large for an element.
+      connection: the connection to the runner.
       bodies: the bodies that are in the store already; those of this plan are added.
     """
 
@@ -51,7 +50,13 @@ class StepTasks:
         self.machine = replace(Machine.of(self.options), custom_calls=tuple(sorted(custom_calls)))
 
     def task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
-        """The task of a step; with its bodies, if it reads server values to compute them."""
+        """The task of a step.
+
+        Args:
+          step: the step.
+          served: the names of the server values that it reads. None for a task that only merges,
+            which needs no bodies.
+        """
         static = {name: self.static[name] for name in served or () if name in self.static}
         buffers = step.buffers if isinstance(step, Map) else ()
         needed = step.all_bodies if isinstance(step, Map) else (step.body,)
@@ -62,15 +67,11 @@ class StepTasks:
         if isinstance(step, Map) and (step.guard is not None or step.bucketed):
             needed_types += step.operands
         values = {name: self.plan.values[name] for name in needed_types}
-        nothing: Any = {
-            "bodies": {},
-            "recipe": None,
-            "constants": (),
-            "outputs": (),
-            "inputs": (),
-            "steps": (),
-        }
-        plan = replace(self.plan, values=values, **nothing)
+        # The task is pickled for each transform, so it holds only what the step needs of the plan.
+        plan = replace(
+            self.plan, values=values, bodies={}, recipe=None, constants=(), outputs=(), inputs=(),
+            steps=(),
+        )  # fmt: skip
         limit = self.options.shard_timeout
         return Task(
             plan, step, bodies, static, self.store, self.machine, limit, threads=self.threads

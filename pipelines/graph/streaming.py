@@ -1,7 +1,7 @@
-"""Sources of unknown length in a pipeline: read once, from their beginning to their end, as blocks.
+"""Sources of unknown length in a pipeline. They are read once, from start to end, as blocks.
 
-One worker reads. Where there are several, blocks go to the others through files of the store, since
-some runners hold elements in memory.
+One worker reads them. It passes blocks to other workers through files of the store, since some
+runners hold all elements in memory.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from beamjax.plan.steps import size_name
 from beamjax.sources.source_base import StreamSource
 from beamjax.sources.streams.chunks import Streams
 
-DEAL_BYTES = 1 << 22
-"""Bytes of the blocks that go to a worker as one element."""
+WRITE_BYTES = 1 << 22
+"""Bytes of the blocks that are written together, and go to a worker as one element."""
 
 
 class ReadStreams(StepFn):
-    """One element to the blocks of all members of sources that belong together.
+    """Reads all members of the sources of a placement: from one element to blocks.
 
     Args:
-      sources: of unknown length.
-      size: members in a shard.
-      store: for errors.
+      sources: the sources, of unknown length.
+      size: the number of members in a shard.
+      store: the store, for large blocks and records of errors.
     """
 
     yields = MemberBlock
@@ -50,11 +50,11 @@ class ReadStreams(StepFn):
 
 
 class WriteMemberBlocks(StepFn):
-    """Consecutive blocks to references to them in the store by their first member, many in each.
+    """Writes consecutive blocks to the store: from blocks to references by first member.
 
     Args:
-      store: where to write.
-      names: of the values in the blocks.
+      store: the store to write to.
+      names: the names of the values in the blocks.
     """
 
     yields = Environment
@@ -73,11 +73,11 @@ class WriteMemberBlocks(StepFn):
             self.start = block.start
         self.blocks.append(block.arrays(self.store))
         self.nbytes += block.nbytes
-        if self.nbytes >= DEAL_BYTES:
+        if self.nbytes >= WRITE_BYTES:
             yield self._written()
 
     def finish_bundle(self) -> Iterator[Any]:
-        """Writes what is left."""
+        """Writes the remaining blocks."""
         if self.blocks:
             yield GlobalWindows.windowed_value(self._written())
 
@@ -89,12 +89,12 @@ class WriteMemberBlocks(StepFn):
 
 
 class LoadBlocks(StepFn):
-    """Files of the store to the blocks in them, as `WriteMemberBlocks` wrote them.
+    """Loads the blocks that `WriteMemberBlocks` wrote: from references to blocks.
 
     Args:
-      store: where to read.
-      names: of the values in the blocks.
-      size: members in a shard.
+      store: the store to read from.
+      names: the names of the values in the blocks.
+      size: the number of members in a shard.
     """
 
     yields = MemberBlock
@@ -124,9 +124,9 @@ def count_members(blocks: beam.PCollection, store: Store, placement: str) -> bea
     """The number of members in blocks, as an `Environment`; fails the pipeline if one is missing.
 
     Args:
-      blocks: of consecutive members, in which none is twice.
-      store: where the number goes.
-      placement: of the members.
+      blocks: the blocks of all members, each member in one block.
+      store: the store that the number is written to.
+      placement: the placement of the members.
     """
     return (
         blocks
@@ -137,7 +137,7 @@ def count_members(blocks: beam.PCollection, store: Store, placement: str) -> bea
 
 
 class RangeOfBlock(StepFn):
-    """A block to the range of its members."""
+    """From a block to the range of its members."""
 
     yields = typehints.Tuple[int, int]
 
@@ -146,10 +146,9 @@ class RangeOfBlock(StepFn):
 
 
 class CountMembers(StepFn):
-    """The ranges of all members to their number, under its name in the plan.
+    """From the ranges of all blocks to the number of members, under its name in the plan.
 
-    Raises, when it runs:
-      SourceError: there are no members, or there are gaps between them.
+    `process` raises a SourceError if there are no members, or if there are gaps between them.
     """
 
     yields = Environment

@@ -1,4 +1,4 @@
-"""The Beam job of resident workers: it starts with a session or a run, and ends with it."""
+"""The Beam job of resident workers, which lasts as long as a run or a session."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
 
 ELEMENTS_PER_WORKER = 8
-"""Elements of the job per worker. A runner assigns them to workers by hash; with several per
-worker, hardly any worker gets none. An element that waits behind another one waits until the job
-ends."""
+"""Elements of the job per worker. Runners assign elements to workers by hash, so with one per worker
+many workers would get none. A worker serves tasks while it processes its first element; the others
+wait until the job ends."""
 
 MAX_STARTS = 4
-"""Most starts of the job in a row in which no task is done. After these, the run fails with the
+"""Largest number of starts of the job without a finished pass. After these, the run fails with the
 error of the job."""
 
 ALONE_SECONDS = 30.0
-"""Seconds without a worker, after all have died, until the job is started again; twice as many at
-each further start. Flink takes up to 25 s to notice a death and to start a worker. It can fail to:
-where a pool is away for a moment, Beam leaks a reference to the environment (in
-`ReferenceCountingExecutableStageContextFactory`), and the task manager then uses dead workers for
-the rest of the job."""
+"""Seconds without any worker, after all have died, until the job is started again. They double with
+each start. Flink takes up to 25 s to notice a death and to start a worker. It may also never start
+one: if a pool is unreachable for a moment, Beam leaks a reference to the environment (in
+`ReferenceCountingExecutableStageContextFactory`), and the task manager uses dead workers for the
+rest of the job."""
 
 SECONDS_TO_END = 15.0
-"""Seconds for the job to end by itself when it is asked to; then it is cancelled."""
+"""Seconds in which the job ends after `stop`. Otherwise it is cancelled."""
 
 _log = logging.getLogger("beamjax")
 
@@ -67,11 +67,11 @@ class _Attempt:
     """One start of the job.
 
     Attributes:
-      abort: ends it, if set.
-      failure: why it ended.
-      had_workers: whether it has had a worker that lived.
-      alone_since: the time since when it has none, if all have died.
-      thread: waits for it.
+      abort: if set, the job is ended with this error.
+      failure: the error with which it ended.
+      had_workers: whether one of its workers was ever seen alive.
+      alone_since: when its last worker was seen dead; None if it has workers.
+      thread: the thread that runs it and waits for its end.
     """
 
     abort: BeamjaxError | None = None
@@ -82,15 +82,16 @@ class _Attempt:
 
 
 class ResidentJob:
-    """A Beam job with workers that stay, from the first pass until `close`.
+    """A Beam job with resident workers, from the first pass until `close`.
 
     Args:
-      connection: to the runner.
-      parent: folder or URL for the messages, which the launcher and all workers reach.
+      connection: the connection to the runner.
+      parent: the folder or URL in which the folder of messages is created. The launcher and all
+        workers must reach it.
     """
 
     def __init__(self, connection: Connection, parent: str):
-        # Other pipelines run beside this one, and a runner object in this process has state.
+        # Other pipelines run at the same time, and an in-memory runner has state.
         runner = connection.runner
         if isinstance(runner, FnApiRunner):
             runner = copy.copy(runner)
@@ -105,7 +106,7 @@ class ResidentJob:
         """Runs a program on the workers; see `Pool.run`."""
         pool = self._pool or self.start()
         outputs = pool.run(program, *arguments)
-        self._starts = 1
+        self._starts = 1  # only starts since the last finished pass count
         return outputs
 
     def start(self) -> Pool:
@@ -117,13 +118,13 @@ class ResidentJob:
         return self._pool
 
     def check(self, died: bool) -> None:
-        """Starts the job again if it has ended, or if its runner starts no other workers.
+        """Starts the job again if it has ended, or if its runner does not replace dead workers.
 
         Args:
           died: whether all workers have died and none has joined since.
 
         Raises:
-          WorkerError: it has ended too often.
+          WorkerError: it was started `MAX_STARTS` times.
         """
         attempt = self._attempt
         if died and self._is_abandoned(attempt):
@@ -142,7 +143,7 @@ class ResidentJob:
         self._start()
 
     def _is_abandoned(self, attempt: _Attempt) -> bool:
-        """Whether to expect no other workers of the runner, now that all have died."""
+        """Whether the runner will not start workers any more, now that all have died."""
         now = time.monotonic()
         if attempt.alone_since is None:
             attempt.alone_since = now
@@ -177,7 +178,8 @@ class ResidentJob:
         try:
             with new_pipeline(connection, self._runner) as pipeline:
                 add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
-                in_threads = connection.is_one_process  # They end when the mailbox says so.
+                # Workers that are threads of this process can't die, and end with the mailbox.
+                in_threads = connection.is_one_process
                 run_pipeline(pipeline, None if in_threads else lambda: attempt.abort)
         except BaseException as error:
             attempt.failure = attempt.failure or error
@@ -195,7 +197,11 @@ def add_workers(pipeline: beam.Pipeline, connection: Connection, fn: ServeTasks)
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder of messages."""
+    """Removes a folder of messages.
+
+    The file `stop` is removed last, so that a worker that starts late still sees it. Workers may
+    still be writing their last file, so this tries again for a second.
+    """
     names = files.names(folder)
     files.remove_files(folder, [name for name in names if name != "stop"])
     deadline = time.monotonic() + 1.0
@@ -206,7 +212,7 @@ def remove_folder(folder: str) -> None:
 
 @contextlib.contextmanager
 def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
-    """A job with resident workers, as long as the context lasts."""
+    """A context with a job of resident workers."""
     job = ResidentJob(connection, parent)
     try:
         yield job
@@ -215,31 +221,31 @@ def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
 
 
 FIRST_TASKS = 4
-"""Tasks for each worker in a pass that has not been timed yet."""
+"""Tasks for each worker in the first pass of a program, whose time is not known."""
 
 TASK_SECONDS = 0.25
-"""Fewest seconds that a task should take, so that messages cost little beside it."""
+"""Seconds that a task should take at least, so that the cost of its messages does not matter."""
 
 MAX_TASKS = 16
-"""Most tasks for each worker in a pass; more would not balance the load much better."""
+"""Largest number of tasks for each worker in a pass. More would hardly balance the load better."""
 
 COPY_SECONDS = 0.25
-"""Seconds after which an idle worker computes a task that another one was given, at the earliest;
-the later of this and of `COPY_RATIO` times what the other tasks of the pass took."""
+"""Seconds after which a task is late, at least. An idle worker then computes it as well."""
 
 COPY_RATIO = 3.0
+"""A task is late if it takes this many times the median of the finished tasks of the pass."""
 
 UNKNOWN_SECONDS = 5.0
-"""Seconds until such a copy in a pass of which no task is done, as the workers may still compile
-its body."""
+"""Seconds after which a task is late if no task of the pass is finished. Workers may still compile
+the body."""
 
 CHECK_SECONDS = 0.2
-"""Seconds between two looks at the job and at the processes of its workers."""
+"""Seconds between two checks of the job and of the processes of its workers."""
 
 
 @dataclass
 class _Flight:
-    """A task that was given to a worker."""
+    """A task that a worker has and has not answered."""
 
     task: WorkerTask
     peer: Peer
@@ -248,26 +254,30 @@ class _Flight:
 
 @dataclass
 class Pool:
-    """The workers of a job, as seen by the launcher.
+    """Distributes the tasks of passes to the workers of a job.
 
-    A task that a dead or slow worker has is given to another one as well; the first reply counts.
+    A worker has one task at a time. If it dies or is slow, another worker gets the same task, and
+    the first reply counts.
 
     Attributes:
-      mailbox: the launcher's end.
-      check: looks at the job, given whether all workers have died and none has joined since; raises
-        an error if it can't go on.
+      mailbox: the launcher's end of the mailbox.
+      check: called with whether all workers have died and none has joined since; starts the job
+        again if need be, or raises an error.
     """
 
     mailbox: Mailbox
     check: Callable[[bool], None]
     _peers: list[Peer] = field(default_factory=list)
     _flights: dict[str, _Flight] = field(default_factory=dict)
+    """The task that each busy worker has, by the name of the worker."""
     _suspects: set[str] = field(default_factory=set)
+    """Names of workers with a late task, which get no other task while there are other workers."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    """Numbers of passes. They tell replies to an earlier pass from those to the current one."""
     _seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that an element of a program took last."""
+    """Seconds for each element in the last pass of a program."""
     _died: bool = False
-    """Whether a worker has died since one has joined."""
+    """Whether a worker has died since the last one joined."""
 
     def run(
         self,
@@ -280,11 +290,11 @@ class Pool:
         """Runs a program over elements.
 
         Args:
-          program: what workers run.
-          current: makes the pass of its number.
-          elements: what the program is run over; each task is a range of them.
-          look: is called regularly; raises an error to give up.
-          monitor: of the run.
+          program: the program to run.
+          current: makes the pass from its number.
+          elements: the elements to process; each task has a range of them.
+          look: called regularly; raises an error to end the pass.
+          monitor: the monitor of the run.
 
         Returns:
           What the DoFn emits, in the order of the elements.
@@ -299,11 +309,11 @@ class Pool:
         left = collections.deque(tasks)
         since = looked = time.monotonic()
         while len(done) < len(tasks):
-            self._deal(left, tasks, done)
+            self._assign(left, tasks, done)
             arrived = self._collect(number, done, monitor)
             now = time.monotonic()
             if arrived:
-                since = now
+                since = now  # waiting starts again, with short pauses
                 continue
             if now - looked > CHECK_SECONDS:
                 looked = now
@@ -316,7 +326,7 @@ class Pool:
         return [output for _, reply in sorted(done.items()) for output in reply.outputs]
 
     def _tasks(self, program: str, current: Pass, elements: Sequence[Any]) -> list[WorkerTask]:
-        """Cuts the elements of a pass into tasks of about the same length."""
+        """Cuts the elements of a pass into tasks with about the same number of elements."""
         workers = max(len(self._peers), 1)
         known = self._seconds.get(program)
         each = FIRST_TASKS
@@ -327,10 +337,10 @@ class Pool:
         ranges = itertools.pairwise(bounds)
         return [WorkerTask(current, i, elements[a:b]) for i, (a, b) in enumerate(ranges)]
 
-    def _deal(
+    def _assign(
         self, left: collections.deque[WorkerTask], tasks: Sequence[WorkerTask], done: dict[int, Any]
     ) -> None:
-        """Gives tasks to the workers that have none."""
+        """Sends tasks to idle workers: those that are left, then those that are late."""
         if joined := self.mailbox.joined():
             self._peers += joined
             self._died = False
@@ -344,7 +354,10 @@ class Pool:
             self.mailbox.send(peer, task)
 
     def _next(self, peer: Peer, left: collections.deque[WorkerTask], count: int) -> WorkerTask:
-        """The task for a worker: one of those that it had in the last round, if any is left."""
+        """The next task for a worker.
+
+        Prefers the tasks that the worker had in the last round: it has their members in its caches.
+        """
         place, workers = self._peers.index(peer), len(self._peers)
         own = [task for task in left if task.number * workers // count == place]
         task = own[0] if own else left[-1]
@@ -352,7 +365,7 @@ class Pool:
         return task
 
     def _late(self, tasks: Sequence[WorkerTask], done: dict[int, Any]) -> WorkerTask | None:
-        """A task for a second worker, because its worker is dead or slow; None without one."""
+        """The oldest late task that only one worker has; None if there is none."""
         if not tasks:
             return None
         number = tasks[0].current.number
@@ -377,7 +390,7 @@ class Pool:
         return oldest.task
 
     def _collect(self, number: int, done: dict[int, Reply], monitor: Monitor) -> bool:
-        """Takes the replies that are there.
+        """Takes the replies that have arrived; returns whether there were any.
 
         Raises:
           WorkerError: a task of this pass failed.
@@ -390,17 +403,19 @@ class Pool:
             arrived = True
             del self._flights[flight.peer.name]
             self._suspects.discard(flight.peer.name)
-            is_wanted = reply.current == number and reply.number not in done
-            if reply.error and (is_wanted or reply.current == NO_PASS):
+            # Late workers reply to tasks of earlier passes, or that another worker has done. Both
+            # gave the same results, so such a reply, and its error, can be ignored.
+            is_first = reply.current == number and reply.number not in done
+            if reply.error and (is_first or reply.current == NO_PASS):
                 raise WorkerError(reply.error) from reply.cause
-            if not is_wanted:
+            if not is_first:
                 continue
             done[reply.number] = reply
             monitor.reported(flight.peer.name, reply.spent, reply.events)
         return arrived
 
     def _lost(self, number: int, done: dict[int, Reply]) -> list[WorkerTask]:
-        """Removes dead workers; returns the tasks of this pass that only they had."""
+        """Removes dead workers; returns the unfinished tasks of this pass that only they had."""
         lost = {}
         for peer in [peer for peer in self._peers if peer.is_dead]:
             self._peers.remove(peer)

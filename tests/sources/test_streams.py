@@ -194,7 +194,7 @@ def test_keys_as_members_and_wide_types():
 
 
 def test_big_blocks_are_dealt_in_several_files(monkeypatch):
-    monkeypatch.setattr("beamjax.pipelines.graph.streaming.DEAL_BYTES", 100)
+    monkeypatch.setattr("beamjax.pipelines.graph.streaming.WRITE_BYTES", 100)
     check(opened(lambda d: (bj.reduce_mean(d["x"]), jnp.sin(d["x"]))), tree=data(50))
 
 

@@ -5,9 +5,9 @@ import java.util.ArrayList;
 import java.util.List;
 
 /**
- * Stands before Beam's class of this name on the classpath of the job server. That one finds all
- * jars, which are then sent to the cluster with each job; this one finds none, since the cluster
- * has them already.
+ * Replaces Beam's class of this name on the classpath of the job server. Beam's finds all jars,
+ * which are then sent to the cluster with each job. This one finds none, since the cluster has them
+ * already.
  */
 public class ClasspathScanningResourcesDetector implements PipelineResourcesDetector {
   public ClasspathScanningResourcesDetector(ClassGraph classGraph) {}

@@ -14,9 +14,9 @@ import org.apache.beam.vendor.grpc.v1p54p0.io.grpc.ServerInterceptors;
 import org.apache.beam.vendor.grpc.v1p54p0.io.grpc.netty.NettyServerBuilder;
 
 /**
- * Stands before Beam's class of this name on the classpath of a runner on this machine. That one
- * opens servers, which run what they are sent, at all addresses; this one at the loopback address,
- * where Beam tells its own workers to look for them in any case.
+ * Replaces Beam's class of this name on the classpath of a runner on this machine. Beam's opens
+ * servers, which run any code that they receive, at all addresses. This one opens them at the
+ * loopback address, which is the address that Beam gives to its workers in any case.
  */
 public abstract class ServerFactory {
   private static final int KEEP_ALIVE_SECONDS = 20;
@@ -38,7 +38,7 @@ public abstract class ServerFactory {
     return new Loopback(urlFactory, portSupplier);
   }
 
-  /** Opens a server at a port of its own choice, and writes the address into the descriptor. */
+  /** Opens a server at a free port, and writes the address into the descriptor. */
   public abstract Server allocateAddressAndCreate(
       List<BindableService> services, Endpoints.ApiServiceDescriptor.Builder descriptor)
       throws IOException;
@@ -47,7 +47,7 @@ public abstract class ServerFactory {
   public abstract Server create(
       List<BindableService> services, Endpoints.ApiServiceDescriptor descriptor) throws IOException;
 
-  /** Makes the text by which workers know a server. */
+  /** Makes the URL of a server, which workers get. */
   public interface UrlFactory {
     String createUrl(String address, int port);
 
