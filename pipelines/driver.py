@@ -27,7 +27,7 @@ from beamjax.pipelines.graph.results import find_placed, find_provenance
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.job import ResidentJob
-from beamjax.pipelines.resident.mailbox import Output, Pass, Program
+from beamjax.pipelines.resident.messages import Output, Pass, Program
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.values import (
     PlacedValue,

@@ -1,4 +1,4 @@
-"""A plan run on a Beam runner to its end."""
+"""Runs a plan on a Beam runner: as one pipeline, or on resident workers."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def run_plan(
     """Runs a plan on a Beam runner and waits for it.
 
     Args:
-      plan: what to run.
+      plan: the plan to run.
       inputs: its inputs.
-      runner: of Beam.
-      options: of the run.
-      monitor: of the job, with its folder, if there is one.
-      results: placed results that are kept in files.
+      runner: the name or an instance of a Beam runner.
+      options: the options of the run.
+      monitor: the monitor of the job, with its folder, if there is one.
+      results: the placed results that are materialized.
 
     Returns:
       The raw array of each output that is a value of the plan, by name, or the handle to its
@@ -74,9 +74,10 @@ def run_plan(
         sources_for(inputs, store, connection.shared) as sources,
     ):
         program = store_program(plan, store, connection.shared)
-        # A checkpoint links files of the store; results are written from there at the end.
-        at_once = NOTHING if options.checkpoint else results
-        launcher = Launcher(connection, store, monitor, program, at_once)
+        # With checkpoints, which link files of the store, placed results are first written to the
+        # store, and from there to the files of results at the end. Otherwise directly.
+        direct = NOTHING if options.checkpoint else results
+        launcher = Launcher(connection, store, monitor, program, direct)
         if not is_one_pipeline(plan, connection):
             with resident_job(connection, store.root) as job:
                 return drive(plan, inputs, sources, launcher, job, results)
@@ -89,8 +90,9 @@ def run_plan(
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     """Whether a plan runs as one pipeline, and not on resident workers.
 
-    Such a plan has no loops and branches, and the run saves no checkpoints. Runners that hold the
-    output of a step in memory would run out of it if the output is large.
+    Plans with loops or branches and runs with checkpoints need resident workers. So do plans in
+    which a pass reads large results of another one, on runners that hold the output of a step in
+    memory.
     """
     if open_placements(plan):
         return True
@@ -114,7 +116,7 @@ def _hands_on_much(plan: Plan) -> bool:
 
 
 def as_one_pipeline(plan: Plan) -> Plan:
-    """The plan as a pipeline runs it: its outputs are values, the numbers of members included."""
+    """The plan with the outputs of its pipeline: values only, and numbers of members if open."""
     number = [size_name(placement) for placement in open_placements(plan)]
     names = (*number, *(out.value for out in plan.outputs if out.value is not None))
     return replace(
@@ -130,7 +132,7 @@ def as_one_pipeline(plan: Plan) -> Plan:
 def pipeline_inputs(
     inputs: Inputs, sources: Sources, launcher: Launcher
 ) -> Iterator[build.GraphInputs]:
-    """The inputs of a plan that runs as one pipeline, while it does."""
+    """A context with the inputs of a plan that runs as one pipeline."""
     static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}
     streams = inputs.streams()
     if streams is None:
@@ -162,7 +164,7 @@ def drive(
 
 
 def given_values(inputs: Inputs, sources: Sources, store: Store) -> dict[str, Value]:
-    """The inputs of a plan by name, as the launching process has them."""
+    """The inputs of a plan by name, as values of the launching process."""
     values: dict[str, Value] = {
         name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
     }
@@ -171,10 +173,10 @@ def given_values(inputs: Inputs, sources: Sources, store: Store) -> dict[str, Va
 
 @contextlib.contextmanager
 def local_checkpointer(plan: Plan, inputs: Inputs, options: Options) -> Iterator[LocalCheckpointer]:
-    """Checkpoints of a run in this process.
+    """A context with the checkpointer of a run in this process.
 
     Raises:
-      CheckpointError: the folder can't be used for this run.
+      CheckpointError: the folder of checkpoints can't be used for this run.
     """
     with (
         folder_of(options),
@@ -192,13 +194,13 @@ def fetched(
 
     Args:
       values: the outputs of a plan, by name.
-      plan: that they are of, with the numbers of members.
-      launcher: of pipelines that have written results to the store and not to their files, such as
-        the state of a loop.
-      results: what is kept.
+      plan: the plan, with the numbers of members.
+      launcher: runs a pipeline for each materialized result that is still in the store, such as the
+        state of a loop, and writes it to its files.
+      results: the placed results that are materialized.
 
     Raises:
-      SourceError: something can't be read or written.
+      SourceError: a value can't be read or written.
       WorkerError: a pipeline failed.
     """
     found: dict[str, np.ndarray | Placed] = {}
@@ -215,7 +217,7 @@ def fetched(
 def _materialized(
     name: str, value: PlacedValue, plan: Plan, launcher: Launcher, results: MaterializedOutputs
 ) -> Placed:
-    """The handle to a placed result, in its files."""
+    """The handle to a placed result, which is written to its files if it is not there yet."""
     source = open_spec(value.spec)
     if isinstance(source, Placed) and source.stem == results.stem:
         return source
@@ -232,7 +234,7 @@ def _materialized(
 def stream_specs(
     sources: Sequence[StreamSource], shared: bool
 ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """The specs by which workers open sources of unknown length, and the tokens of live ones."""
+    """The specs with which workers open sources of unknown length, and the tokens of live ones."""
     if not shared:
         return tuple(source.to_spec() for source in sources), []
     tokens = [register(source) for source in sources]
@@ -243,7 +245,7 @@ def stream_specs(
 def opened_streams(
     sources: Sequence[StreamSource], shared: bool
 ) -> Iterator[tuple[dict[str, Any], ...]]:
-    """The same specs, while a pipeline runs."""
+    """A context with the specs of `stream_specs`, which releases the tokens at its end."""
     specs, tokens = stream_specs(sources, shared)
     try:
         yield specs
@@ -254,14 +256,15 @@ def opened_streams(
 
 @contextlib.contextmanager
 def temporary_store(options: Options, job_folder: str | None = None) -> Iterator[Store]:
-    """A store in a new folder for one run, removed at its end unless it is to be kept.
+    """A store in a new folder for one run, removed at its end unless `keep_folder` says otherwise.
 
     Args:
-      options: `work_folder` and `keep_folder`.
-      job_folder: where to make it unless there is a `work_folder`.
+      options: `work_folder`, `checkpoint` and `keep_folder`.
+      job_folder: the parent of the folder if there is no `work_folder`.
     """
     parent = options.work_folder
-    if parent is None and options.checkpoint is not None:  # where links reach the checkpoints
+    if parent is None and options.checkpoint is not None:
+        # In the file system of the checkpoints, which link files of the store.
         parent = work_folder(options.checkpoint)
     store = Store.temporary(parent or job_folder)
     keep = options.keep_folder == "always"
@@ -281,7 +284,7 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
 
 @contextlib.contextmanager
 def run_store(connection: Connection, job_folder: str | None = None) -> Iterator[Store]:
-    """A temporary store, and what processes and threads keep for its run, until that ends."""
+    """A context with a temporary store, the in-memory store and the caches of its run."""
     with (
         temporary_store(connection.options, job_folder) as store,
         in_memory(store, connection),
@@ -292,10 +295,10 @@ def run_store(connection: Connection, job_folder: str | None = None) -> Iterator
 
 @contextlib.contextmanager
 def in_memory(store: Store, connection: Connection) -> Iterator[None]:
-    """Keeps values in memory that a run need not write, until it ends."""
+    """A context in which the store keeps values in memory, where a run need not write them."""
     options = connection.options
     if not connection.is_one_process or options.keeps_files:
-        # Checkpoints link files of the store, and users look at those of a folder that is kept.
+        # Checkpoints link files of the store, and with `keep_folder` users want to see them.
         yield
         return
     open_memory_store(store.root, store_budget(options.memory_bytes))
@@ -306,7 +309,7 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
 
 
 def remove_store(store: Store) -> None:
-    """Removes a temporary store with all that is in it, the files of sources included."""
+    """Removes a temporary store with everything in it, including the files of sources."""
     if files.is_url(store.root):
         store.cleanup()
     else:
@@ -315,7 +318,7 @@ def remove_store(store: Store) -> None:
 
 @contextlib.contextmanager
 def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]:
-    """Specs by which workers open placed inputs, until the run ends; see `source_specs`."""
+    """A context with the specs of `source_specs`, which releases the tokens at its end."""
     sources, tokens = source_specs(inputs, store, shared)
     try:
         yield sources
@@ -330,18 +333,18 @@ def source_specs(
     """Placed inputs as plain data.
 
     Args:
-      inputs: of the plan.
-      store: where arrays are written if workers don't share the memory of this process.
-      shared: whether workers are threads of this process, and see its arrays.
-      known: arrays of earlier runs that are in the store.
+      inputs: the inputs of the plan.
+      store: arrays are written to it if workers don't share the memory of this process.
+      shared: whether workers are threads of this process.
+      known: uploads of earlier runs in the same store.
 
     Returns:
-      The specs, and the tokens of live sources, to be released at the end.
+      The specs, and the tokens of live sources, which the caller releases at the end.
     """
     reader = inputs.reader()
     tokens: list[str] = []
     specs: list[dict[str, Any]] = []
-    # Where each leaf of a source is: its spec, and its number there.
+    # For each leaf of each source: the index of its spec, and its index among the leaves there.
     leaves: list[list[tuple[int, int]]] = []
     for number, source in enumerate(reader.sources):
         if shared:
@@ -358,7 +361,7 @@ def source_specs(
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
-    """Writes to the store the pickled program from which workers make bodies that run as Python.
+    """Writes the pickled program to the store, if workers need it for bodies that run as Python.
 
     Raises:
       StagingError: the user's function can't be pickled.

@@ -22,18 +22,8 @@ from beamjax._beam_compat import FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
 from beamjax.pipelines.launch import KEEP_WORKERS, new_pipeline, run_pipeline
-from beamjax.pipelines.resident.mailbox import (
-    NO_PASS,
-    Mailbox,
-    Output,
-    Pass,
-    Peer,
-    Program,
-    Reply,
-    WorkerTask,
-    close_mailbox,
-    open_mailbox,
-)
+from beamjax.pipelines.resident.mailbox import Mailbox, Peer, close_mailbox, open_mailbox
+from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.plan.merging import workers_of
@@ -41,9 +31,9 @@ from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
 
 ELEMENTS_PER_WORKER = 8
-"""Elements of the job per worker. Runners assign elements to workers by hash, so with one per worker
-many workers would get none. A worker serves tasks while it processes its first element; the others
-wait until the job ends."""
+"""Elements of the job per worker. Runners assign elements to workers by hash, so with one for each,
+many workers would get none. A worker serves tasks while it processes its first element; further
+elements wait until the job ends."""
 
 MAX_STARTS = 4
 """Largest number of starts of the job without a finished pass. After these, the run fails with the

@@ -1,4 +1,4 @@
-"""A resident worker: a DoFn that stays in one bundle and processes tasks until the job ends."""
+"""A resident worker: a DoFn that processes tasks within one bundle until the job ends."""
 
 from __future__ import annotations
 
@@ -11,25 +11,18 @@ import apache_beam as beam
 from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.pipelines.graph.results import WritePlaced
-from beamjax.pipelines.resident.mailbox import (
-    Output,
-    Pass,
-    Program,
-    Reply,
-    WorkerEnd,
-    WorkerTask,
-    join,
-)
+from beamjax.pipelines.resident.mailbox import WorkerEnd, join
+from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.telemetry.meters import collecting
 
 
 class ServeTasks(beam.DoFn):
-    """Processes the tasks of a mailbox. An element stands for a worker; its value has no meaning.
+    """Processes the tasks of a mailbox. The values of its elements have no meaning.
 
     Args:
-      folder: of the mailbox.
-      secret: signs the programs in it.
+      folder: the folder of the mailbox.
+      secret: the key with which programs are signed.
     """
 
     def __init__(self, folder: str, secret: bytes):
@@ -37,19 +30,20 @@ class ServeTasks(beam.DoFn):
         self.secret = secret
 
     def process(self, element: Any) -> None:
+        # A retry of this element, after its worker died, joins as a new worker.
         end = join(self.folder, self.secret)
-        if end is None:
+        if end is None:  # the job has ended; the other elements of this worker come here
             return
-        bench = _Bench(end)
+        runner = _TaskRunner(end)
         for task in end.tasks():
-            end.reply(bench.perform(task))
+            end.reply(runner.run(task))
 
 
-class _Bench:
-    """The DoFns of the pass that a worker is at.
+class _TaskRunner:
+    """Runs tasks, and holds the DoFn of the current pass.
 
     Args:
-      end: of the mailbox.
+      end: the worker's end of the mailbox.
     """
 
     def __init__(self, end: WorkerEnd):
@@ -58,15 +52,15 @@ class _Bench:
         self._program: Program
         self._writers: list[WritePlaced] = []
 
-    def perform(self, task: WorkerTask) -> Reply:
-        """Processes a task."""
+    def run(self, task: WorkerTask) -> Reply:
+        """Processes a task. Errors become part of the reply."""
         begun = time.perf_counter()
         number = task.current.number, task.number
         with collecting() as done:
             try:
                 outputs = list(self._outputs(task))
             except Exception as error:
-                self._current = None  # The DoFn may be in the middle of a bundle.
+                self._current = None  # set the DoFn up again: it may be in the middle of a bundle
                 text = f"{type(error).__name__}: {error}"
                 found = Reply(*number, [], 0.0, error=text, cause=error)
             else:
@@ -90,7 +84,7 @@ class _Bench:
             writer.finish_bundle()
 
     def _sorted(self, emitted: Any) -> Iterator[Output]:
-        """The elements that a DoFn emits, without blocks, which are written to files."""
+        """The elements that a DoFn emits, with their tags. Blocks are written to files instead."""
         for value in emitted or ():
             tag = None
             if isinstance(value, beam.pvalue.TaggedOutput):
@@ -104,10 +98,11 @@ class _Bench:
                 yield tag, value
 
     def _prepare(self, current: Pass) -> None:
-        """Makes the DoFns of a pass ready."""
+        """Sets up the DoFns for a pass."""
         self._program = program = self._end.program(current.program)
         fn: Any = program.fn
         task = getattr(fn, "task", None)
+        # The program is shared by rounds: errors and meters need the name of the step in this one.
         if task is not None and task.step.name != current.step:
             fn.task = replace(task, step=replace(task.step, name=current.step))
         if current.sources is not None:

@@ -1,0 +1,247 @@
+"""The messages between the launcher and resident workers, and their encoding.
+
+Programs are pickled and signed, since they hold DoFns. Tasks and replies, which travel in each
+round, are buffers of `beamjax.storage.arrays` and never unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from beamjax.errors import ArrayFormatError
+from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
+from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.schema import from_plain, to_plain
+from beamjax.telemetry.progress import ShardEvent, Tally
+
+Output = tuple[str | None, Any]
+"""An element that a DoFn emits, and its tag; None for the main output."""
+
+NO_PASS = -1
+"""The number of the pass in a reply to a task that the worker could not decode."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A DoFn that workers run for the same step of each round.
+
+    Attributes:
+      name: the unique name of the program.
+      fn: the DoFn.
+      written: the names of the placed values that workers write to files, from the blocks that `fn`
+        emits.
+    """
+
+    name: str
+    fn: StepFn
+    written: tuple[str, ...] = ()
+
+    def encode(self, secret: bytes) -> bytes:
+        """The program as bytes, with a signature.
+
+        Workers unpickle only what has the signature of the launcher, so other processes that can
+        write into the folder of messages can't run code on workers. The key travels with the
+        Beam job.
+        """
+        data: bytes = cloudpickle.dumps(self)
+        return hmac.digest(secret, data, hashlib.sha256) + data
+
+    @staticmethod
+    def decode(signed: bytes, secret: bytes) -> Program:
+        """Undoes `encode`.
+
+        Raises:
+          ArrayFormatError: the bytes do not come from the launcher of this job.
+        """
+        signature, data = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, hmac.digest(secret, data, hashlib.sha256)):
+            raise ArrayFormatError(
+                "a program for resident workers: found a wrong signature, expected that of the "
+                "launcher; something else has written into the folder of the job"
+            )
+        program: Program = cloudpickle.loads(data)
+        return program
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of a program over elements.
+
+    Attributes:
+      number: the number of the pass in its job.
+      program: the name of the program.
+      step: the name of the step in this round, for messages.
+      stem: the prefix of the names of the files with placed values.
+      served: the server values that are the side input of the DoFn; None for no side input.
+      sources: the placed inputs that it reads, if any.
+      results: the placed values that are materialized as results of the run.
+    """
+
+    number: int
+    program: str
+    step: str
+    stem: str = ""
+    served: Environment | None = None
+    sources: Sources | None = None
+    results: MaterializedOutputs = NOTHING
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """Elements of a pass for one worker, which processes them as one bundle.
+
+    Attributes:
+      current: the pass.
+      number: the number of the task in its pass.
+      elements: the elements.
+    """
+
+    current: Pass
+    number: int
+    elements: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to a task.
+
+    Attributes:
+      current: the number of the pass, or `NO_PASS`.
+      number: the number of the task in it.
+      outputs: the elements that the DoFn emitted.
+      seconds: how long the task took.
+      spent: the counted and timed work, by step.
+      events: the shards that were computed.
+      error: the message of the error; "" if the task succeeded. The worker has also left a record
+        of the error in the store.
+      cause: the exception, if the worker is a thread of this process.
+    """
+
+    current: int
+    number: int
+    outputs: Sequence[Output]
+    seconds: float
+    spent: Mapping[str, Tally] = field(default_factory=dict)
+    events: Sequence[ShardEvent] = ()
+    error: str = ""
+    cause: BaseException | None = None
+
+
+def encode_task(task: WorkerTask) -> bytes:
+    """A task as bytes."""
+    arrays: list[np.ndarray] = []
+    current = task.current
+    sources = current.sources
+    meta: dict[str, Any] = {
+        "number": task.number,
+        "elements": _packed(task.elements, arrays),
+        "pass": [current.number, current.program, current.step, current.stem],
+        "served": _packed(current.served, arrays),
+        "sources": None,
+        "results": to_plain(current.results),
+    }
+    if sources is not None:
+        # One text, as it is much faster to encode: a spec may list thousands of files.
+        meta["sources"] = json.dumps([sources.specs, sources.where, sources.x64])
+    return encode_arrays(arrays, meta)
+
+
+def decode_task(data: bytes) -> WorkerTask:
+    """Undoes `encode_task`.
+
+    Raises:
+      ArrayFormatError: the bytes are damaged, or no task.
+    """
+
+    def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> WorkerTask:
+        sources = None
+        if meta["sources"] is not None:
+            specs, where, x64 = json.loads(meta["sources"])
+            pairs = {name: (source, leaf) for name, (source, leaf) in where.items()}
+            sources = Sources(tuple(specs), pairs, x64)
+        served = _unpacked(meta["served"], arrays)
+        number, program, step, stem = meta["pass"]
+        results = from_plain(MaterializedOutputs, meta["results"], "a task")
+        current = Pass(number, program, step, stem, served, sources, results)
+        return WorkerTask(current, meta["number"], _unpacked(meta["elements"], arrays))
+
+    return _decoded(data, unpack)
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """A reply as bytes."""
+    arrays: list[np.ndarray] = []
+    outputs = _packed([list(output) for output in reply.outputs], arrays)
+    meta = {
+        "reply": [reply.current, reply.number, reply.seconds, reply.error],
+        "spent": {step: vars(tally) for step, tally in reply.spent.items()},
+        "events": to_plain(reply.events),
+        "outputs": outputs,
+    }
+    return encode_arrays(arrays, meta)
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Undoes `encode_reply`.
+
+    Raises:
+      ArrayFormatError: the bytes are damaged, or no reply.
+    """
+
+    def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> Reply:
+        current, number, seconds, error = meta["reply"]
+        outputs = [(tag, element) for tag, element in _unpacked(meta["outputs"], arrays)]
+        spent = {step: Tally(**fields) for step, fields in meta["spent"].items()}
+        events = tuple(from_plain(ShardEvent, event, "a reply") for event in meta["events"])
+        return Reply(current, number, outputs, seconds, spent, events, error)
+
+    return _decoded(data, unpack)
+
+
+def _decoded(data: bytes, unpack: Callable[[list[np.ndarray], dict[str, Any]], Any]) -> Any:
+    arrays, meta = decode_arrays(data)
+    try:
+        return unpack(arrays, meta)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ArrayFormatError(
+            f"a message between launcher and worker: found {meta!r:.200} ({error})"
+        ) from error
+
+
+def _packed(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Lists, tuples, ints, texts, bytes and environments as JSON. Bytes are added to `arrays`."""
+    if isinstance(value, bytes):
+        arrays.append(np.frombuffer(value, np.uint8))
+        return {"bytes": len(arrays) - 1}
+    if isinstance(value, Environment):
+        return {"environment": _packed(EnvironmentCoder().encode(value), arrays)}
+    if isinstance(value, tuple):
+        return {"tuple": [_packed(part, arrays) for part in value]}
+    if isinstance(value, list):
+        return [_packed(part, arrays) for part in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    raise TypeError(f"found {type(value).__name__}, expected an element of a resident worker")
+
+
+def _unpacked(value: Any, arrays: list[np.ndarray]) -> Any:
+    match value:
+        case {"bytes": int(index)}:
+            return arrays[index].tobytes()
+        case {"environment": encoded}:
+            return EnvironmentCoder().decode(_unpacked(encoded, arrays))
+        case {"tuple": parts}:
+            return tuple(_unpacked(part, arrays) for part in parts)
+        case list():
+            return [_unpacked(part, arrays) for part in value]
+    return value
