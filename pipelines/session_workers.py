@@ -1,4 +1,4 @@
-"""Resident workers that serve run after run, and keep the data of the runs."""
+"""Resident workers of a session, which serve several runs and keep their inputs and bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from beamjax.sources.arrays.placed import Placed
 from beamjax.telemetry.monitor import Monitor
 
 MOST_UPLOADS = 16
-"""Largest number of placed inputs from memory that stay in the store of a session."""
+"""Largest number of placed inputs from memory whose files stay in the store of a session."""
 
 MOST_PLANS = 32
 """Largest number of plans whose bodies stay in the store of a session."""
@@ -35,10 +35,10 @@ MOST_PLANS = 32
 
 @dataclass
 class _Known:
-    """What the workers have of a plan.
+    """The parts of a plan that stay in the store and on the workers between runs.
 
     Attributes:
-      plan: the plan; holding it keeps its identity.
+      plan: the plan. While it is held, no other plan can have its `id`, which is part of the key.
       bodies, programs: see `Launcher`.
       pickled: the pickled program, for bodies that run as Python.
     """
@@ -54,12 +54,12 @@ class _Known:
 
 
 class SessionWorkers:
-    """A Beam job whose workers run plan after plan; it starts with the first one.
+    """A Beam job whose workers run several plans. It starts with the first run.
 
     Args:
-      runner: of Beam.
-      options: of all runs.
-      idle_seconds: the time without a run after which the job ends. The next run starts another.
+      runner: the name or an instance of a Beam runner.
+      options: the options of all runs.
+      idle_seconds: seconds without a run after which the job ends. The next run starts another.
     """
 
     def __init__(self, runner: Any, options: Options, idle_seconds: float):
@@ -81,6 +81,7 @@ class SessionWorkers:
         results: MaterializedOutputs = NOTHING,
     ) -> dict[str, np.ndarray | Placed]:
         """Runs a plan; arguments, results and errors are those of `run_plan`."""
+        # Runs of a session are sequential: they share the store, which is swept between them.
         with self._lock:
             if self._is_closed:
                 raise OptionsError("session: found a run after its end; open another session")
@@ -118,7 +119,7 @@ class SessionWorkers:
             self._stack = None
 
     def _end_idle(self, runs: int) -> None:
-        """Ends the job unless there was a run since."""
+        """Ends the job, unless there was another run since the timer was started."""
         with self._lock:
             if runs == self._runs:
                 self._end()
@@ -138,12 +139,12 @@ class SessionWorkers:
             self._known.popitem(last=False)
         if known.pickled is None:
             known.pickled = store_program(plan, store, shared)
-        # A checkpoint links what is in the store; results are written from there at the end.
-        at_once = NOTHING if options.checkpoint else results
+        # As in `run_plan`.
+        direct = NOTHING if options.checkpoint else results
         lasting = frozenset[str]().union(*(other.files() for other in self._known.values()))
         launcher = Launcher(
             replace(self.connection, options=replace(options, beam=self._options.beam)),
-            store, monitor, known.pickled, at_once, known.bodies, known.programs, lasting,
+            store, monitor, known.pickled, direct, known.bodies, known.programs, lasting,
         )  # fmt: skip
         sources, tokens = source_specs(inputs, store, shared, self._uploads)
         try:
@@ -154,7 +155,7 @@ class SessionWorkers:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Removes the values of a run; bodies and arrays of the caller stay."""
+        """Removes the values of a run. Bodies and the latest uploads stay."""
         while len(self._uploads) > MOST_UPLOADS:
             stem, _ = self._uploads.popitem(last=False)
             remove_upload(self._store, stem)

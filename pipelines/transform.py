@@ -1,4 +1,4 @@
-"""A plan as a transform inside a user's own pipeline."""
+"""Runs a plan as a transform inside of a user's own pipeline."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Leaf:
 
 
 class PlanTransform(beam.PTransform):
-    """Runs a plan over a PCollection of `(index, member)`, or over sources alone.
+    """Runs a plan over a PCollection of `(index, member)`, or over sources only.
 
     Args:
-      plan: what to run.
-      inputs: its inputs; abstract ones are leaves of the members.
+      plan: the plan to run.
+      inputs: its inputs. Abstract ones (`jax.ShapeDtypeStruct`) are leaves of the members.
       out_tree: the tree of the results.
       groups: the trees of the abstract arguments.
-      options: `reduction` and `work_folder`.
+      options: the options of the run.
 
     Raises:
-      StagingError: an abstract argument holds arrays too, or is a scalar; or there are rounds
-        that only a launching process can drive.
+      StagingError: an argument mixes abstract leaves with arrays, or is a scalar; or the plan has
+        rounds that only a launching process can drive.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PlanTransform(beam.PTransform):
             )
 
     def _check_streams(self) -> None:
-        """StagingError for sources of unknown length that no pipeline alone can read."""
+        """Raises StagingError for sources of unknown length that one pipeline can't read."""
         if self.given.streams() is None:
             return
         if len(open_placements(self.plan)) != 1 or any(map(_is_abstract, self.given.values)):
@@ -171,7 +171,7 @@ class PlanTransform(beam.PTransform):
             bound.blocks[placement], bound.carried[placement] = blocks, names
             bound.sizes[placement] = count_members(blocks, store, placement)
             return
-        # A key for every shard, so that a shard without members is noticed.
+        # One element for every shard, so that shards without members are noticed.
         expected = (
             members.pipeline
             | "Impulse" >> beam.Impulse()
@@ -209,7 +209,7 @@ class PlanTransform(beam.PTransform):
         return begin | label >> beam.ParDo(Load(graph.store, static))
 
     def _known(self, output: Output) -> np.ndarray:
-        """An output that does not depend on the members."""
+        """An output that no step computes: a constant, or an input."""
         if output.constant is not None:
             return output.constant
         assert output.input is not None
@@ -222,7 +222,7 @@ class PlanTransform(beam.PTransform):
 
 
 class KeyByShard(StepFn):
-    """Members `(index, tree)` to `(shard, bytes)`."""
+    """From members `(index, tree)` to `(shard, bytes)`."""
 
     yields = typehints.KV[int, bytes]
 
@@ -275,7 +275,7 @@ class KeyByShard(StepFn):
 
 
 class Expected(StepFn):
-    """One element to `(shard, b"")` for every shard."""
+    """From one element to `(shard, b"")` for every shard."""
 
     yields = typehints.KV[int, bytes]
 
@@ -288,14 +288,14 @@ class Expected(StepFn):
 
 
 class FormBlocks(StepFn):
-    """Members of one shard to one block, in order of their index.
+    """From the members of one shard to one block, in order of their index.
 
     Args:
-      store: where blocks go that are too large.
-      names: of the values of a member.
-      n: the number of members, or None if it is unknown: then the block ends with the last member
-        found, and the step that counts them has to see that it is full, or the last one.
-      size: members in a shard.
+      store: the store, for large blocks and records of errors.
+      names: the names of the values of a member.
+      n: the number of members. If it is None, a block ends with the last member found, and
+        `CountMembers` checks that no members are missing between blocks.
+      size: the number of members in a shard.
     """
 
     yields = MemberBlock
@@ -331,7 +331,7 @@ class FormBlocks(StepFn):
 
 
 class Members(StepFn):
-    """Blocks to `(index, member)` of one placed value."""
+    """From blocks to the `(index, member)` of one placed value."""
 
     yields = typehints.Tuple[int, np.ndarray]
 
@@ -345,11 +345,12 @@ class Members(StepFn):
 
 
 class Load(StepFn):
-    """Maps an element to a server value: the one that it refers to by this name, or a constant.
+    """From an element to a server value.
 
     Args:
-      store: where references lead.
-      value: the name, or the reference.
+      store: the store that has the value.
+      value: the name of the value in the element, an `Environment`; or a reference, which does not
+        depend on the element.
     """
 
     yields = np.ndarray
@@ -364,7 +365,10 @@ class Load(StepFn):
 
 
 def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
-    """A store that lasts as long as the pipeline may run."""
+    """A store that lasts as long as the pipeline may run.
+
+    In a `work_folder` it is never removed: the pipeline may still run when this process ends.
+    """
     folder = connection.options.work_folder
     store = Store.temporary(folder)
     if connection.shared:
@@ -375,7 +379,7 @@ def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
 
 
 def _refuse_rounds(plan: Plan) -> None:
-    """StagingError for a loop whose rounds depend on values; all others are unrolled."""
+    """Raises StagingError for a loop. Loops with a known number of rounds are unrolled before."""
     for step in walk(plan.steps):
         if isinstance(step, Loop):
             raise StagingError(

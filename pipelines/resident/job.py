@@ -21,7 +21,7 @@ import apache_beam as beam
 from beamjax._beam_compat import FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
-from beamjax.pipelines.launch import KEEP_WORKERS, new_pipeline, run_pipeline
+from beamjax.pipelines.launch import NEVER_REPLACE_WORKERS, new_pipeline, run_pipeline
 from beamjax.pipelines.resident.mailbox import Mailbox, Peer, close_mailbox, open_mailbox
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
@@ -137,7 +137,7 @@ class ResidentJob:
         now = time.monotonic()
         if attempt.alone_since is None:
             attempt.alone_since = now
-        if attempt.had_workers and isinstance(self._runner, KEEP_WORKERS):
+        if attempt.had_workers and isinstance(self._runner, NEVER_REPLACE_WORKERS):
             return True
         return now - attempt.alone_since > ALONE_SECONDS * 2 ** (self._starts - 1)
 

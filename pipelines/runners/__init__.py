@@ -1,1 +1,1 @@
-"""Runners and their options."""
+"""Connects to Beam's runners, and completes their options."""

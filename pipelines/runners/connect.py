@@ -1,4 +1,4 @@
-"""A Beam runner with its options. All questions about a runner are answered here."""
+"""A Beam runner with its options, and the properties of the runner on which other code depends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from beamjax.pipelines.runners.options import QuickOptions
 from beamjax.runtime.ordered_pool import computing_threads
 
 RUNNERS: dict[str, Callable[[], Any]] = {
-    # Beam's own name for it tries Prism first, and so means another runner on another machine.
+    # Beam's DirectRunner tries Prism first, so it would be different runners on different machines.
     "DirectRunner": direct.FnApiRunner,
     "FnApiRunner": direct.FnApiRunner,
     "PrismRunner": prism.PrismRunner,
@@ -45,22 +45,21 @@ CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
     FlinkRunner: flink.connected,
     SparkRunner: spark.connected,
 }
-"""Functions that add the address of its job server to the options of a runner."""
+"""Functions that add the address of a job server to the options of a runner."""
 
 IN_PROCESS = (EmbeddedPythonEnvironment, EmbeddedPythonGrpcEnvironment)
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A runner as pipelines are made for it.
+    """A runner with its options.
 
     Attributes:
-      runner: of Beam.
-      options: of beamjax; on Dataflow with a `work_folder` that workers there reach.
-      flags: of Beam.
-      shared: whether workers are threads of this process, and see its memory, as long as the
-        pipelines run.
-      spread: whether there are several workers over which shards must be distributed.
+      runner: Beam's runner.
+      options: beamjax's options; on Dataflow with a `work_folder` that workers can reach.
+      flags: Beam's options.
+      shared: whether workers are threads of this process, which see its memory.
+      spread: whether there are several workers, so that elements must be redistributed.
     """
 
     runner: Any
@@ -76,13 +75,15 @@ class Connection:
 
     @property
     def is_one_process(self) -> bool:
-        """Whether runner and workers are this process, and each element is processed once."""
+        """Whether runner and workers are in this process. Each element is then processed once."""
         return self.shared and isinstance(self.runner, FnApiRunner)
 
     @property
     def threads(self) -> int:
-        """How many threads compute the shards of a bundle on a CPU, at most: where one worker has
-        the machine for itself, as many as in this process without a runner."""
+        """The largest number of threads that compute the shards of a bundle on a CPU.
+
+        One, unless a single worker has the machine for itself.
+        """
         alone = self.shared and self.holds_elements and not self.spread
         return computing_threads(self.options) if alone else 1
 
@@ -90,15 +91,15 @@ class Connection:
 def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     """A connection for pipelines that beamjax makes and waits for.
 
-    A job server that the runner needs is started, unless this process has it from before.
+    A job server that the runner needs is started, unless this process has started it before.
 
     Args:
       runner: a name or an instance of a Beam runner.
-      options: of the run.
-      dry: whether nothing is to be run, so that no credentials are needed.
+      options: the options of the run.
+      dry: whether nothing will be run, so that no credentials are needed.
 
     Raises:
-      OptionsError: the runner is unknown or can't be had, an option does not fit it, or there are
+      OptionsError: the runner is unknown or not available, an option does not fit it, or there are
         no credentials for it.
     """
     _check_ipython()
@@ -108,17 +109,18 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
         options, flags = dataflow.prepare(options, flags)
         if not dry:
             dataflow.check_credentials(flags)
-    # A pipeline on a job server may outlive the user's own program, but not these pipelines.
+    # beamjax waits for these pipelines, so this process and its objects outlive them. That is not
+    # so for users' own pipelines, see `connection_of`.
     loopback = isinstance(runner, PortableRunner) and loops_back(flags)
     shared = shares_memory(runner, flags) or loopback
     return Connection(runner, options, flags, shared, spreads(runner, flags))
 
 
 def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
-    """The connection of a user's own pipeline, which may run when this process knows nothing of it.
+    """The connection of a user's own pipeline, which may run after this process has ended.
 
     Raises:
-      OptionsError: workers on Dataflow do not reach the `work_folder`.
+      OptionsError: workers on Dataflow can't reach the `work_folder`.
     """
     runner, flags = pipeline.runner, pipeline.options
     if dataflow.is_dataflow(runner):
@@ -127,7 +129,7 @@ def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
 
 
 def make_runner(runner: Any) -> Any:
-    """A runner for what a user gave.
+    """The runner for a name or an instance.
 
     Raises:
       OptionsError: Beam does not know the name, or `runner` is something else.
@@ -139,7 +141,7 @@ def make_runner(runner: Any) -> Any:
             f"runner: found {runner!r}, expected 'local', the name of a Beam runner or an instance"
         )
     for name, make in RUNNERS.items():
-        # Beam takes its names in any case, and without "Runner".
+        # Like Beam, in any case, and without "Runner".
         if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
             return make()
     if runner.lower() in ("dataflow", "dataflowrunner") and not find_spec("apitools"):
@@ -156,15 +158,15 @@ def make_runner(runner: Any) -> Any:
 
 
 def beam_options(options: Options, runner: Any) -> PipelineOptions:
-    """Beam's own options. A job server that the runner needs is started.
+    """Beam's options for a run. A job server that the runner needs is started.
 
     Raises:
-      OptionsError: a flag names another runner, or the runner can't be had.
+      OptionsError: a flag names another runner, or the job server is not available.
     """
     if isinstance(options.beam, PipelineOptions):
         found = options.beam
     else:
-        # An empty list, not None, with which Beam would read the flags of this process.
+        # A list even if it is empty: with None, Beam would read the flags of this process.
         found = QuickOptions(list(options.beam))
     named = found.view_as(StandardOptions).runner
     if named is not None and not isinstance(runner, type(make_runner(named))):
@@ -179,12 +181,12 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
 
 
 def _check_ipython() -> None:
-    """OptionsError where Beam would fail as soon as a pipeline is made."""
+    """Raises OptionsError in a notebook in which Beam can't create a pipeline."""
     if not is_in_ipython():
         return
     try:
         importlib.import_module(INTERACTIVE)
-    except Exception as error:  # of many kinds, with versions of pandas that Beam does not know
+    except Exception as error:  # unsuitable versions of pandas raise errors of many types
         raise OptionsError(
             "runner: this is IPython or a notebook, where Beam makes no pipeline without further "
             f"packages ({type(error).__name__}: {error}); run "
@@ -203,7 +205,7 @@ def shares_memory(runner: Any, options: PipelineOptions) -> bool:
 
 
 def spreads(runner: Any, options: PipelineOptions) -> bool:
-    """Whether a runner has several workers to deal elements to."""
+    """Whether a runner has several workers that elements must be distributed to."""
     if isinstance(runner, FnApiRunner):
         return options.view_as(DirectOptions).direct_num_workers != 1
     # Prism gives its worker one bundle at a time.

@@ -1,4 +1,4 @@
-"""Google Cloud Dataflow: what its options must be, and whether there are credentials for it."""
+"""Google Cloud Dataflow: checks and completes its options, and looks for credentials."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _ACCELERATOR = "worker_accelerator="
 _ONE_PROCESS = "no_use_multiple_sdk_containers"
 _SEVERAL_PROCESSES = "use_nvidia_mps"
 _SECONDS_OF_METADATA = 0.5
-"""Seconds to wait for a metadata server, which answers much sooner."""
+"""Seconds to wait for a metadata server. Where there is one, it answers much faster."""
 
 
 def is_dataflow(runner: Any) -> bool:
-    """Whether a runner is Dataflow's; without its packages it can't even be imported."""
+    """Whether a runner is Dataflow's. By name: without its packages the class can't be imported."""
     return any(kind.__name__ == "DataflowRunner" for kind in type(runner).__mro__)
 
 
 def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, PipelineOptions]:
     """The options of a run on Dataflow, checked and completed.
 
-    Without a `work_folder` it is below `temp_location`. A machine with an accelerator gets one
+    The default `work_folder` is below `temp_location`. A machine with an accelerator gets one
     worker process, so that one process owns the accelerator.
 
     Args:
-      options: of beamjax.
-      flags: of Beam; not changed.
+      options: beamjax's options.
+      flags: Beam's options; they are copied, not changed.
 
     Raises:
-      OptionsError: something is missing that the job would fail without, or contradicts itself.
+      OptionsError: an option is missing that the job needs, or options contradict each other.
     """
     flags = copy.deepcopy(flags)
     cloud, setup = flags.view_as(GoogleCloudOptions), flags.view_as(SetupOptions)
@@ -60,22 +60,22 @@ def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, Pipeline
     options = replace(options, work_folder=work_folder(options, flags))
     _check_packages(flags)
     _check_accelerator(options, flags)
-    # Beam pickles steps by reference to modules of beamjax, and callbacks travel with what they
-    # need.
+    # Steps are pickled by reference to modules of beamjax, and users' callbacks with all that they
+    # need, so `__main__` is not needed on workers.
     setup.save_main_session = False
     return options, flags
 
 
 def check_credentials(flags: PipelineOptions) -> None:
-    """Looks for credentials, without which Beam would try for minutes to reach the service.
+    """Looks for credentials. Without any, Beam would try for minutes to reach the service.
 
-    The network is not used but for the metadata server of a machine of Google.
+    This asks the metadata server of a Google Cloud machine, and uses no other network.
 
     Args:
-      flags: of Beam.
+      flags: Beam's options.
 
     Raises:
-      OptionsError: there are none.
+      OptionsError: there are no credentials.
     """
     cloud = flags.view_as(GoogleCloudOptions)
     if cloud.no_auth or not find_spec("google.auth"):
@@ -85,9 +85,9 @@ def check_credentials(flags: PipelineOptions) -> None:
     from google.auth.transport.requests import Request
 
     class Impatient(Request):
-        """Asks the metadata server once, where this is no machine of Google.
+        """Asks the metadata server once, unless this is a Google Cloud machine.
 
-        google-auth would ask it for many seconds, as it may be late on a machine of Google.
+        google-auth asks for many seconds, since the server may be slow on such a machine.
         """
 
         def __call__(
@@ -95,7 +95,7 @@ def check_credentials(flags: PipelineOptions) -> None:
             timeout: Any = None, **settings: Any,
         ) -> Any:  # fmt: skip
             is_metadata = any(name.lower() == "metadata-flavor" for name in headers or {})
-            if not is_metadata or _is_of_google():
+            if not is_metadata or _is_google_machine():
                 return super().__call__(url, method, body, headers, timeout, **settings)
             try:
                 return super().__call__(url, method, body, headers, _SECONDS_OF_METADATA)
@@ -113,11 +113,11 @@ def check_credentials(flags: PipelineOptions) -> None:
 
 
 class _NoMetadataServer(Exception):
-    """Ends the search for credentials; google-auth tries again after its own errors."""
+    """Ends the search for credentials, since google-auth retries after errors of its own types."""
 
 
-def _is_of_google() -> bool:
-    """Whether this machine is one of Google Cloud, which has a metadata server."""
+def _is_google_machine() -> bool:
+    """Whether this is a Google Cloud machine, which has a metadata server."""
     try:
         with open("/sys/class/dmi/id/product_name", encoding="utf-8") as file:
             return file.read().startswith("Google")
@@ -126,10 +126,10 @@ def _is_of_google() -> bool:
 
 
 def work_folder(options: Options, flags: PipelineOptions) -> str:
-    """Where values live while a job runs.
+    """The folder for values while a job runs.
 
     Raises:
-      OptionsError: workers on other machines do not reach it.
+      OptionsError: it is not on Google Cloud Storage, so workers can't reach it.
     """
     folder = options.work_folder
     if folder is None:
@@ -152,7 +152,7 @@ def _check_packages(flags: PipelineOptions) -> None:
             "Dataflow's own image lacks; see docs/dataflow.md"
         )
     if worker.sdk_container_image and setup.sdk_location == "default":
-        setup.sdk_location = "container"  # what is in the image, rather than from PyPI
+        setup.sdk_location = "container"  # use the Beam in the image, not one from PyPI
 
 
 def _check_accelerator(options: Options, flags: PipelineOptions) -> None:

@@ -1,4 +1,4 @@
-"""Beam's in-memory runner, whose worker processes end with the process that launched them."""
+"""Beam's in-memory runner, with worker processes that end when their launcher ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from beamjax.pipelines.worker import direct_worker
 
 
 class FnApiRunner(_beam_compat.FnApiRunner):
-    """Beam's own. The workers of `--direct_running_mode=multi_processing` watch their launcher.
+    """Beam's runner, whose workers in the mode `multi_processing` watch their launcher.
 
-    A worker that is starting while its launcher is killed waits for it in Beam, a minute for each
-    of two connections.
+    Otherwise a worker that is starting while its launcher is killed would wait in Beam for a minute
+    for each of two connections.
     """
 
     def run_via_runner_api(self, pipeline_proto: Any, options: PipelineOptions) -> Any:
@@ -34,6 +34,6 @@ def _command() -> bytes | None:
     if os.name != "posix":
         return None
     words = [sys.executable, "-m", direct_worker.__name__, str(os.getpid())]
-    # Beam runs the command in a shell. Without `exec`, the shell would be the parent, and die in
-    # place of the worker.
+    # Beam runs the command in a shell. Without `exec`, the shell would be the parent of the worker,
+    # and Beam would kill it instead of the worker.
     return f"exec {shlex.join(words)}".encode()

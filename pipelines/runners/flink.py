@@ -1,4 +1,4 @@
-"""Beam's FlinkRunner: which cluster it uses, or the one inside of a job server of this process."""
+"""Beam's FlinkRunner: chooses its cluster, or starts a job server with a Flink inside of it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ _LOG = logging.getLogger("beamjax")
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with which a `FlinkRunner` finds its job server.
+    """Options with the job server of a `FlinkRunner`.
 
-    In this order: what the options say of a job server is left to Beam; `flink_cluster`, a folder
-    of `beamjax flink up`; `flink_master`, for which a job server is started; the cluster in the
-    default folder, if it runs; Flink inside of a job server that is started.
+    It is the first of these:
+
+    1. the job server that Beam's own options name;
+    2. that of the cluster in the folder `flink_cluster`, which `beamjax flink up` started;
+    3. one that is started for the option `flink_master`;
+    4. that of the cluster in the default folder, if it runs;
+    5. one that is started with a Flink inside of it.
 
     Raises:
-      OptionsError: the cluster does not run, or the job server cannot be started.
+      OptionsError: the cluster does not run, or the job server can't be started.
     """
     flink = options.view_as(FlinkRunnerOptions)
     given = options.get_all_options(drop_default=True)
@@ -40,8 +44,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         found = "nothing" if cluster is None else flink_cluster.trouble(folder)
         if cluster is not None and not found:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
-            # Flink continues without a launcher that was killed, though no process would read the
-            # results.
+            # If the launcher is killed, Flink would continue, though no process reads the results.
             address = f"http://localhost:{cluster.rest_port}"
             flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))

@@ -1,10 +1,10 @@
-"""Servers that Beam opens in this process, at loopback addresses.
+"""Makes the servers that Beam opens in this process listen at loopback addresses only.
 
-Where workers of its in-memory runner are processes, or threads that it talks to by gRPC, Beam opens
-servers for them at all addresses of the machine, and has no option for that. A client that reaches
-them can take the place of a worker. Where workers of another runner are threads of this process,
-that asks a server here for them: a client that reaches it can have this process run anything. All
-clients look for them at "localhost" in any case.
+If the workers of Beam's in-memory runner are processes, or threads connected by gRPC, Beam opens
+servers for them at all addresses of the machine, and has no option to change that. A client that
+reaches them can act as a worker. If the workers of another runner are threads of this process, the
+runner requests them from a server here. A client that reaches that server can run any code in this
+process. Legitimate clients connect to "localhost" in any case.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from beamjax._beam_compat import redirect_submission_files, server_modules
 from beamjax.pipelines.clusters.processes import LOOPBACK
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
-"""One address, not a name that has two: a free port of the first may be taken at the second."""
+"""Addresses in Beam's code, and their replacement. It is one address and not "localhost", which may
+have two: a port that is free at the first may be in use at the second."""
 _MODULES = server_modules()
-"""Modules in which Beam makes these servers."""
+"""Modules in which Beam creates these servers."""
 _lock = threading.Lock()
-_users = 0
+_users = 0  # Nested and concurrent contexts; the last one restores the modules.
 
 
-class _Instead:
-    """A proxy of an object; a subclass overrides some attributes."""
+class _Proxy:
+    """A proxy of an object. Subclasses override some of its attributes."""
 
     def __init__(self, original: Any):
         self._original = original
@@ -36,7 +37,7 @@ class _Instead:
         return getattr(self._original, name)
 
 
-class _Server(_Instead):
+class _Server(_Proxy):
     """A gRPC server that listens at loopback addresses only."""
 
     def add_insecure_port(self, address: str) -> int:
@@ -44,8 +45,8 @@ class _Server(_Instead):
         return port
 
 
-class _Grpc(_Instead):
-    """The package grpc, which makes such servers."""
+class _Grpc(_Proxy):
+    """The package `grpc`, with servers that listen at loopback addresses only."""
 
     def server(self, *args: Any, **kwargs: Any) -> _Server:
         return _Server(self._original.server(*args, **kwargs))
@@ -75,10 +76,10 @@ _folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("folder", d
 
 @contextlib.contextmanager
 def submission_files_in(folder: str) -> Iterator[None]:
-    """A context in which the folders that Beam makes for a submission are in this one.
+    """A context in which Beam creates its folders for a submission inside of this folder.
 
-    On runners other than its in-memory one it makes a folder for the files of each environment,
-    which it never removes.
+    For runners other than its in-memory one, Beam creates a folder for the files of each
+    environment and never removes it.
     """
     token = _folder.set(folder)
     try:

@@ -1,4 +1,4 @@
-"""Checks flags of a run that are not beamjax's own: whether Beam knows them."""
+"""Options of a pipeline: checks whether Beam knows them, and adds those of beamjax."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from beamjax.options import OWN
 _ALL_IN_PYTHON = ("local", "direct", "fnapi", "dataflow")
 
 _SLIP = 0.8
-"""Similarity (of `difflib`) to a known name above which an unknown flag is refused as a typing
-error. `memroy` has 0.83 to `memory`; `checkpointing_interval`, a flag of Flink, has only 0.71 to
-`checkpoint`."""
+"""Similarity (by `difflib`) to a known name from which an unknown flag is refused as a typing
+error. `memroy` and `memory` have 0.83, but Flink's flag `checkpointing_interval` and `checkpoint`
+only 0.71."""
 
 
 def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -> None:
     """Refuses unknown flags.
 
-    Beam's Python has all flags of its in-memory runner and of Dataflow; a run in this process takes
-    the same ones. Job servers have more of their own, so for other runners only what is nearly the
-    name of a known flag is refused.
+    Beam's Python SDK knows all flags of its in-memory runner and of Dataflow. A run in this process
+    accepts the same flags. Job servers have further flags that it does not know, so for other
+    runners a flag is only refused if its name is close to that of a known flag.
 
     Args:
-      flags: such as `--direct_num_workers=2`; none of beamjax's own.
-      runner: its name.
-      others: further names for suggestions.
+      flags: flags such as `--direct_num_workers=2`, without those of beamjax.
+      runner: the name of the runner.
+      others: further names to suggest.
 
     Raises:
-      OptionsError: a flag is unknown, or Beam does not take its value.
+      OptionsError: a flag is unknown, or Beam refuses its value.
     """
     if not flags:
         return
@@ -62,7 +62,7 @@ def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -
 
 
 class ClusterOptions(PipelineOptions):
-    """Options of beamjax that are given like Beam's own."""
+    """Options of beamjax that users set like Beam's own."""
 
     @classmethod
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -75,9 +75,9 @@ class ClusterOptions(PipelineOptions):
             "--pipeline_timeout",
             type=float,
             help="Seconds after which one pipeline on Prism, Flink or Spark is cancelled; a run "
-            "with control flow may be several pipelines. By default they may take any time.",
+            "with control flow may be several pipelines. By default there is no limit.",
         )
-        # A flag of Flink's job server; Beam's Python would warn that it does not know it.
+        # A flag of Flink's job server. Added here, as Beam's Python SDK warns of unknown flags.
         parser.add_argument(
             "--execution_mode_for_batch",
             help="How Flink passes data between steps: PIPELINED or BATCH_FORCED.",
@@ -85,9 +85,9 @@ class ClusterOptions(PipelineOptions):
 
 
 class QuickOptions(PipelineOptions):
-    """The same options; all requests for a view of one type get the same one.
+    """Options that create each view once, which saves time: Beam asks for views very often.
 
-    Views share their values in any case: what is set in one is seen in all.
+    Views share their values in any case, so a value that is set in one is seen in all.
     """
 
     def __init__(self, flags: list[str]):

@@ -36,14 +36,14 @@ _LOG = logging.getLogger("beamjax")
 _SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
 _EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
-"""The line by which Prism opens its only port, and its replacement here: the address at which
-workers look."""
+"""Code with which Prism opens its only port, and its replacement. Workers connect to localhost."""
 
 
 class PrismRunner(_beam_compat.PrismRunner):
-    """Beam's own, for pipelines of any length.
+    """Beam's runner, for pipelines of any duration.
 
-    By default Beam stops listening to a job after the time in which Prism must accept it.
+    Beam's own stops listening to a job after `job_server_timeout`, the time limit for Prism to
+    accept it.
     """
 
     def create_job_service_handle(self, job_service: Any, options: PipelineOptions) -> Any:
@@ -53,10 +53,10 @@ class PrismRunner(_beam_compat.PrismRunner):
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with which a `PrismRunner` finds its job server, which is started if need be.
+    """Options with the job server of a `PrismRunner`, which is started if need be.
 
     Raises:
-      OptionsError: Prism is not there, cannot be downloaded or built, or does not start.
+      OptionsError: Prism can't be found, downloaded or built, or does not start.
     """
     options = job_servers.with_defaults(options, environment_type="LOOPBACK")
     if options.view_as(PortableOptions).job_endpoint:
@@ -69,16 +69,16 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             program, f"--job_port={ports[0]}", "--serve_http=false", "--log_kind=text",
         ],
     )  # fmt: skip
-    # If Prism dies now, Beam would wait for five minutes.
+    # If Prism dies before it accepts the job, Beam's default is to wait for five minutes.
     seconds = {"job_server_timeout": _SECONDS_TO_TAKE_A_JOB}
     return job_servers.with_defaults(options, job_endpoint=server.endpoint, **seconds)
 
 
 def locate(options: PipelineOptions | None = None) -> str:
-    """The path of Prism: as given, or as built by beamjax, now if need be.
+    """The path of Prism: the one that the options name, or one that beamjax builds.
 
     Raises:
-      OptionsError: it cannot be had.
+      OptionsError: it can't be found, downloaded or built.
     """
     options = PipelineOptions([]) if options is None else options
     given = options.view_as(PrismRunnerOptions)
@@ -91,7 +91,7 @@ def locate(options: PipelineOptions | None = None) -> str:
             )
         return install()
     found = shutil.which(location) if location and os.path.basename(location) == location else None
-    if found and not os.path.exists(location):  # a name, which Beam takes for a path
+    if found and not os.path.exists(location):  # a program on PATH; Beam would expect a path
         return found
     try:
         return _by_beam(options)
@@ -102,10 +102,10 @@ def locate(options: PipelineOptions | None = None) -> str:
 
 
 def _on_path() -> str:
-    """A sentence on a Prism on `PATH`; "" if there is none.
+    """A sentence about a Prism on `PATH`; "" if there is none.
 
-    It is not taken unasked: nothing shows which version of Beam it is of, and those of Beam's
-    releases listen at all addresses.
+    It is not used by default: its version of Beam is unknown, and Prism from Beam's releases
+    listens at all addresses.
     """
     found = shutil.which("prism")
     if found is None:
@@ -123,14 +123,14 @@ def installed() -> Path:
 
 
 def install() -> str:
-    """Builds Prism of the version of Beam that is installed here, and returns its path.
+    """Builds Prism from the installed version of Beam, and returns its path.
 
-    It listens at a loopback address. Beam's own has no option for that and listens at all of them,
-    where any client that reaches it may run anything on this machine: one line is changed before it
-    is built.
+    One line of its source is changed, so that it listens at a loopback address. Beam's Prism
+    listens at all addresses and has no option to change that, and any client that reaches it can
+    run any code on this machine.
 
     Raises:
-      OptionsError: there is no Go, the build fails, or the line is another one.
+      OptionsError: there is no Go, the build fails, or the source has no such line.
     """
     target = installed()
     with processes.locked(target.parent):
@@ -142,12 +142,12 @@ def install() -> str:
             )  # fmt: skip
             with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
                 _build(go, Path(folder))
-                os.replace(Path(folder) / target.name, target)
+                os.replace(Path(folder) / target.name, target)  # atomic: never half a program
     return str(target)
 
 
 def _build(go: str, folder: Path) -> None:
-    """Builds the program into a folder, which then has its source, too."""
+    """Builds the program in a folder, into which its source is extracted as well."""
     purpose, environment = "beamjax prism install", {"GOWORK": "off"}
     advice = "; it needs the Go module proxy ($GOPROXY)"
     download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
@@ -164,14 +164,15 @@ def _build(go: str, folder: Path) -> None:
             "you have"
         )
     server.write_text(text.replace(_EVERYWHERE, _HERE), encoding="utf-8")
-    # Without paths of the folder in the program, so that a second build uses Go's cache.
+    # Without `-trimpath`, the temporary folder would be part of what is compiled, and Go's build
+    # cache would be of no use for a second build.
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]
     build = [go, "build", *flags, "-o", installed().name, f"./{PACKAGE}"]
     processes.run(build, purpose, environment, advice, folder)
 
 
 def _extract(module: Path, folder: Path) -> None:
-    """Writes the source in Go from the archive of a module."""
+    """Extracts the Go source, without tests, from the archive of a module."""
     head = f"{MODULE}@v{beam_version}/"
     with zipfile.ZipFile(module) as archive:
         for entry in archive.infolist():

@@ -1,4 +1,4 @@
-"""Beam's SparkRunner: Spark inside of a job server of this process, or a master that is named."""
+"""Beam's SparkRunner: starts a job server with a Spark inside of it, or for a given master."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOPBACK = (
     "-Dspark.driver.host=127.0.0.1",
     "-Dspark.ui.enabled=false",
 )
-"""Settings with which Spark in one process listens at loopback addresses only."""
+"""Settings with which the Spark in a job server listens at loopback addresses only."""
 _OPENED = (
     "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
     "--add-opens=java.base/sun.nio.cs=ALL-UNNAMED",
@@ -19,12 +19,12 @@ _OPENED = (
     "--add-opens=java.base/java.lang.invoke=ALL-UNNAMED",
     "--add-opens=java.base/java.util.concurrent.atomic=ALL-UNNAMED",
 )
-"""Further options of Java 17 that Spark needs. Without the first one, it never reports a failed
+"""Further options that Spark needs on Java 17. Without the first one it never reports a failed
 task."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with which a `SparkRunner` finds its job server, which is started if need be.
+    """Options with the job server of a `SparkRunner`, which is started if need be.
 
     Raises:
       OptionsError: there is no Java, or the job server does not start.

@@ -1,1 +1,1 @@
-"""Values between the pipelines of a run."""
+"""Values between the steps of a run: elements, references, files, and sources over files."""

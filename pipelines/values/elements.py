@@ -1,9 +1,9 @@
 """The elements between the steps of a pipeline, and their coders.
 
-The coders are deterministic, and nothing in an element is pickled: arrays and names go through
-`beamjax.storage.arrays`. Importing this file registers them for `MemberBlock`, `Environment` and
-`Ref`. A partial result is a plain `tuple[str, bytes]` (buffer, encoded accumulator), for which Beam
-has coders.
+The coders are deterministic, and nothing in an element is pickled: elements are encoded by
+`beamjax.storage.arrays`. Importing this file registers the coders of `MemberBlock`, `Environment`
+and `Ref`. A partial result is a plain `tuple[str, bytes]` (range of a buffer, encoded accumulator),
+for which Beam has coders.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from beamjax.storage import arrays as wire
 T = TypeVar("T")
 
 Partial = tuple[str, bytes]
-"""FusedBuffer (reduction, leaf and piece, as text) and encoded accumulator."""
+"""The key of a range of a buffer (`buffer_ranges.key_of`), and an encoded accumulator."""
 
 MAX_ELEMENT_BYTES = 2**31 - 2**20
-"""Largest element that gRPC and protobuf can carry, less their own headers."""
+"""Largest element, in bytes: the limit of gRPC and protobuf, minus a margin for their headers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemberBlock:
-    """Consecutive members, with the placed values of theirs that later steps need.
+    """Consecutive members, with those of their placed values that later steps need.
 
     Attributes:
-        start: index of the first member.
-        count: number of members.
-        shard_size: members in a full shard of the plan; `count` is at most this.
-        values: name to array of shape (count, ...).
-        refs: name to where such an array is in the store, if that is too large for an element.
-        provenance: with what the values were computed.
+        start: the index of the first member.
+        count: the number of members, at most `shard_size`.
+        shard_size: the number of members in a full shard of the plan.
+        values: arrays of shape (count, ...), by name.
+        refs: references to such arrays in the store, by name, if they are too large for an element.
+        provenance: the kinds of machine that computed the values.
     """
 
     start: int
@@ -69,12 +69,12 @@ class MemberBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """The total size of all values in bytes."""
         held = sum(array.nbytes for array in self.values.values())
         return held + sum(ref.nbytes for ref in self.refs.values())
 
     def array(self, name: str, store: Store) -> np.ndarray:
-        """A value, read from the store if it is there.
+        """A value of the block, or of the store if the block has a reference to it.
 
         Raises:
             SourceError, ArrayFormatError: it can't be read.
@@ -84,7 +84,7 @@ class MemberBlock:
         return store.array(self.refs[name], cache=False)
 
     def arrays(self, store: Store) -> dict[str, np.ndarray]:
-        """All values, likewise."""
+        """All values, by name; see `array`."""
         return {name: self.array(name, store) for name in (*self.values, *self.refs)}
 
 
@@ -93,8 +93,8 @@ class Environment:
     """The server values that a step needs.
 
     Attributes:
-        values: name to where the value is.
-        provenance: with what the values were computed.
+        values: references to the values, by name.
+        provenance: the kinds of machine that computed the values.
     """
 
     values: dict[str, Ref]
@@ -107,18 +107,18 @@ class _Coder(Coder, Generic[T]):
     element: type
 
     def pack(self, value: T) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Arrays and plain JSON values that stand for `value`."""
+        """`value` as arrays and plain JSON values."""
         raise NotImplementedError
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> T:
-        """Undoes `pack`; may fail in any way on what `pack` does not give."""
+        """Undoes `pack`. `decode` catches the errors that other values cause."""
         raise NotImplementedError
 
     def encode(self, value: T) -> bytes:
-        """The same bytes for the same value.
+        """A value as bytes; equal values have equal bytes.
 
         Raises:
-            StructureError: for a value of another type, or over 2 GiB.
+            StructureError: the value has another type, or more than `MAX_ELEMENT_BYTES`.
         """
         name = self.element.__name__
         if not isinstance(value, self.element):
@@ -156,7 +156,7 @@ class _Coder(Coder, Generic[T]):
             ) from error
 
     def estimate_size(self, value: T) -> int:
-        """About the encoded size, in bytes; Beam would encode to find out."""
+        """The approximate encoded size, in bytes. Beam's default is to encode the value."""
         arrays, _ = self.pack(value)
         return wire.encoded_size(arrays)
 
@@ -257,8 +257,8 @@ class ArrayCoder(_Coder[np.ndarray]):
 def register_array_coder() -> None:
     """Makes `ArrayCoder` the coder of every PCollection of type `np.ndarray` in this process.
 
-    It is not registered by the import: it would change the pipelines of users who have arrays of
-    strings or objects in theirs, which it refuses.
+    It is not registered at import, since it refuses arrays of strings and objects, which users may
+    have in their own pipelines.
     """
     registry.register_coder(np.ndarray, ArrayCoder)
 
@@ -269,11 +269,11 @@ registry.register_coder(Environment, EnvironmentCoder)
 
 
 LIMIT_BYTES = (64 << 20) - (64 << 10)
-"""Largest size of the values in a block: an element has 64 MiB with its header."""
+"""Largest size in bytes of the values in a block, so that an element has at most 64 MiB."""
 
 
 def whole(block: MemberBlock, store: Store) -> MemberBlock:
-    """A block as one element: the values of a large one go to the store.
+    """A block as one element. If it is too large, its values are written to the store.
 
     Raises:
       SourceError: the store can't be written.
@@ -285,7 +285,7 @@ def whole(block: MemberBlock, store: Store) -> MemberBlock:
 
 
 def cut(block: MemberBlock, store: Store) -> Iterator[MemberBlock]:
-    """A block as elements with as many members as fit; a member that is large alone, as `whole`."""
+    """A block as elements with as many members as fit; see `whole` for members that do not fit."""
     most = max(LIMIT_BYTES * block.count // max(block.nbytes, 1), 1)
     for first in range(0, block.count, most):
         values = {name: array[first : first + most] for name, array in block.values.items()}

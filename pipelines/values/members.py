@@ -1,8 +1,8 @@
 """Placed values between the pipelines of a run: sources over files of the store.
 
-A file holds consecutive members as one array, and is named after them. Values that a loop slices or
-stacks, and server values that are cut into members, are views of other values. They are read when a
-worker asks for its shard.
+A file holds consecutive members as one array, and its name says which. Values that a loop slices or
+stacks, and server values that are cut into members, are views: sources that read other values when
+a worker reads its shard.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SUFFIX = ".members"
 
 
 class MembersSource(MemberFiles, kind="members"):
-    """One placed value in files of `beamjax.storage.arrays` in the store of a run."""
+    """One placed value in files of the store, in the format of `beamjax.storage.arrays`."""
 
     suffix = SUFFIX
 
     def wraps(self, leaf: int) -> bool:
-        return True  # files were checked when they were written
+        return True  # integers were checked when the files were written
 
     def load(self, path: str) -> np.ndarray:
         (array,) = decode_arrays(files.read(path))[0]
@@ -49,11 +49,11 @@ class MembersSource(MemberFiles, kind="members"):
 
 
 class EntrySource(Source, kind="entry"):
-    """One entry, along the first axis of each member, of what another source holds.
+    """One entry along the first axis of each member of another source.
 
     Args:
       base: the spec of the other source.
-      index: of the entry; leaves that have none are left as they are.
+      index: the index of the entry. Leaves without such an entry are left as they are.
     """
 
     def __init__(self, base: dict[str, Any], index: int):
@@ -62,7 +62,7 @@ class EntrySource(Source, kind="entry"):
 
     @functools.cached_property
     def source(self) -> Source:
-        """The other source, opened where something is read."""
+        """The other source, opened at its first use, on the worker."""
         return open_spec(self.base)
 
     @property
@@ -104,9 +104,9 @@ class StackedSource(Source, kind="stacked"):
     """Placed values of one type, stacked along a new first axis of each member.
 
     Args:
-      path: of a file that lists the spec of each value's source, and its leaf there: there may be
-        more of them than fit in the description of a step.
-      leaf: one member of the stack.
+      path: the path of a file that lists the spec of each value's source and its leaf there. It is
+        a file, as there may be too many for the description of a step.
+      leaf: the type of one member of the stack.
       size: the number of members.
     """
 
@@ -117,7 +117,7 @@ class StackedSource(Source, kind="stacked"):
 
     @functools.cached_property
     def entries(self) -> list[tuple[Source, int]]:
-        """The sources of the stacked values and their leaves there, opened where they are read."""
+        """The sources of the stacked values and their leaves there, opened at their first use."""
         try:
             listed = json.loads(bytes(files.read(self.path)))
             entries = [(open_spec(spec), natural(leaf)) for spec, leaf in listed]
@@ -142,7 +142,7 @@ class StackedSource(Source, kind="stacked"):
 
     @staticmethod
     def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:
-        """Writes the list of a stack; returns the name of its file."""
+        """Writes the list of the stacked values; returns the name of its file."""
         name = f"stack-{uuid.uuid4().hex}{SUFFIX}"
         files.write(files.join(folder, name), json.dumps(entries).encode())
         return name
@@ -181,9 +181,9 @@ class ScatteredSource(Source, kind="scattered"):
     """A server value cut into members.
 
     Args:
-      store: where the reference leads.
-      ref: to the server value.
-      axis: of it, along which the members lie.
+      store: the store that has the value.
+      ref: the reference to the server value.
+      axis: the axis of the server value along which it is cut.
     """
 
     def __init__(self, store: Store, ref: Ref, axis: int):
@@ -228,15 +228,15 @@ class ScatteredSource(Source, kind="scattered"):
 
 
 Uploads = OrderedDict[str, list[dict[str, Any]]]
-"""The specs of sources that are in a store, least recently used first, by the prefix of their
-files."""
+"""The specs of sources that were written to a store, by the prefix of their files, from the least
+recently used."""
 
 FILE_BYTES = 16 * 2**20
-"""Bytes of one file. A worker reads whole files for a shard."""
+"""Approximate bytes of one file. For a shard, a worker reads all files that have members of it."""
 
 
 def stays_here(source: Source, store: Store) -> bool:
-    """Whether a source reads data of this machine alone, while the store is elsewhere."""
+    """Whether only this machine can read the source, while workers on others can read the store."""
     if any(stays_here(part, store) for part in source.inner):
         return True
     return files.is_url(store.root) and source.is_local
@@ -245,16 +245,16 @@ def stays_here(source: Source, store: Store) -> bool:
 def in_files(
     source: Source, store: Store, x64: bool, number: int, known: Uploads | None = None
 ) -> list[dict[str, Any]]:
-    """The specs by which workers in other processes open a source.
+    """The specs with which workers in other processes open a source.
 
-    What this process has in memory, or only this machine has, is written to the store.
+    Data that is in the memory of this process, or on this machine only, is written to the store.
 
     Args:
-      source: placed inputs.
-      store: of the run.
+      source: the source of placed inputs.
+      store: the store of the run.
       x64: whether JAX computes with 64-bit types.
-      number: of the source in the run.
-      known: what earlier runs wrote to the store.
+      number: the index of the source in the run, for unique file names.
+      known: the uploads of earlier runs; a source with equal content is not written again.
 
     Returns:
       One spec for all leaves, or one for each leaf.
@@ -277,14 +277,14 @@ def in_files(
 
 
 def _lasting(store: Store) -> Store:
-    """The part of a store that is not swept between segments and runs."""
+    """A store in a subfolder. `Store.sweep` does not remove files there."""
     folder = files.join(store.root, "sources")
     files.make_folder(folder)
     return replace(store, root=folder)
 
 
 def remove_upload(store: Store, stem: str) -> None:
-    """Removes the files of a source that outlive a run, whose names begin with `stem`."""
+    """Removes the files of an upload, whose names begin with `stem`."""
     store = _lasting(store)
     if files.is_url(store.root):
         names = [name for name in files.names(store.root) if name.startswith(stem)]
@@ -297,19 +297,19 @@ def upload(source: Source, store: Store, x64: bool, stem: str) -> list[MembersSo
     """Writes all members of a source to a store.
 
     Args:
-      source: to be read.
-      store: to be written to.
+      source: the source to read.
+      store: the store to write to.
       x64: whether JAX computes with 64-bit types.
-      stem: the names of the files begin with it.
+      stem: the prefix of the file names.
 
     Returns:
       A source for each leaf.
 
     Raises:
-      SourceError: they can't be read, or written, or an integer does not fit the dtype that JAX
-        has for it.
+      SourceError: members can't be read or written, or an integer does not fit the dtype that JAX
+        uses for it.
     """
-    if isinstance(source, ShortSource):  # Files hold members of one shape.
+    if isinstance(source, ShortSource):  # Files hold members of one shape, with padding.
         (source,) = source.inner
     width = max(1, FILE_BYTES // max(1, *(leaf.nbytes for leaf in source.leaves)))
     parts = list(_parts(len(source), width))

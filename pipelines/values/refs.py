@@ -1,4 +1,4 @@
-"""References to stored values, and the names of the files that they lead to."""
+"""References to stored values, and the names of their files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """Where a value is. Plain data: picklable, hashable, and JSON but for `inline`.
+    """A reference to a value, which is a list of arrays. Plain data, JSON apart from `inline`.
 
     Attributes:
-        key: hash of the content, the same for the same arrays in any store; or one of its own.
-        leaves: dtype name and shape of each array.
-        inline: the encoded arrays themselves, if they are small; empty otherwise.
-        files: name and size in bytes of each file, in order; empty if the value is inline.
+        key: equal for equal content, or unique. Caches use it.
+        leaves: the dtype name and the shape of each array.
+        inline: the encoded arrays, if they are small; otherwise empty.
+        files: the name and the size in bytes of each file, in order; empty if the value is inline.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Ref:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays once they are loaded."""
+        """The size of the loaded arrays in bytes."""
         return sum(math.prod(shape) * dtype_from_name(name).itemsize for name, shape in self.leaves)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Ref:
         """Undoes `to_json`.
 
         Raises:
-            ArrayFormatError: if `record` is not what `to_json` gives.
+            ArrayFormatError: `record` is not a result of `to_json`.
         """
         try:
             ref = cls(
@@ -89,6 +89,7 @@ def ref_to_files(
     leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
 ) -> Ref:
     """A reference to arrays of these dtypes and shapes, with names and sizes of their files."""
+    # The first 40 characters of a name are a hash of the file, or unique.
     names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
     return Ref(content_key(names), leaves, files=tuple(files))
 
@@ -99,23 +100,23 @@ def leaves_of(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]]
 
 
 def unique_key() -> str:
-    """A unique first part for the name of a file."""
+    """A unique first part of a file name: 40 hexadecimal digits, as many as `content_key` has."""
     return uuid.uuid4().hex + uuid.uuid4().hex[:8]
 
 
 def file_name(key: str, hint: str) -> str:
-    """The name of a file: its first part, and a word for readers of the folder."""
+    """A file name: its first part, and a hint for users who look into the folder."""
     suffix = re.sub(r"[^A-Za-z0-9_-]+", "_", hint)[:60]
     return f"{key}{'-' * bool(suffix)}{suffix}{SUFFIX}"
 
 
 def is_name(name: str) -> bool:
-    """Whether it is one that a store gives a file."""
+    """Whether a store may have given this name to a file."""
     return _SAFE_NAME.fullmatch(name) is not None
 
 
 def content_key(parts: Iterable[bytes | memoryview]) -> str:
-    """The first part of the name of a file, by what it holds."""
+    """The first part of a file name: a hash of the content."""
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
         digest.update(part)

@@ -1,9 +1,10 @@
-"""Stores values too big for a Beam element as files, in a folder that the launcher and the workers
-share.
+"""Stores values that are too large for a Beam element, in files that launcher and workers share.
 
-A value is a list of arrays. `Store.put` writes it as content-hashed files and gives back a `Ref`,
-a small plain value that travels in its place; small values travel inside of the `Ref`. `Store.get`
-reads it back, once a process: the arrays are cached by hash, for all threads.
+A value is a list of arrays. `Store.put` writes it to files that are named by hashes of their
+content, and returns a `Ref`, which travels in its place. Small values travel inside of the `Ref`.
+`Store.get` reads a value once in each process, and caches the arrays for all threads. Files are
+written under a temporary name and renamed, and never changed, so readers need no locks, and two
+workers that write the same value do no harm.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ INLINE_BYTES = 64 * 2**10
 """Largest encoded value that travels inside of its `Ref`, in bytes."""
 
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
-"""Largest accumulator, in bytes, that is not spilled: with a store in a local folder, and with one
-at a URL, where each file costs a request."""
+"""Largest accumulator, in bytes, that travels as an element and not as a file: with a store in a
+local folder, and with one at a URL, where each file costs a request."""
 
-_SUFFIXES = (SUFFIX, ".members", ".record")  # of all that is written to the folder of a run
+_SUFFIXES = (SUFFIX, ".members", ".record")
+"""Suffixes of the files that runs write to a store. `sweep` and `cleanup` remove no others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +60,10 @@ class Store:
     Attributes:
         root: a local path (made absolute), or any URL that Beam's FileSystems knows; the launcher
             and the workers must see the same files there.
-        piece_bytes: largest file, in bytes; bigger arrays are cut.
-        persistent: whether a folder that is not there is made anew. That of a run is not, so that a
-            worker that goes on after its end leaves nothing.
-        reports: where users of the store report their progress; None if nothing reads that.
+        piece_bytes: the largest size of a file in bytes; larger arrays are cut.
+        persistent: whether `write` creates a missing folder. Not for the folder of a run: a worker
+            that continues after the end of the run must not create it again.
+        reports: the folder and settings for progress reports of workers; None for no reports.
     """
 
     root: str
@@ -80,19 +82,19 @@ class Store:
 
     @property
     def _memory_store(self) -> MemoryStore | None:
-        """The values that it keeps in the memory of this process; None if it keeps none."""
+        """The part of the store that is in the memory of this process; None if there is none."""
         return memory_store_of(self.root)
 
     @classmethod
     def temporary(cls, parent: str | None = None) -> Store:
-        """A store in a new folder, which `cleanup` can remove without touching others' files.
+        """A store in a new folder.
 
         Args:
-            parent: path or URL to make it in; by default the temporary folder of this machine,
-                which workers on other machines do not see.
+            parent: the path or URL of the parent folder; by default the temporary folder of this
+                machine, which workers on other machines do not see.
 
         Raises:
-            SourceError: if it cannot be made.
+            SourceError: the folder can't be created.
         """
         parent = tempfile.gettempdir() if parent is None else parent
         store = cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"), persistent=False)
@@ -105,70 +107,27 @@ class Store:
             ) from error
         return store
 
+    @transferring()
     def put(
         self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True, hashed: bool = True
     ) -> Ref:
-        """Writes a value, unless the same one is there already.
+        """Writes a value, unless the same value is already there.
 
         Args:
-            arrays: arrays of any shapes, with dtypes that `beamjax.storage.arrays` takes.
-            hint: a word for people who look into the folder, for example a step's name.
+            arrays: arrays of any shapes, with dtypes that `beamjax.storage.arrays` supports.
+            hint: a word in the file names for users who look into the folder, such as a step's
+                name.
             inline: whether a small value may travel inside of its reference.
-            hashed: whether files are named by what they hold. Without that the same value may be
-                written twice, but it is not read once more for its name.
+            hashed: whether files are named by hashes of their content, rather than by unique names.
+                Hashing takes time, and is of no use for a value that is surely new.
 
         Returns:
-            The reference to give to `get`, here or in another process.
+            The reference, for `get` in any process.
 
         Raises:
-            StructureError: if an array is not plain numbers.
-            SourceError: if the folder cannot be written.
+            StructureError: an array has no plain numbers.
+            SourceError: the folder can't be written.
         """
-        with transferring():
-            return self._put(arrays, hint, inline, hashed)
-
-    def hold(
-        self,
-        arrays: Sequence[np.ndarray],
-        hint: str = "",
-        *,
-        own: bool = False,
-        inline: bool = True,
-        hashed: bool = True,
-    ) -> Ref:
-        """Like `put`, but if all workers are threads of this process, large arrays stay in memory.
-
-        Args:
-            arrays, hint, inline, hashed: as for `put`.
-            own: whether only the store has the arrays from now on; others are copied first if
-                they could be changed.
-
-        Returns, raises:
-            As `put`.
-        """
-        memory = self._memory_store
-        nbytes = sum(array.nbytes for array in arrays)
-        if memory is None or nbytes <= INLINE_BYTES or not memory.has_room(nbytes):
-            return self.put(arrays, hint, inline=inline, hashed=hashed)
-        with transferring():
-            arrays = _plain(arrays, hint)
-            fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
-            name = file_name(unique_key(), hint)
-            memory.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
-        return ref_to_files(leaves_of(arrays), [(name, nbytes)])
-
-    def is_held(self, ref: Ref) -> bool:
-        """Whether a value is in the memory of this process, as `hold` may have it."""
-        memory = self._memory_store
-        return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
-
-    def release(self, refs: Iterable[Ref]) -> None:
-        """Removes held values that no later step reads."""
-        memory = self._memory_store
-        if memory is not None:
-            memory.release(name for ref in refs for name, _ in ref.files)
-
-    def _put(self, arrays: Sequence[Any], hint: str, inline: bool, hashed: bool) -> Ref:
         arrays = _plain(arrays, hint)
         leaves = leaves_of(arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
@@ -183,16 +142,57 @@ class Store:
             files.append((name, len(data)))
         return ref_to_files(leaves, files)
 
-    def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
-        """One array of parts that follow one another, without moving them.
+    def hold(
+        self,
+        arrays: Sequence[np.ndarray],
+        hint: str = "",
+        *,
+        own: bool = False,
+        inline: bool = True,
+        hashed: bool = True,
+    ) -> Ref:
+        """Like `put`, but large arrays stay in memory if all workers are threads of this process.
 
         Args:
-            refs: to values in files, of one array each.
-            shape: of the whole array.
-            dtype: of it, and of the parts.
+            arrays, hint, inline, hashed: see `put`.
+            own: whether the caller gives the arrays away. Otherwise they are copied, unless they
+                can't be changed.
+
+        Returns, raises:
+            See `put`.
+        """
+        memory = self._memory_store
+        nbytes = sum(array.nbytes for array in arrays)
+        if memory is None or nbytes <= INLINE_BYTES or not memory.has_room(nbytes):
+            return self.put(arrays, hint, inline=inline, hashed=hashed)
+        with transferring():
+            arrays = _plain(arrays, hint)
+            fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
+            name = file_name(unique_key(), hint)
+            memory.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
+        return ref_to_files(leaves_of(arrays), [(name, nbytes)])
+
+    def is_held(self, ref: Ref) -> bool:
+        """Whether `hold` has left a value in the memory of this process."""
+        memory = self._memory_store
+        return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
+
+    def release(self, refs: Iterable[Ref]) -> None:
+        """Removes values from memory that no later step reads."""
+        memory = self._memory_store
+        if memory is not None:
+            memory.release(name for ref in refs for name, _ in ref.files)
+
+    def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
+        """A reference to the concatenation of flat arrays, which uses their files.
+
+        Args:
+            refs: references to values in files, of one array each.
+            shape: the shape of the whole array.
+            dtype: the dtype of all arrays.
 
         Raises:
-            ArrayFormatError: if the parts do not make such an array.
+            ArrayFormatError: the parts have another dtype or another number of values.
         """
         leaves = [leaf for ref in refs for leaf in ref.leaves]
         found = sum(math.prod(part) for _, part in leaves)
@@ -204,27 +204,27 @@ class Store:
         files = [file for ref in refs for file in ref.files]
         return ref_to_files(((dtype_name(dtype), tuple(shape)),), files)
 
+    @transferring()
     def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value.
 
         Args:
-            ref: what `put` returned.
-            cache: keep the arrays for the next `get` of this process. A value is loaded once even
-                if several threads ask at once.
+            ref: a reference that `put`, `hold` or `joined` returned.
+            cache: whether to cache the arrays in this process. If several threads ask at the same
+                time, one of them loads the value.
 
         Returns:
             The arrays, read-only.
 
         Raises:
-            SourceError: if a file is missing or cannot be read.
-            ArrayFormatError: if a file is corrupted or holds something else.
+            SourceError: a file is missing or can't be read.
+            ArrayFormatError: a file is damaged or holds something else.
         """
-        with transferring():
-            if ref.inline:
-                return wire.decode_arrays(ref.inline)[0]
-            if not cache or self.is_held(ref):
-                return self._load(ref)
-            return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
+        if ref.inline:
+            return wire.decode_arrays(ref.inline)[0]
+        if not cache or self.is_held(ref):
+            return self._load(ref)
+        return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
     def array(self, ref: Ref, *, cache: bool = True) -> np.ndarray:
         """Reads a value of one array; see `get`."""
@@ -232,10 +232,12 @@ class Store:
         return array
 
     def sweep(self, live: Container[str]) -> None:
-        """Removes all files but those of these names, while nothing else uses the store.
+        """Removes all values except those in files of these names.
+
+        Only the launcher calls this, between passes, when no worker writes to the store.
 
         Raises:
-            SourceError: if they cannot be removed.
+            SourceError: a file can't be removed.
         """
         memory = self._memory_store
         if memory is not None:
@@ -250,7 +252,7 @@ class Store:
         """Removes the files of the store, and the folder if nothing else is in it.
 
         Raises:
-            SourceError: if they cannot be removed.
+            SourceError: a file can't be removed.
         """
         try:
             file_io.remove(self.root, _SUFFIXES)
@@ -258,10 +260,10 @@ class Store:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 
     def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
-        """Writes a file of any content; `keep` leaves one of this name and size as it is.
+        """Writes a file. With `keep`, an existing file of this name and size is left as it is.
 
         Raises:
-            SourceError: if the folder cannot be written.
+            SourceError: the folder can't be written.
         """
         try:
             file_io.write(file_io.join(self.root, name), data, keep=keep, make=self.persistent)
@@ -316,17 +318,17 @@ _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)
 
 
 def set_cache_bytes(limit: int) -> None:
-    """Sets how many bytes of values this process keeps (1 GiB at first); 0 keeps only the last."""
+    """Sets how many bytes of values this process caches (1 GiB by default); 0 keeps the last one."""
     _CACHE.limit = limit
 
 
 def open_cache(store: Store) -> None:
-    """Starts to record which cached values of this process a run with this store uses."""
+    """Starts to record which cached values of this process the run with this store uses."""
     _CACHE.open(store.root)
 
 
 def close_cache(store: Store) -> None:
-    """Removes the cached values of this process that only this run has used."""
+    """Removes the cached values of this process that no other run uses."""
     _CACHE.close(store.root)
 
 
@@ -346,14 +348,15 @@ def _flat_and_fixed(array: np.ndarray) -> np.ndarray:
 
 
 class MemoryStore:
-    """What a store keeps in the memory of this process, by name; thread-safe.
+    """The values that a store keeps in the memory of this process, by name. Thread-safe.
 
     Args:
-      limit: of the bytes of arrays; further ones are in files.
+      limit: the number of bytes of arrays that it holds. Further values are written to files.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
+        # Protects `_nbytes`. Single operations of dicts are atomic.
         self._lock = threading.Lock()
         self._arrays: dict[str, list[np.ndarray]] = {}
         self._sums: dict[str, Any] = {}
@@ -374,8 +377,7 @@ class MemoryStore:
         return self._arrays.get(name)
 
     def hand_over(self, name: str, accumulator: Any) -> None:
-        """Stores an accumulator for the worker that takes it; the caller must not use it
-        afterwards."""
+        """Stores an accumulator until `take`. The caller must not use it afterwards."""
         self._sums[name] = accumulator
 
     def take(self, name: str) -> Any:
@@ -398,7 +400,7 @@ _memory_stores: dict[str, MemoryStore] = {}
 
 
 def open_memory_store(root: str, limit: int) -> None:
-    """Lets the store in a folder keep sums, and arrays of up to so many bytes, in memory."""
+    """Lets the store in a folder keep accumulators, and arrays up to a limit, in memory."""
     _memory_stores[root] = MemoryStore(limit)
 
 
@@ -421,11 +423,11 @@ def is_fixed(array: np.ndarray) -> bool:
 
 
 CHUNK_OVERHEAD = 256
-"""Bytes of a chunk in its file besides its values, at most: header and alignment."""
+"""Upper bound of the bytes of a chunk in its file besides its values: header and alignment."""
 
 
 def pack(arrays: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]:
-    """Cuts arrays to flat chunks and gathers these to lists that fit a file of `limit` bytes."""
+    """Cuts arrays into flat chunks, and yields lists of them for files of at most `limit` bytes."""
     chunks: list[np.ndarray] = []
     used = CHUNK_OVERHEAD
     for array in arrays:
@@ -446,7 +448,7 @@ def pack(arrays: Sequence[np.ndarray], limit: int) -> Iterator[list[np.ndarray]]
 def assemble(
     dtype: np.dtype, shape: tuple[int, ...], chunks: Iterator[np.ndarray], where: str
 ) -> np.ndarray:
-    """One array from the flat chunks that come next; without a copy if there is only one."""
+    """Makes one array from the next flat chunks, without a copy if it has only one."""
     size = math.prod(shape) if dtype.itemsize else 0
     whole, found = None, 0
     while found < size:

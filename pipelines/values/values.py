@@ -1,4 +1,4 @@
-"""Values between the pipelines of a run, as the launching process holds them."""
+"""Values between the passes of a run, as the launching process holds them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServerValue:
     """A server value: in the memory of this process, in the store, or both.
 
     Args:
-      store: where it goes once a worker needs it.
+      store: the store to which it is written when a worker needs it.
       array: the raw array, or None.
-      ref: to it in the store, or None.
+      ref: the reference to it in the store, or None.
     """
 
     def __init__(self, store: Store, array: np.ndarray | None = None, ref: Ref | None = None):
@@ -36,14 +36,14 @@ class ServerValue:
         self._ref = ref
 
     def array(self) -> np.ndarray:
-        """The raw array, loaded if it is only in the store."""
+        """The raw array, loaded from the store if it is only there."""
         if self._array is not None:
             return self._array
         assert self._ref is not None
         return self._store.array(self._ref)
 
     def ref(self, hint: str) -> Ref:
-        """A reference for workers; the value is written if it was not yet."""
+        """A reference for workers. The first call writes the value to the store."""
         if self._ref is None:
             assert self._array is not None
             self._ref = self._store.hold([self._array], hint)
@@ -55,18 +55,18 @@ class ServerValue:
 
     @property
     def files(self) -> frozenset[str]:
-        """Names of the files of the store that hold it."""
+        """The names of the files of the store that hold it."""
         return frozenset(name for name, _ in self._ref.files) if self._ref else frozenset()
 
 
 @dataclass(frozen=True)
 class PlacedValue:
-    """A placed value, read on the workers; never in the memory of this process.
+    """A placed value. Workers read it; it is not in the memory of this process.
 
     Attributes:
-      spec: of the source that has it.
-      leaf: its number there.
-      files: names of the files of the store that hold it.
+      spec: the spec of its source.
+      leaf: the index of its leaf in the source.
+      files: the names of the files of the store that hold it.
       entries: the values that it stacks, if it is a stack.
     """
 
@@ -83,7 +83,7 @@ class PlacedValue:
         return PlacedValue(spec, self.leaf, self.files)
 
     def whole(self) -> np.ndarray:
-        """All members, along axis 0."""
+        """Loads all members, along axis 0."""
         source = open_spec(self.spec)
         return source.read(0, len(source))[self.leaf]
 
@@ -92,19 +92,19 @@ Value: TypeAlias = ServerValue | PlacedValue
 
 
 def leaf_spec(value: ValueType) -> LeafSpec:
-    """A placed value's type as that of a leaf of a source."""
+    """The type of a placed value as a leaf of a source."""
     return LeafSpec(value.shape, np.dtype(value.dtype))
 
 
 def placed(spec: dict[str, Any], leaf: int) -> PlacedValue:
-    """A leaf of a source of this spec."""
+    """The placed value that is a leaf of the source with this spec."""
     kept = spec["kind"] == MembersSource.kind
     held = frozenset(MembersSource.from_spec(spec).files) if kept else frozenset()
     return PlacedValue(spec, leaf, held)
 
 
 def members(source: MembersSource) -> PlacedValue:
-    """The placed value that a source has in files of the store."""
+    """The placed value of a source over files of the store."""
     return PlacedValue(source.to_spec(), 0, frozenset(source.files))
 
 
@@ -115,11 +115,13 @@ def scattered(value: ServerValue, hint: str, axis: int, store: Store) -> PlacedV
 
 
 def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Value:
-    """Values of the rounds of a loop, one after the other.
+    """Stacks the values of the rounds of a loop.
 
     Args:
-      name: of the result in the plan.
-      entries: server values, or placed ones; as many as the result says.
+      name: the name of the result in the plan.
+      entries: the values, which are all server values or all placed values.
+      plan: the plan, with the type of the result.
+      store: the store of the run.
     """
     value = plan.values[name]
     if value.placement is None:
@@ -131,7 +133,7 @@ def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Va
 
 
 def stack_of(value: ValueType, entries: Sequence[PlacedValue], n: int, store: Store) -> PlacedValue:
-    """Placed values as one of this type, along the first axis of each of n members."""
+    """Stacks placed values along the first axis of each of n members."""
     file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in entries])
     source = StackedSource(files.join(store.root, file), leaf_spec(value), n)
     held = frozenset({file}).union(*(entry.files for entry in entries))

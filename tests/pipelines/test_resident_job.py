@@ -60,7 +60,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 
 
 def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(job, "KEEP_WORKERS", (object,))
+    monkeypatch.setattr(job, "NEVER_REPLACE_WORKERS", (object,))
     monkeypatch.setattr(job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait())
     with job.resident_job(SimpleNamespace(runner=object(), shared=True), str(tmp_path)) as found:
         found.start()
