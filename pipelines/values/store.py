@@ -318,7 +318,7 @@ _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)
 
 
 def set_cache_bytes(limit: int) -> None:
-    """Sets how many bytes of values this process caches (1 GiB by default); 0 keeps the last one."""
+    """Sets how many bytes of values this process caches, 1 GiB by default; 0 keeps the last."""
     _CACHE.limit = limit
 
 

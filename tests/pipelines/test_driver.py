@@ -31,13 +31,13 @@ def total(w, x):
 def passes(monkeypatch):
     """The passes that workers run, by the names of their steps, and the files before each."""
     found = []
-    there = Driver._there
+    there = Driver._run_on_workers
 
     def spy(self, program, step, *args):
         found.append((step.name, len(files.names(self.store.root))))
         return there(self, program, step, *args)
 
-    monkeypatch.setattr(Driver, "_there", spy)
+    monkeypatch.setattr(Driver, "_run_on_workers", spy)
     return found
 
 
