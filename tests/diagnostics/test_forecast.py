@@ -22,7 +22,7 @@ from beamjax.diagnostics.fact_types import StepSeconds
 from beamjax.diagnostics.forecast import Gain, in_bundles, prediction, speed_up
 from beamjax.options import Options, parse_options
 from beamjax.options.choices import Vectorization
-from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.values import store
 from beamjax.plan.cost import ELSEWHERE, RUNNERS, Cost, Rates, runner_overhead
 from beamjax.telemetry.meters import Meter
 
@@ -343,8 +343,8 @@ def test_a_cpu_gets_the_arrays_and_an_accelerator_copies(monkeypatch):
     assert [(type(x), x.dtype) for x in found] == [(np.ndarray, "float32"), (np.ndarray, "int32")]
 
 
-@pytest.mark.parametrize("name", ["_put", "_load"])
-def test_values_in_the_store_are_transfers(name, monkeypatch):
+@pytest.mark.parametrize(("where", "name"), [(store, "_plain"), (store.Store, "_load")])
+def test_values_in_the_store_are_transfers(where, name, monkeypatch):
     @bj.program(clients=20)
     def total(w, x):
         y = bj.map_fn(lambda v: jnp.tanh(v @ w), x)
@@ -352,8 +352,8 @@ def test_values_in_the_store_are_transfers(name, monkeypatch):
 
     w, x = np.ones((3, 20_000), np.float32), np.ones((20, 3), np.float32)  # Too big for elements.
     bj.run(total, w, x, options={"shard_size": 8})
-    real = getattr(Store, name)
-    monkeypatch.setattr(Store, name, lambda *args: [time.sleep(0.3), real(*args)][1])
+    real = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args: [time.sleep(0.3), real(*args)][1])
     with bj.launch(total, w * 2, x, options={"shard_size": 8}) as job:
         job.result()
         progress = job.progress()
