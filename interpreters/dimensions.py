@@ -18,6 +18,7 @@ from beamjax import _compat
 from beamjax.interpreters.program import Atom, Eqn, Var
 
 SIZE = jax.core.ShapedArray((), np.dtype("int32"))
+"""The type of an unknown number of members as a server value."""
 
 
 def is_unknown(dim: Any) -> bool:
@@ -34,7 +35,7 @@ def known_size(shape: Iterable[Any]) -> int:
 def members_of_streams() -> Any:
     """The dimension that stands for the number of members of sources of unknown length.
 
-    All such sources share it. If sources of one call have different lengths, this is found when
+    All such sources share it. That the sources of one call have the same length is checked once
     they have been read.
     """
     (n,) = jax.export.symbolic_shape("n")
@@ -67,6 +68,7 @@ def size_function(
 
     def evaluate(*values: jax.Array) -> jax.Array:
         wide = [value.astype(dtype) for value in values]
+        # JAX evaluates dimensions with mixed dtypes, which the user may have forbidden.
         with jax.numpy_dtype_promotion("standard"):
             found = _compat.evaluate_dim(dim, dict(zip(names, wide, strict=True)))
         return jax.lax.convert_element_type(found, dtype)
@@ -75,7 +77,7 @@ def size_function(
 
 
 def share_sizes(eqn: Eqn, number: Callable[[Any, Any, str], Atom]) -> None:
-    """Passes the unknown sizes that the body of a map reads to it as server values.
+    """Makes server operands of the unknown sizes that the body of a map reads.
 
     Args:
       eqn: the map; it is changed in place.

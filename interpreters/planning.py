@@ -12,19 +12,19 @@ from typing import Any
 import jax
 
 from beamjax.bodies.python_bodies import settings
-from beamjax.interpreters.cutting import cut as _split
-from beamjax.interpreters.cutting import settle_sizes as _unknown
+from beamjax.interpreters.cutting.cut import split
 from beamjax.interpreters.cutting.remat import Decisions
+from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
-from beamjax.interpreters.lowering import lower as _lower
 from beamjax.interpreters.lowering.dropped_members import guard_of
+from beamjax.interpreters.lowering.lower import lower
 from beamjax.interpreters.lowering.shard_size import why_not_cut
-from beamjax.interpreters.placement import propagate as _place
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.staging import flatten as _flatten
-from beamjax.interpreters.staging import stage as _stage
+from beamjax.interpreters.placement.propagate import place
+from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
-from beamjax.interpreters.staging.stage import Argument, FlatCall
+from beamjax.interpreters.staging.flatten import flatten
+from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
 from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
 from beamjax.interpreters.tuning.buckets import (
     bucket_notes,
@@ -51,8 +51,8 @@ class Planned:
       notes: remarks for the user, which `explain` shows.
     """
 
-    staged: _stage.Staged
-    flat: _flatten.FlatProgram
+    staged: Staged
+    flat: FlatProgram
     placed: PlacedProgram
     stages: list[Stage]
     plan: Plan
@@ -76,6 +76,7 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     full_key = (
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
+    # A plan from types alone has a key of its own: a call with arguments may still time its bodies.
     pending_key = (*full_key, PENDING)
     found = _plans.get(call.fn, full_key)
     if found is None and any(map(_is_abstract, call.arguments)):
@@ -96,7 +97,7 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
 
 
 def _with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
-    """The same for these arguments, whose files may have other numbers of members."""
+    """Sets where the files of these arguments start, which differs between calls of a plan."""
     plan = planned.plan
     if not plan.file_starts:
         return planned
@@ -112,12 +113,12 @@ def _with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planne
 def _chosen(
     planned: Planned, arguments: Sequence[Argument], options: Options, special: str
 ) -> Planned:
-    """The same with the plan to run: saved or probed choices replace those of the rules."""
+    """Replaces the plan by the one to run, with saved or probed choices if there are any."""
 
     def relower(sizes: Mapping[str, int], vectorizations: Mapping[str, Vectorization]) -> Plan:
         placed, stages, name = planned.placed, planned.stages, planned.staged.name
         paths = _paths(arguments, placed)
-        return _lower.lower(placed, stages, paths, name, options, sizes, vectorizations)
+        return lower(placed, stages, paths, name, options, sizes, vectorizations)
 
     abstract = any(map(_is_abstract, arguments))
     made_from = planned.placed, planned.stages
@@ -130,7 +131,7 @@ def _is_abstract(argument: Argument) -> bool:
 
 
 def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bool) -> Planned:
-    """The same with bodies for each bucket of lengths, if that is possible."""
+    """Adds bodies for each bucket of lengths to the plan, if that is possible."""
     vectorizations = planned.plan.choices.passes if options.plan is not None else None
 
     def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
@@ -147,7 +148,7 @@ def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bo
 def _with_padding_checks(
     planned: Planned, call: FlatCall, options: Options, unroll: bool
 ) -> Planned:
-    """The same with bodies that check whether bodies read the padding of members."""
+    """Adds checks to the plan whether its bodies read the padding of members."""
 
     def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
         return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
@@ -173,17 +174,18 @@ def make_plan(
       shard_sizes: members per shard of each placement; by default chosen by rules.
       vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
     """
-    staged = _stage.stage(call)
-    flat = _flatten.flatten(staged.closed, unroll)
-    if guard_of(options) is None:  # Members that are dropped are found by their own values.
+    staged = stage(call)
+    flat = flatten(staged.closed, unroll)
+    # A guard finds members to drop by their own results, which contractions do not compute.
+    if guard_of(options) is None:
         flat = contract_sums(flat)
     placed = placed_program(staged, flat, call.arguments, options)
     saved = options.plan.rematerialized if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
-    stages = _split.split(placed, decisions)
-    _unknown.settle_sizes(placed, stages)
+    stages = split(placed, decisions)
+    settle_sizes(placed, stages)
     paths = _paths(call.arguments, placed)
-    plan = _lower.lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
+    plan = lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, rematerialized=tuple(decisions.made))
     plan = replace(plan, choices=choices)
     notes = [
@@ -195,13 +197,14 @@ def make_plan(
 
 
 def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:
+    """The name of each input of a placed program, for messages."""
     paths = [argument.path for argument in arguments]
     return paths + [f"constant {i}" for i in range(len(placed.flat.constants))]
 
 
 def placed_program(
-    staged: _stage.Staged,
-    flat: _flatten.FlatProgram,
+    staged: Staged,
+    flat: FlatProgram,
     arguments: Sequence[Argument],
     options: Options,
 ) -> PlacedProgram:
@@ -212,7 +215,7 @@ def placed_program(
         if argument.comes_by_shards
     }
     guarded = guard_of(options) is not None
-    program = _place.place(flat, known, staged.placements, guarded, options.shard_size)
+    program = place(flat, known, staged.placements, guarded, options.shard_size)
     if options.cuts_at_files and not any(map(_is_abstract, arguments)):
         for var, argument in zip(flat.arguments, arguments, strict=True):
             along, rows = program.place(var), argument.file_rows

@@ -108,8 +108,9 @@ class FlatProgram(FlatBlock):
 
     Attributes:
       constants: the values of the last inputs.
-      views: variables whose members are groups of rows of an input, with that input.
-      mapped: values that a map returns unchanged, with the name and the size of the placement.
+      views: for each variable whose members are groups of rows of an input, that input; see
+        `placement.views`.
+      mapped: for each value that a map returns unchanged, the name and the size of its placement.
       unrolled: whether loops and branches around placed operators were inlined.
       sizes: for each symbol that stands for an unknown number of members, an int32 variable, which
         no equation defines.
@@ -127,21 +128,19 @@ class FlatProgram(FlatBlock):
 
     def copied(self) -> Self:
         return replace(
-            FlatBlock.copied(self),
+            super().copied(),
             constants=[*self.constants],
             views=dict(self.views),
             mapped=dict(self.mapped),
             sizes=dict(self.sizes),
         )
 
-    __str__ = FlatBlock.__str__
-
 
 @dataclass(eq=False, repr=False, slots=True)
 class LoopEqn(Eqn):
     """A scan or a while around placed operators.
 
-    The inputs are the initial carried values, then the stacked values of which each round reads one
+    The inputs are the initial carried values, then stacked values, of which each round reads one
     entry. The outputs are the final carried values, then the stacked results.
 
     Attributes:
@@ -203,6 +202,7 @@ class BranchEqn(Eqn):
 
 
 def _copied(eqn: Eqn) -> Eqn:
+    # The structure of a `MemberEqn` is not copied: placement makes it, after the last copy.
     eqn = replace(eqn, inputs=[*eqn.inputs], outputs=[*eqn.outputs])
     match eqn:
         case LoopEqn(block=block, condition=condition):

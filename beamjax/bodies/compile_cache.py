@@ -1,4 +1,4 @@
-"""JAX's cache of executables on disk, in which a process finds what another one has compiled."""
+"""Turns on JAX's cache of executables on disk, which processes share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _lock = threading.Lock()
 
 
 def use_compile_cache(folder: str) -> None:
-    """Lets JAX use a folder as its cache of executables in this process, from now on.
+    """Makes JAX use a folder as its cache of executables in this process, from now on.
 
     Args:
-      folder: absolute path, or a URL that JAX knows.
+      folder: absolute path, or a URL that JAX supports.
     """
     settings: dict[str, Any] = {
         "jax_compilation_cache_dir": folder,
-        # Executables that compile in less than a second count too, as there may be many processes.
+        # By default, JAX does not store executables that compile in less than a second. Here, many
+        # processes may need them.
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_enable_compilation_cache": True,
     }
@@ -30,5 +31,5 @@ def use_compile_cache(folder: str) -> None:
             return
         for name, value in settings.items():
             jax.config.update(name, value)
-        # JAX reads the settings of its cache once, at its first compilation.
+        # JAX reads these settings only once, at its first compilation.
         compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""Seconds that JAX spends on making executables, apart from those in which it computes."""
+"""Measures the seconds in which JAX traces, lowers and compiles instead of computing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jax
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+_REQUESTED = "/jax/compilation_cache/compile_requests_use_cache"
 _FOUND = "/jax/compilation_cache/cache_hits"
 _EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 
 
 class CompileClock:
-    """The compilations of one thread.
+    """Counts the compilations of one thread.
 
     Attributes:
       seconds: seconds of tracing, lowering and compiling.
-      executables: the number of executables that were compiled, or found in a cache on disk.
-      cache_hits: the executables that were found in the cache.
-      cache_misses: the executables that the cache lacked, and that were compiled.
-      since: the start of the compilation under way, by `time.monotonic`; None without one.
+      executables: number of executables that were compiled, or found in the cache on disk.
+      cache_hits: number of executables that were found in the cache.
+      cache_misses: number of executables that were not, and so were compiled.
+      since: start of the current compilation, by `time.monotonic`; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class CompileClock:
         self.since: float | None = None
 
     def now(self) -> float:
-        """`seconds`, with those of what is being compiled; for any thread to ask."""
+        """`seconds`, with those of the current compilation so far; any thread may call this."""
         since = self.since
         return self.seconds + (0.0 if since is None else time.monotonic() - since)
 
@@ -54,12 +54,14 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
         clock = _local.clock
         clock.seconds += duration_secs
         clock.executables += event == _COMPILED
-        # JAX reports compiling at its end only, but it compiles at once what it has lowered.
+        # JAX reports the end of a compilation, but not its start. It compiles right after lowering.
         clock.since = time.monotonic() if event == _LOWERED else None
 
 
 def _count(event: str, **_: Any) -> None:
-    if event == _ASKED:  # JAX reports a miss only where it writes what it has compiled
+    # JAX reports a miss only if it then writes to the cache. So a request counts as a miss, and a
+    # hit takes that back.
+    if event == _REQUESTED:
         _local.clock.cache_misses += 1
     elif event == _FOUND:
         _local.clock.cache_misses -= 1
@@ -67,7 +69,7 @@ def _count(event: str, **_: Any) -> None:
 
 
 def compile_clock() -> CompileClock:
-    """The clock of this thread, which runs from the first call of this in the process."""
+    """The clock of this thread. It counts from the first call of this function in the process."""
     global _listening
     if not _listening:
         with _lock:
@@ -79,9 +81,9 @@ def compile_clock() -> CompileClock:
 
 
 def compile_seconds() -> float:
-    """Seconds that this thread has traced, lowered and compiled since the first call of this.
+    """Seconds in which this thread has traced, lowered and compiled; see `compile_clock`.
 
-    Only differences mean anything. Nested traces count twice, so a difference may exceed the
+    Only differences have a meaning. Nested traces count twice, so a difference may exceed the
     elapsed time.
     """
     return compile_clock().seconds

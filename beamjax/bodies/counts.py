@@ -1,4 +1,4 @@
-"""Counters that each thread has of its own work, which meters read."""
+"""Counters of each thread's work, which meters read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 
 
 class Counts(threading.local):
-    """The counters of one thread. Only differences mean anything.
+    """The counters of one thread. Only differences have a meaning.
 
     Attributes:
-      bodies_loaded: bodies of steps that were read from their bytes.
-      bodies_reused: those that the process had.
+      bodies_loaded: bodies of steps that were deserialized.
+      bodies_reused: bodies that were loaded before in this process.
       broadcasts: server values that were put on a device.
-      shards_cached: shards that were found in the cache of partials, and not computed.
+      shards_cached: shards whose partials were found in the cache, and not computed.
     """
 
     bodies_loaded = 0

@@ -1,7 +1,7 @@
-"""Bodies of steps: a JAX function to StableHLO bytes, and back to a callable in any process.
+"""Exports bodies of steps to StableHLO bytes, and loads them as callables in any process.
 
-Only plain arrays cross the border of a body: typed PRNG keys go in and out as their key data, and
-are wrapped inside.
+A body takes and returns only plain arrays. Typed PRNG keys are passed as their key data, and
+wrapped inside.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from beamjax.plan.steps import Body, Plan, Server, ValueType
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
-    """The type, as raw data, of a value that JAX describes by `aval`.
+    """The type of a value as raw data.
 
     Args:
-      aval: of the whole value.
-      placement: where it is, if it is placed.
+      aval: the type of the whole value in JAX.
+      placement: its placement, if it is placed.
       axis: its member axis, which is left out of the shape.
     """
     shape, dtype, impl = tuple(aval.shape), aval.dtype, None
@@ -49,7 +49,7 @@ def value_type(aval: Any, placement: str | None = None, axis: int | None = None)
 
 @functools.cache
 def key_impl(dtype: Any) -> str:
-    """What `jax.random.wrap_key_data(..., impl=)` needs to make keys of this dtype."""
+    """The argument `impl` with which `jax.random.wrap_key_data` makes keys of this dtype."""
     found = []
     jax.eval_shape(
         lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype)
@@ -58,23 +58,23 @@ def key_impl(dtype: Any) -> str:
 
 
 def unwrap(x: Any) -> Any:
-    """Key data of typed keys; anything else as it is."""
+    """The data of typed keys; any other array unchanged."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def raw_array(value: Any) -> np.ndarray:
-    """An array or a scalar as a NumPy array: key data for typed keys, bools for float0."""
+    """An array or a scalar as a NumPy array, with the data of typed keys, and bools for float0."""
     array = np.asarray(unwrap(value) if isinstance(value, jax.Array) else value)
     return np.zeros(array.shape, np.bool_) if array.dtype == jax.dtypes.float0 else array
 
 
 def wrap(x: Any, impl: str | None) -> Any:
-    """Typed keys from their data where `impl` says so; anything else as it is."""
+    """Typed keys from their data if `impl` is not None; otherwise the array unchanged."""
     return jax.random.wrap_key_data(x, impl=impl) if impl else x
 
 
 class NotExportedError(StagingError):
-    """JAX traces a step, but can't export it."""
+    """JAX can trace a step, but not export it."""
 
 
 def export_body(
@@ -84,21 +84,21 @@ def export_body(
     platforms: Sequence[str],
     lines: Sequence[str] = (),
 ) -> tuple[str, Body]:
-    """Compiles a function of plain arrays to StableHLO.
+    """Exports a function of plain arrays to StableHLO.
 
     Args:
-      name: for messages.
+      name: name of the body, for messages.
       function: takes and returns flat sequences of plain arrays.
-      arguments: their shapes and dtypes.
-      platforms: "cpu", "cuda" or "tpu"; an artefact is made for each, because the bits of an
-        artefact for several platforms differ from those of one for a single platform.
+      arguments: shapes and dtypes of its arguments.
+      platforms: "cpu", "cuda" or "tpu". There is an artefact for each, because an artefact for
+        several platforms gives other bits.
       lines: the user's lines that the body holds, for messages.
 
     Returns:
       The content hash and the body.
 
     Raises:
-      NotExportedError: JAX traces the function, but can't export it.
+      NotExportedError: JAX can trace the function, but not export it.
       StagingError: JAX can't trace it.
     """
     artefacts = {}
@@ -138,7 +138,7 @@ def _exported(
 ) -> tuple[export.Exported, set[str]]:
     """The exported function, and the custom calls in it that other versions of JAX may lack.
 
-    `jax.export` refuses those unless each is named, so they are looked up in what it refuses.
+    `jax.export` refuses them unless each is named, so they are found in the message of its error.
     """
     make = functools.partial(export.export, compiled, platforms=[platform])
     try:
@@ -148,6 +148,7 @@ def _exported(
         lowered = traced.lower(lowering_platforms=(platform,))
         calls = set(_CUSTOM_CALL.findall(lowered.as_text()))
         unstable = {target for target in calls if target in str(error)}
+        # The error may have another reason. Targets of a user's own calls are the user's to allow.
         if not unstable or unstable & _user_targets(traced.jaxpr.jaxpr):
             raise
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in unstable]
@@ -158,17 +159,17 @@ _CUSTOM_CALL = re.compile(r'stablehlo\.custom_call @"?([\w.$]+)')
 
 
 def _user_targets(jaxpr: Any) -> set[str]:
-    """The targets of `jax.ffi.ffi_call`, which a process has once it imported the user's module."""
+    """The targets of `jax.ffi.ffi_call`, which exist only where the user's module is imported."""
     calls = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "ffi_call")
     return {eqn.params["target_name"] for eqn in calls}
 
 
-# Types that `jax.export` can't write, and those that stand for them at the border of a body.
 WIDER = {"int2": np.dtype("int8"), "uint2": np.dtype("uint8")}
+"""Types that `jax.export` does not support, and the types that a body takes and returns instead."""
 
 
 def _wider(x: Any) -> Any:
-    """A value, or the description of one, in a type that can be exported."""
+    """An array, or the type of one, in a dtype that can be exported."""
     dtype = WIDER.get(x.dtype.name)
     if dtype is None:
         return x
@@ -178,6 +179,8 @@ def _wider(x: Any) -> Any:
 def _widened(
     function: Callable[..., Sequence[Any]], arguments: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[..., Sequence[Any]]:
+    """The function with arguments and results in dtypes that can be exported."""
+
     def widened(*args: Any) -> list[Any]:
         narrow = [x.astype(spec.dtype) for x, spec in zip(args, arguments, strict=True)]
         return list(map(_wider, function(*narrow)))
@@ -186,6 +189,8 @@ def _widened(
 
 
 def _narrowed(function: Callable[..., Any], dtypes: Sequence[str]) -> Callable[..., list[Any]]:
+    """Undoes `_widened`, for results of these dtypes."""
+
     def narrowed(*args: Any) -> list[Any]:
         outs = function(*map(_wider, args))
         return [x.astype(dtype) for x, dtype in zip(outs, dtypes, strict=True)]
@@ -194,6 +199,7 @@ def _narrowed(function: Callable[..., Any], dtypes: Sequence[str]) -> Callable[.
 
 
 MAX_LOADED = 256
+"""Largest number of loaded bodies, to bound the memory of a worker; the oldest are dropped."""
 _loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _loading = threading.Lock()
 
@@ -204,15 +210,15 @@ def load_body(
     """The compiled function of a body, shared by all threads of this process.
 
     Args:
-      key: of the body in its plan.
-      body: with an artefact for the default platform of this process, or run as Python.
-      members: how many a body that runs as Python is called with; the others have fixed shapes.
-      device: with those beside which a body computes that holds a mesh; None for JAX's own. For any
-        other body, the caller chooses the device.
+      key: key of the body in its plan.
+      body: the body.
+      members: number of members for a body that runs as Python; other bodies have fixed shapes.
+      device: a body that holds a mesh computes on the devices of the client of this device; None
+        for those of JAX. For any other body, the caller sets the device.
 
     Raises:
-      WorkerError: there is no artefact for that platform, or JAX is too old or too new to read it,
-        or a body that runs as Python can't be rebuilt here.
+      WorkerError: there is no artefact for the default platform of this process, or this version of
+        JAX can't read it, or a body that runs as Python can't be rebuilt here.
     """
     platform = default_platform()
     if platform == "cpu":
@@ -233,12 +239,12 @@ def load_body(
                 )
             try:
                 exported = export.deserialize(bytearray(body.artefacts[platform]))
-            except Exception as error:  # of many kinds: FlatBuffers checks little
+            except Exception as error:  # Of many types, since FlatBuffers checks little.
                 raise WorkerError(
                     f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
                     "use the same version of jax on the workers as where the program is launched"
                 ) from error
-            if len(_loaded) >= MAX_LOADED:  # the oldest is removed, to bound the memory of a worker
+            if len(_loaded) >= MAX_LOADED:
                 _loaded.pop(next(iter(_loaded)))
             call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
             several = body.devices > 1
@@ -252,7 +258,8 @@ _on_several = threading.Lock()
 def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[..., Any]:
     """The compiled function of a body that holds a mesh: each device has all operands and results.
 
-    One thread at a time computes: devices of two computations could wait for each other forever.
+    Only one thread computes at a time. Otherwise, collectives of two computations could wait for
+    each other forever.
     """
     found = jax.local_devices() if device is None else device.client.local_devices()
     if len(found) < body.devices:
@@ -266,7 +273,7 @@ def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[...,
     compiled = jax.jit(call, in_shardings=each, out_shardings=each)
 
     def in_turn(*args: Any) -> Any:
-        # A mesh that the user has set is none of the body's.
+        # The user may have set another mesh in this thread.
         with _on_several, jax.set_mesh(mesh):
             return jax.block_until_ready(compiled(*args))
 
@@ -279,10 +286,10 @@ def run_server(
     """Runs a `Server` step.
 
     Args:
-      plan: with the body of the step.
-      step: what to run.
+      plan: the plan, which has the body of the step.
+      step: the step.
       known: server values, by name.
-      device: to compute on; None for JAX's default.
+      device: the device to compute on; None for JAX's default.
 
     Returns:
       The outputs of the step, by name.
@@ -302,7 +309,7 @@ def run_server(
 
 
 def default_platform() -> str:
-    """The platform of this process, by the name that `jax.export` gives it."""
+    """The default platform of this process, by its name in `jax.export`."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
@@ -315,14 +322,14 @@ def on_device(device: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which 64-bit types are enabled as they were when a program was staged."""
+    """A context in which 64-bit types are enabled or disabled, as when a program was staged."""
     if _compat.config.jax_enable_x64 == enabled:
         return contextlib.nullcontext()
     return jax.enable_x64(enabled)
 
 
 def with_weak_type(x: Any, weak: bool, x64: bool) -> Any:
-    """The array, weakly typed if `weak`: what is computed from it has other types then."""
+    """The array, weakly typed if `weak`, which changes the types of what is computed from it."""
     if not weak or x.weak_type:
         return x
     with with_x64(x64):
@@ -331,6 +338,6 @@ def with_weak_type(x: Any, weak: bool, x64: bool) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _weakly_typed(shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
-    """The identity, compiled to give weakly typed arrays; there is no public function for it."""
+    """A compiled identity that returns weakly typed arrays; JAX has no public function for it."""
     weak = jax.ShapeDtypeStruct(shape, dtype, weak_type=True)
     return jax.jit(lambda x: x).lower(weak).compile()

@@ -1,4 +1,4 @@
-"""What is asked of jaxprs, and of the jaxprs that their equations hold at any depth."""
+"""Functions of jaxprs and of the jaxprs that their equations hold, at any depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 
 def jaxprs(closed: Any) -> Iterator[Any]:
-    """A jaxpr, closed or open, and all that its equations hold; each of them open."""
+    """A jaxpr, closed or open, and all jaxprs that its equations hold; all of them as open ones."""
     jaxpr = getattr(closed, "jaxpr", closed)
     yield jaxpr
     for eqn in jaxpr.eqns:
@@ -25,7 +25,7 @@ def jaxprs_inside(eqn: Any) -> Iterator[Any]:
 
 
 def equations(closed: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, and of those that these hold."""
+    """All equations of a jaxpr and of the jaxprs in it."""
     return (eqn for jaxpr in jaxprs(closed) for eqn in jaxpr.eqns)
 
 
@@ -40,7 +40,7 @@ def changed_params(params: Mapping[str, Any], change: Callable[[Any], Any]) -> d
     def changed(value: Any) -> Any:
         if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
             return change(value)
-        if hasattr(value, "_make"):  # as the jaxprs of `custom_linear_solve`
+        if hasattr(value, "_make"):  # A named tuple, as `custom_linear_solve` has.
             return value._make(map(changed, value))
         return type(value)(map(changed, value)) if type(value) in (tuple, list) else value
 
@@ -54,14 +54,14 @@ def evaluate(
     apply: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any],
 ) -> list[Any]:
-    """Evaluates a jaxpr on whatever stands for its values: arrays, atoms of a program, or facts.
+    """Evaluates a jaxpr on abstract or concrete values, such as arrays, atoms or booleans.
 
     Args:
       closed: the jaxpr, closed or open.
-      constants: what stands for its constants.
-      arguments: what stands for its inputs.
-      apply: returns the results of an equation on its operands.
-      literal: returns what stands for a literal.
+      constants: the values of its constants.
+      arguments: the values of its inputs.
+      apply: takes an equation and the values of its operands to the values of its results.
+      literal: returns the value of a literal.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     env = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -94,11 +94,11 @@ _LIBRARY_CALLS = frozenset(
 def working_bytes(closed: Any) -> int:
     """Bytes that a compiled function needs besides its arguments, results included.
 
-    XLA reports its memory only after compiling, and without the memory of its libraries. Values of
-    elementwise operations with one reader do not count, since XLA makes them as they are read.
+    XLA reports its memory only after compiling, and without the memory of its libraries. The result
+    of an elementwise operation with one reader does not count, since XLA fuses it into the reader.
 
     Args:
-      closed: a jaxpr, closed or not.
+      closed: the jaxpr, closed or open.
     """
     return peak_bytes(closed, fuses=True)
 
@@ -106,11 +106,11 @@ def working_bytes(closed: Any) -> int:
 def peak_bytes(closed: Any, fuses: bool = False) -> int:
     """Peak bytes of the values of a jaxpr that are alive at once, results included.
 
-    Arguments do not count. A value lives from the equation that makes it to its last reader.
+    Arguments do not count. A value is alive from the equation that computes it to its last reader.
 
     Args:
-      closed: a jaxpr, closed or not.
-      fuses: whether to count as `working_bytes` says.
+      closed: the jaxpr, closed or open.
+      fuses: whether to leave out fused values and add buffers of libraries; see `working_bytes`.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     readers = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if _is_var(v))
@@ -125,9 +125,10 @@ def peak_bytes(closed: Any, fuses: bool = False) -> int:
         parts = [peak_bytes(inner, fuses) for inner in jex.jaxprs_in_params(eqn.params)]
         inner = max(parts, default=0)
         if fuses and name in _LIBRARY_CALLS:
+            # A copy of the operands and workspace, by a rule of thumb.
             inner += 3 * sum(nbytes_of(v.aval) for v in eqn.invars)
         for v in eqn.outvars:
-            fused = name in _ELEMENTWISE and readers[v] == 1 and _reads(kinds.get(v))
+            fused = name in _ELEMENTWISE and readers[v] == 1 and _fuses(kinds.get(v))
             held[v] = 0 if fuses and fused else nbytes_of(v.aval)
             alive += held[v]
         peak = max(peak, alive + inner)
@@ -137,8 +138,8 @@ def peak_bytes(closed: Any, fuses: bool = False) -> int:
     return peak
 
 
-def _reads(name: str | None) -> bool:
-    """Whether an equation reads values as they are made."""
+def _fuses(name: str | None) -> bool:
+    """Whether XLA fuses the operands of a primitive into it."""
     return name is not None and (name in _ELEMENTWISE or name.startswith(("reduce_", "arg")))
 
 

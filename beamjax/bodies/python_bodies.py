@@ -1,8 +1,8 @@
-"""Bodies that run as Python, because StableHLO can't hold them: calls back to the host.
+"""Bodies that run as Python because StableHLO can't hold them, mostly for calls to the host.
 
-In the process that makes a plan such a body is a function in memory. For another process the user's
-function travels instead, as cloudpickle; a worker makes the plan again from it, which gives the
-same steps, and takes the function of the step by its name.
+In the process that makes a plan, such a body is a function in memory. Other processes get the
+user's function as cloudpickle instead. A worker plans it once more, which results in the same
+steps, and finds the function of a step by its name.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ SETTINGS = (
     "numpy_rank_promotion",
     "legacy_prng_key",
 )
-"""The settings of JAX that decide what a function is traced to."""
+"""The settings of JAX on which the jaxpr of a function depends."""
 
 DEBUGGING = ("debug_nans", "debug_infs")
-"""Settings of JAX that decide what a compiled function checks when it is called."""
+"""The settings of JAX on which the checks of a compiled function depend."""
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 def settings() -> dict[str, Any]:
-    """The settings of this thread that decide what a function is traced to, by name."""
+    """The values of `SETTINGS` in this thread, by name."""
     return _of_this_thread(SETTINGS)
 
 
 def debugging() -> dict[str, bool]:
-    """The settings of this thread that decide what compiled functions check, by name."""
+    """The values of `DEBUGGING` in this thread, by name."""
     return _of_this_thread(DEBUGGING)
 
 
@@ -76,7 +76,7 @@ def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """A function for another thread: there JAX has all settings of this one while it is called."""
+    """Wraps a function for another thread, so that it runs with the settings of this thread."""
     here = _of_this_thread((*SETTINGS, *DEBUGGING, "default_device"))
 
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -93,7 +93,7 @@ class PythonFunction:
     """The function of a body, compiled once for each number of members.
 
     Args:
-      sized: from a number of members (None for a server step) to the function, which takes and
+      sized: takes a number of members (None for a server step) to the function, which takes and
         returns flat sequences of plain arrays.
     """
 
@@ -106,7 +106,7 @@ class PythonFunction:
         self._compiled: dict[int | None, Any] = {}
 
     def at(self, members: int | None) -> Callable[..., Any]:
-        """The function for this many members; it returns once all calls to the host are over."""
+        """The function for this many members; it waits for all its calls to the host."""
         compiled = self._compile(members)
 
         def call(*args: Any) -> Any:
@@ -118,7 +118,7 @@ class PythonFunction:
         return call
 
     def check(self, members: int | None, arguments: Sequence[Any]) -> int:
-        """Lowers the function, to find what it can't do before it runs; gives `working_bytes`."""
+        """Lowers the function, to find errors before it runs; returns its `working_bytes`."""
         with with_settings(self._settings):
             traced = self._compile(members).trace(*arguments)
             traced.lower()
@@ -136,16 +136,16 @@ _known: weakref.WeakValueDictionary[str, PythonFunction] = weakref.WeakValueDict
 def python_body(
     name: str, function: PythonFunction, reason: str, fingerprint: str, lines: Sequence[str]
 ) -> tuple[str, Body]:
-    """A body that runs as Python, with its key.
+    """A key and a body that runs as Python.
 
     Args:
-      name: of the step.
-      function: known in this process for as long as the body lives.
-      reason: what StableHLO can't hold, for people.
-      fingerprint: of what the function computes.
+      name: name of the step.
+      function: its function, which this process finds by the key as long as the body is alive.
+      reason: why StableHLO can't hold it, for messages.
+      fingerprint: text that describes what the function computes.
       lines: the user's lines that the body holds.
     """
-    key = uuid.uuid4().hex  # functions can't be compared, so no two plans share one
+    key = uuid.uuid4().hex  # Functions can't be compared, so each body has a key of its own.
     _known[key] = function
     python = PythonBody(reason, digest(fingerprint.encode()), function)
     return key, Body(name, {}, tuple(lines), python)
@@ -176,6 +176,7 @@ def python_function(key: str, body: Body) -> PythonFunction:
 
 
 WITHOUT = 'options={"callbacks": False}'
+"""The option that refuses bodies that run as Python; the message then names their lines."""
 
 
 def digest(data: bytes) -> str:
@@ -187,16 +188,17 @@ def digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a plan is made from.
+    """What another process needs to make the same plan.
 
     Attributes:
-      make_plan: `interpreters.planning.make_plan`, which workers call again.
+      make_plan: `interpreters.planning.make_plan`, which workers call. As data, because `bodies`
+        does not import `interpreters`.
       call: a `FlatCall` of `interpreters.staging.stage`, with or without the arguments' values.
-      options: those that planning depends on.
-      choices: shard sizes and loops of the plan. Another process must not choose them again: it
-        exports nothing, and the rules depend on exported bodies.
-      unroll: whether its scans are written out.
-      settings: of JAX.
+      options: the options on which planning depends.
+      choices: shard sizes and vectorization of the plan. Another process must not choose them,
+        since it exports nothing, and the rules depend on exported bodies.
+      unroll: whether loops and branches are unrolled.
+      settings: settings of JAX.
     """
 
     make_plan: Callable[..., Any]
@@ -207,12 +209,12 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=settings)
 
     def pickled(self) -> bytes:
-        """The recipe, with the versions that must agree where it is read.
+        """The recipe as bytes, with the versions that the reader must have.
 
         Raises:
-          StagingError: the function can't be pickled; names what in it.
+          StagingError: the function can't be pickled; the message names what in it can't.
         """
-        # The arguments with numbers as leaves: a tree needs no registry, unlike its structure.
+        # The structure is a tree of numbers: a treedef with the user's own nodes can't be pickled.
         skeleton = self.call.restore(range(len(self.call.arguments)))
         arguments = [_abstract(argument) for argument in self.call.arguments]
         call = replace(self.call, arguments=arguments, structure=skeleton, restore=None)
@@ -226,7 +228,7 @@ class Recipe:
         try:
             recipe = _dumps((self.make_plan, call, options, self.unroll, dict(self.settings)))
             nodes = _nodes()
-        except Exception as error:  # objects raise errors of any type
+        except Exception as error:  # Objects may raise errors of any type.
             fn = self.call.fn
             raise StagingError(
                 f"{_where(fn)}: a step runs as Python on the workers, so the function must "
@@ -235,18 +237,18 @@ class Recipe:
                 'module; or run with runner="local", or on a DirectRunner in this process, where '
                 f"nothing is pickled; {WITHOUT} says which step it is"
             ) from error
-        # The nodes are read first, so that the rest can be taken apart.
+        # The nodes are separate, because they must be registered before the recipe is read.
         return b"\n".join([json.dumps(versions()).encode(), base64.b64encode(nodes), recipe])
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal where a function is pickled and where it is read."""
+    """The versions that must be the same where a function is pickled and where it is read."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"jax": jax.__version__, "python": python}
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Writes symbolic dimensions as text: what is in them can't be read again."""
+    """Writes symbolic dimensions as text, because JAX's objects can't be unpickled."""
 
     def reducer_override(self, obj: Any) -> Any:
         if jax.export.is_symbolic_dim(obj):
@@ -267,19 +269,19 @@ def _dimension(text: str) -> Any:
 
 @functools.cache
 def _scope() -> Any:
-    """The scope of all dimensions read in this process, so that equal ones compare equal."""
+    """The scope of all dimensions that this process reads: those of two scopes are never equal."""
     return jax.export.SymbolicScope()
 
 
 def _nodes() -> bytes:
-    """Classes of the main module that are nodes of pytrees: no worker can import that module."""
+    """The pytree nodes of the main module, pickled by value: no worker can import that module."""
     found = _compat.node_types("__main__").items()
     return cloudpickle.dumps([entry for entry in found if _pickles(entry)])
 
 
 def _register_nodes(pickled: bytes) -> None:
     entries = cloudpickle.loads(pickled)
-    with _registering:  # JAX refuses a class that it has
+    with _registering:  # JAX refuses a class that is registered already.
         for node, (take_apart, make) in entries:
             if node not in _compat.node_types(node.__module__):
                 jax.tree_util.register_pytree_node(node, take_apart, make)
@@ -297,11 +299,12 @@ def _abstract(argument: Any) -> Any:
 
 
 _MAX_RESTAGED = 8
+"""Largest number of plans of other processes that this process holds."""
 _plans: SharedCache[Plan] = SharedCache(_MAX_RESTAGED, lambda _: 1)
 
 
 def _restaged(name: str, program: bytes) -> Plan:
-    """The plan that a pickled recipe gives in this process; made once."""
+    """The plan of a pickled recipe, which this process makes once."""
     return _plans.get(digest(program), functools.partial(_restage, name, program))
 
 
@@ -321,7 +324,7 @@ def _restage(name: str, program: bytes) -> Plan:
     try:
         _register_nodes(base64.b64decode(nodes))
         return _make_plan(*cloudpickle.loads(recipe))
-    except Exception as error:  # of any kind: this runs the user's code
+    except Exception as error:  # Of any type, since this runs the user's code.
         raise WorkerError(
             f"{name}: it runs as Python, but the function can't be staged in this "
             f"process: {type(error).__name__}: {error}. Have the modules that it uses on "

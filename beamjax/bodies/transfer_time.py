@@ -1,4 +1,4 @@
-"""Seconds spent on moving values: to devices and back, and between workers through the store."""
+"""Measures the seconds spent on moving values: to devices and back, and through the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _local = _Local()
 
 
 def transfer_seconds() -> float:
-    """Seconds that this thread has moved values. Only differences mean anything."""
+    """Seconds in which this thread has moved values. Only differences have a meaning."""
     return _local.seconds
 
 
@@ -40,24 +40,22 @@ def transferring() -> Iterator[None]:
 
 
 def is_copied(device: jax.Device | None) -> bool:
-    """Whether a device, None for JAX's own choice, needs copies of arrays of the host.
+    """Whether arrays of the host must be copied to a device; None is JAX's default device.
 
-    A CPU reads them where they are, if they begin at a multiple of 64 bytes; JAX copies others.
+    A CPU reads them in place if they begin at a multiple of 64 bytes. JAX copies others.
     """
     return (jax.devices()[0] if device is None else device).platform != "cpu"
 
 
 def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
-    """Copies the arguments of a body to a device that needs copies, and waits for them, as the body
-    would.
-    """
+    """Copies the arguments of a body to a device, and waits until they are there."""
     with transferring():
         copies: Sequence[Any] = jax.block_until_ready(jax.device_put(list(arrays), device))
     return copies
 
 
 def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
-    """The results of a body as NumPy arrays; waiting for their computation does not count."""
+    """The results of a body as NumPy arrays. The time of their computation does not count."""
     jax.block_until_ready(outs)
     with transferring():
         return [np.asarray(out) for out in outs]

@@ -1,10 +1,10 @@
-"""How many threads XLA divides one computation among on a CPU, as the last bits depend on it.
+"""Fixes the number of threads that XLA and LAPACK use for one computation on a CPU.
 
 XLA divides a long contraction, and LAPACK a factorization, among as many threads as the machine has
-cores; partial sums are rounded, so another number of cores gives other bits. JAX fixes its number
-when it starts and has no option for it. Therefore beamjax computes with a CPU client of its own,
-whatever JAX has in the same process. The number is the same on every machine, and not 1: XLA hands
-parts of most bodies to these threads, so with one of them shards would wait for each other.
+cores. Partial sums are rounded, so another number of cores gives other bits. JAX fixes its number
+when it starts, and has no option for it. So beamjax computes with its own CPU client, beside JAX's
+client in the same process. Its number of threads is the same on every machine. It is not 1, because
+XLA hands parts of most bodies to these threads, so that shards would wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from beamjax import _compat
 def cpu_devices(threads: int) -> tuple[Any, ...]:
     """CPU devices on which XLA divides a computation among this many threads.
 
-    Calls compute in the calling thread, so that Python threads compute side by side. There are as
+    Calls compute in the calling thread, so that Python threads compute in parallel. There are as
     many devices as JAX has CPU devices in this process.
     """
     found = _devices.get(threads)
@@ -49,16 +49,16 @@ _starting = threading.Lock()
 
 
 LAPACK_THREADS = 1
-"""The number of LAPACK's threads while beamjax computes. The number shows in the bits, so it is the
-same on every machine. More threads gain little for the matrices of one member, and cost much where
-shards are computed side by side."""
+"""The number of LAPACK's threads while beamjax computes. The bits depend on it, so it is the same
+on every machine. More threads save little time for the matrices of one member, and cost much time
+if shards are computed in parallel."""
 
 
 class _Limit:
     """Limits LAPACK and BLAS in this process to `LAPACK_THREADS` while anything holds the limit.
 
-    The limit takes effect when LAPACK is first needed: most programs need none, and LAPACK takes
-    long to load.
+    The limit takes effect when LAPACK is first needed, because it takes long to load, and most
+    programs do not need it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ _limit = _Limit()
 
 @functools.cache
 def _libraries() -> threadpoolctl.ThreadpoolController:
-    """The loaded libraries that have thread pools, with the LAPACK that JAX calls among them."""
+    """The loaded libraries with thread pools, including the LAPACK that JAX calls."""
     import scipy.linalg.cython_lapack  # noqa: F401  (JAX takes LAPACK from SciPy)
 
     return threadpoolctl.ThreadpoolController()
@@ -127,8 +127,8 @@ def use_lapack(artefact: bytes | None) -> None:
     """Applies the limit on LAPACK's threads if a body needs LAPACK.
 
     Args:
-      artefact: the exported body; None for one that runs as Python. JAX loads LAPACK when it
-        lowers that one, which it does to make the plan.
+      artefact: the exported body; None for a body that runs as Python. JAX has loaded LAPACK for
+        it by now, because the body is lowered when the plan is made.
     """
     lapack = _LAPACK in artefact if artefact is not None else _SCIPY in sys.modules
     if lapack:

@@ -76,8 +76,8 @@ def _groups(count: int) -> str:
 def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
     """Returns how later passes get the values of a pass: stored, or rematerialized."""
     times, later = crossing.predicted, ", ".join(crossing.later)
-    stored = WayFact(f"{human_bytes(times.nbytes)} stored", times.kept, times.nbytes)
-    again = None if times.again is None else WayFact("rematerialized", times.again, 0)
+    stored = WayFact(f"{human_bytes(times.nbytes)} stored", times.stored, times.nbytes)
+    again = None if times.recomputed is None else WayFact("rematerialized", times.recomputed, 0)
     if crossing.is_stored:
         what, chosen, other = f"results of {crossing.step}", stored, again
         why = f"read by {later}"
@@ -93,7 +93,7 @@ def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
         why = f"the option recompute={options.recompute!r}; {why}"
     elif options.plan is not None:
         why = f"by the saved plan; {why}"
-    elif times.is_clear(again=not crossing.is_stored):
+    elif times.is_clear(recompute=not crossing.is_stored):
         why = f"clearly faster; {why}"
     others = () if other is None else (other,)
     return ChoiceFact(what, chosen.what, why, "recompute", chosen.seconds, chosen.nbytes, others)

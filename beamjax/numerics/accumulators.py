@@ -1,9 +1,9 @@
 """Accumulators: the state of a reduction on the host while the partials of shards arrive.
 
 Partials are flat vectors, one per shard. Accumulators take them in any order, travel as bytes, and
-are merged in any tree; but for the mode "fast", the final bits depend on the partials alone. Adding
-the same shard twice is an error for products of floats, and not noticed by any other kind.
-`beamjax.numerics.exact_sum` has the accumulator of float sums, this module the others.
+are merged in any order. Except in the mode "fast", the final bits depend on the partials alone.
+Products of floats raise an error if a shard is added twice; other kinds do not notice it. The
+accumulator of float sums is in `beamjax.numerics.exact_sum`, all others are in this module.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ MAX_SIZE = 1 << 60
 """Largest number of values of an encoded accumulator."""
 
 PART = 1 << 16
-"""Length of a vector up to which one thread computes it."""
+"""Length of the parts of a vector that are divided among threads."""
 
 EXACT = ("float32", "float64", "complex64", "complex128")
-"""Dtypes of the partials of which there are exact sums and ordered products."""
+"""Dtypes of partials for which there are exact sums and ordered products."""
 
 _MAX_LEVEL = 62
-"""The highest level of a tree of shards, whose numbers are int64."""
+"""The highest level of a tree of shards: the numbers of shards are int64."""
 
 
 class Accumulator(abc.ABC):
     """The reduction of some shards.
 
     Attributes:
-        name: of the kind, written into the bytes.
-        reductions: that this kind can do.
-        reduction: the one that it does.
-        dtype: of the partials.
+        name: name of the kind, which is written into the bytes.
+        reductions: the reductions that this kind can do.
+        reduction: the reduction that it does.
+        dtype: dtype of the partials.
         size: length of the partials.
-        left_out: the number of members that are in no partial; means do not count them.
+        left_out: number of members that are in no partial, and that means do not count.
         provenance: the kinds of machine that computed the partials.
     """
 
@@ -54,7 +54,7 @@ class Accumulator(abc.ABC):
     def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
         """
         Raises:
-            StructureError: for a dtype that the reduction does not take.
+            StructureError: the reduction does not take the dtype.
         """
         self.reduction, self.dtype, self.size = reduction, np.dtype(dtype), size
         self.left_out = 0
@@ -63,19 +63,19 @@ class Accumulator(abc.ABC):
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory that the numbers take."""
+        """Bytes of memory of the state."""
 
     def add(self, partial: np.ndarray, shard: int = 0) -> None:
         """Adds the partial of a shard.
 
         Args:
-            partial: (size,) in `dtype`; not changed, and referred to later only if it is read-only,
-                as what comes from JAX is.
-            shard: its number.
+            partial: (size,) in `dtype`. It is not changed. The accumulator holds a reference to it
+                only if it is read-only, as arrays from JAX are.
+            shard: the number of the shard.
 
         Raises:
             StructureError: `partial` has another shape or dtype.
-            WorkerError: the shard is seen to be there already.
+            WorkerError: the shard was added before, as far as this is noticed.
         """
         if partial.shape != (self.size,) or partial.dtype != self.dtype:
             raise StructureError(
@@ -85,11 +85,11 @@ class Accumulator(abc.ABC):
         self._add(partial, shard)
 
     def merge(self, other: Self) -> None:
-        """Adds what `other` holds; `other` holds the same afterwards.
+        """Adds the shards of `other`, which does not change.
 
         Raises:
-            StructureError: `other` is of another kind, reduction, dtype or size.
-            WorkerError: a shard is seen to be in both.
+            StructureError: `other` has another kind, reduction, dtype or size.
+            WorkerError: a shard is in both, as far as this is noticed.
         """
         mine, theirs = (
             (type(each).__name__, each.reduction, each.dtype, each.size) for each in (self, other)
@@ -103,8 +103,11 @@ class Accumulator(abc.ABC):
         self._merge(other)
 
     def encode(self) -> bytes:
-        """The state as bytes, for `decode_accumulator`. But for the mode "fast", they depend on the
-        partials, their shards, the members left out and the provenance alone."""
+        """The state as bytes, for `decode_accumulator`.
+
+        Except in the mode "fast", the bytes depend only on the partials, their shards, the members
+        left out and the provenance.
+        """
         meta: dict[str, Any] = {
             "accumulator": self.name,
             "reduction": self.reduction,
@@ -119,7 +122,7 @@ class Accumulator(abc.ABC):
 
     @classmethod
     def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Self:
-        """The accumulator that `encode` wrote.
+        """The accumulator from the arrays and the metadata that `encode` wrote.
 
         Raises:
             ArrayFormatError, StructureError: there is no such accumulator.
@@ -135,15 +138,19 @@ class Accumulator(abc.ABC):
 
     @abc.abstractmethod
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
-        """The result at the coordinates [lo, hi), a vector of `dtype`; the identity of the
-        reduction where there are no shards.
+        """The result at the coordinates [lo, hi), a vector of `dtype`.
+
+        Without any shards, this is the identity of the reduction.
 
         Raises:
             WorkerError: a shard of an ordered product was added twice.
         """
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """The sums of [lo, hi) over `count` members less those left out, a vector of `dtype`."""
+        """The means at the coordinates [lo, hi), a vector of `dtype`.
+
+        The sums are divided by `count`, without the members that were left out.
+        """
         raise NotImplementedError(f"{self.name} has no means")
 
     @abc.abstractmethod
@@ -192,7 +199,7 @@ def _only_array(
     return arrays[0].copy()
 
 
-# --- one NumPy operation on one vector: integers, booleans, and floats in the mode "fast"
+# --- one vector and a NumPy operation: integers, booleans, and floats in the mode "fast"
 
 _OPERATIONS = {
     "sum": np.add,
@@ -267,7 +274,7 @@ class Running(Accumulator):
         in_parts(-(-self.size // PART), self.size, apply)
 
 
-# --- products of floats in an order that the shard numbers alone fix
+# --- products of floats, in an order that depends on the shard numbers alone
 
 
 def real_parts(vector: np.ndarray) -> np.ndarray:
@@ -363,14 +370,14 @@ def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 class Extreme(Accumulator):
     """Maximum or minimum of vectors, one per shard.
 
-    NumPy's `maximum` returns either zero of +0 and -0, and the NaN that comes first. Here numbers
-    are compared as integers of the same order (the bits of a float, with the lower 31 or 63 flipped
-    in negative numbers), so that -0 is below +0, as XLA's CPU and GPU have it, and every NaN is the
-    same one, above all numbers. Minima are maxima of the complements of these integers.
+    Of +0 and -0, NumPy's `maximum` may return either, and of several NaN it returns the first. So
+    numbers are compared as integers with the same order: the bits of a float, with the lower 31 or
+    63 flipped in negative numbers. Then -0 is below +0, as on XLA's CPU and GPU, and every NaN is
+    the same and above all numbers. Minima are maxima of the complements of these integers.
 
-    Complex numbers are compared by the real and then the imaginary part, as `jnp.max` does. There,
-    the signs of their zeros depend on the order, and so does whether a NaN is kept; here all zeros
-    are +0, and a NaN is above all numbers in each part.
+    Complex numbers are compared by the real and then the imaginary part, as in `jnp.max`. In
+    `jnp.max`, the signs of zeros and whether a NaN wins depend on the order. Here all zeros are +0,
+    and a NaN is above all numbers in each part.
     """
 
     name = "extreme"
@@ -418,10 +425,10 @@ class Extreme(Accumulator):
 
 
 def _is_float(dtype: np.dtype) -> bool:
-    """Whether it is a float of NumPy or ml_dtypes.
+    """Whether a dtype is a float of NumPy or ml_dtypes.
 
     Raises:
-        StructureError: if it is no bool, integer, float or complex dtype.
+        StructureError: it is no bool, integer, float or complex dtype.
     """
     dtype_name(dtype)
     if dtype.kind in "fbiuc":
@@ -440,9 +447,9 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 def lowest_value(reduction: str, dtype: np.dtype) -> Any:
-    """The scalar of a dtype that changes no maximum ("max") or minimum ("min").
+    """The identity of a maximum ("max") or minimum ("min") of a dtype.
 
-    Infinite where the dtype has infinities, else its lowest or highest number.
+    It is infinite if the dtype has infinities, else the lowest or highest number.
     """
     sign = -1 if reduction == "max" else 1
     if dtype.kind == "b":
@@ -461,7 +468,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
     """The integers as which numbers of a dtype are compared.
 
     Raises:
-        StructureError: if it is no bool, integer, float or complex dtype.
+        StructureError: it is no bool, integer, float or complex dtype.
     """
     if _is_float(dtype):
         return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
@@ -474,7 +481,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
-    """Integers that are ordered as the values ("max") or against them ("min").
+    """Integers in the order of the values ("max"), or in the reverse order ("min").
 
     Args:
         values: a vector (size,).
@@ -485,6 +492,7 @@ def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     """
     keys = _key_dtype(values.dtype)
     if values.dtype.kind == "c":
+        # -0 + 0 is +0, so zeros of either sign are equal.
         return np.stack([_to_keys(part + 0, reduction)[0] for part in real_parts(values)])
     if not _is_float(values.dtype):
         whole = values.astype(keys, copy=False)
@@ -511,6 +519,6 @@ def _from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
 
 
 def _flip_negative(bits: np.ndarray) -> np.ndarray:
-    """Float bits to integers of the same order, or back: a new array."""
+    """Float bits as integers in the order of the floats, or back, as a new array."""
     highest = np.iinfo(bits.dtype).max
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & highest)

@@ -1,13 +1,13 @@
 """Additions of float64 vectors that report whether one of them has rounded.
 
-IEEE 754-2019 (section 7.6) has an operation raise the flag "inexact" if its result is not the exact
-one, and the flag stays raised until it is lowered. Each thread has its flags in the processor.
-So one look at the flag, after NumPy has added whole vectors, shows whether all additions were
-exact, at no cost per addition. Other code that runs in between can only raise the flag, since
-libraries do not lower it (C17, 7.6.2 and F.8.3).
+By IEEE 754-2019 (section 7.6), an operation raises the flag "inexact" if its result is rounded, and
+the flag stays raised until it is lowered. Each thread has its own flags, in the processor. So one
+look at the flag, after NumPy has added whole vectors, shows whether all additions were exact, at no
+cost per addition. Other code that runs in between can only raise the flag, since libraries do not
+lower it (C17, 7.6.2 and F.8.3).
 
-Where there is no such flag, or NumPy adds in a way that does not show in it (a library that adds on
-threads of its own), nothing is added here, and the caller adds to its digits.
+If there is no such flag, or NumPy's additions do not raise it because it adds in other threads,
+nothing is added here, and the caller adds to its digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FE_INEXACT = {"x86_64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 """The flag in `fenv.h`, by machine."""
 
 PROBED = 1 << 15
-"""Length of the vectors with which NumPy is tried."""
+"""Length of the vectors on which NumPy's additions are tested."""
 
 Rows: TypeAlias = np.ndarray | Sequence[np.ndarray]
 Adder: TypeAlias = Callable[[np.ndarray, Rows, np.ndarray], bool]
@@ -40,47 +40,52 @@ def add_exactly(total: np.ndarray, rows: Rows) -> int:
     The caller handles NumPy's warnings (`np.errstate`).
 
     Args:
-        total: float64 (size,), to which those of the first rows are added that can be.
+        total: float64 (size,), to which rows are added, from the first one on.
         rows: float32 or float64 vectors (size,), or one array (terms, size) of them. Infinities and
             NaN are either added by the rules of IEEE 754 or not added.
 
     Returns:
-        How many rows were added: all of an array or none. The order of the additions is not
-        specified, so the number may differ between orders of the rows.
+        The number of rows that were added; for an array, all or none of them. The order of the
+        additions is not specified, so the number may depend on the order of the rows.
     """
-    room, adder = _room(len(total)), _adder()
+    buffer, adder = _buffer(len(total)), _adder()
     if adder is None:
         return 0
+    # The sum is made in the buffer, so that `total` is unchanged if an addition rounds.
     if len(rows) == 1 or isinstance(rows, np.ndarray):
-        if not adder(total, rows, room):
+        if not adder(total, rows, buffer):
             return 0
-        total[...] = room
+        total[...] = buffer
         return len(rows)
-    if not adder(total, rows[:-1], room):
+    # Adding the last row moves the sum from the buffer to `total`, which saves a copy.
+    if not adder(total, rows[:-1], buffer):
         return 0
-    if not adder(room, rows[-1:], total):
-        total[...] = room
+    if not adder(buffer, rows[-1:], total):
+        total[...] = buffer
         return len(rows) - 1
     return len(rows)
 
 
-def _room(size: int) -> np.ndarray:
-    """A float64 vector (size,) of this thread, which stays in its cache."""
-    room: np.ndarray | None = getattr(_local, "room", None)
-    if room is None or len(room) < size:
-        room = _local.room = np.empty(max(size, PROBED))
-    return room[:size]
+def _buffer(size: int) -> np.ndarray:
+    """A float64 vector (size,) of this thread, which is reused and so stays in the cache."""
+    buffer: np.ndarray | None = getattr(_local, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        buffer = _local.buffer = np.empty(max(size, PROBED))
+    return buffer[:size]
 
 
 @functools.cache
 def _adder() -> Adder | None:
-    """Adds with a look at the flag, if the flag is reliable in this process."""
+    """The function that adds and looks at the flag; None if the flag is not reliable here."""
     found = _with_flag()
     return found if found is not None and _notices_rounding(found) else None
 
 
 def _with_flag() -> Adder | None:
-    """Adds rows to a total, and returns whether all sums were exact; None without a flag."""
+    """A function that adds rows to a total, and returns whether all sums were exact.
+
+    None if this machine has no known flag.
+    """
     flag = FE_INEXACT.get(platform.machine())
     try:
         library = ctypes.PyDLL(None)  # keeps the GIL, as the calls are very short
@@ -105,15 +110,15 @@ def _with_flag() -> Adder | None:
 
 
 def _notices_rounding(add: Adder) -> bool:
-    """Whether a way to add reports a single sum that rounds, at any place, and no other."""
+    """Whether an adder reports a single rounded sum at any position, and reports nothing else."""
     ones, out = np.ones(PROBED), np.empty(PROBED)
     for dtype, terms in itertools.product((np.float32, np.float64), (1, 2)):
         rows = np.ones((terms, PROBED), dtype)
-        for place in range(0, PROBED, PROBED // 16 + 1):
-            rows[0, place] = 2.0**-60
+        for position in range(0, PROBED, PROBED // 16 + 1):
+            rows[0, position] = 2.0**-60  # 1 + 2^-60 rounds to 1.
             if add(ones, list(rows), out) or add(ones, rows, out):
                 return False
-            rows[0, place] = 1
+            rows[0, position] = 1
             if not (add(ones, list(rows), out) and add(ones, rows, out)):
                 return False
     return True

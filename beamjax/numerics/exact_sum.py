@@ -1,8 +1,8 @@
 """Exact sums of float vectors: the bits of the result do not depend on the order of the terms.
 
-`ExactSum` cuts a vector to blocks, holds a long fixed-point number per coordinate (`digits`), and
-rounds once at the end (`rounding`). As no addition rounds, the result is the correctly rounded sum,
-or quotient, for any order, bundling and tree of merges.
+`ExactSum` cuts a vector into blocks, holds a long fixed-point number for each coordinate
+(`superaccumulator`), and rounds once at the end (`rounding`). As no addition rounds, the result is
+the correctly rounded sum or mean, in whatever order shards are added, bundled and merged.
 """
 
 from __future__ import annotations
@@ -36,28 +36,27 @@ from beamjax.numerics.superaccumulator import (
 from beamjax.storage.arrays import Joined
 
 MAX_ROWS = 254
-"""Number of partials of which a small accumulator keeps copies, to add them all at once. Digits can
-take so many without a carry (`CAPACITY`)."""
+"""Largest number of partials of which a small accumulator holds copies, to add them all at once.
+Digits can take so many without a carry (`superaccumulator.CAPACITY`)."""
 
 MAX_COPIED = 1 << 15
-"""Most values of all these copies together, so that they stay in the second-level cache of a
-core."""
+"""Largest number of values of all these copies, so that they stay in the second-level cache."""
 
 MAX_WAITING = 4
-"""Number of read-only partials that a large accumulator keeps, to add them all at once. Its sums
+"""Number of read-only partials that a large accumulator holds, to add them all at once. Its sums
 are then read from memory and written back once for all of them."""
 
 SHARED = 4
-"""Blocks whose memory is asked for at once: enough for pages of 2 MiB, which NumPy asks for from
-4 MiB, and which a large sum then touches in a tenth of the time."""
+"""Number of blocks whose memory is allocated at once: 4 MiB. From this size on, NumPy asks for
+pages of 2 MiB, which are first touched in a tenth of the time of small pages."""
 
 
 def check_subnormals() -> None:
     """Checks that this thread computes with subnormal numbers.
 
     Raises:
-        WorkerError: if a library has switched "flush to zero" or "denormals are zero" on, with
-            which small numbers vanish and exact sums are not exact.
+        WorkerError: a library has switched on "flush to zero" or "denormals are zero". Then small
+            numbers vanish, and exact sums are not exact.
     """
     if not np.float32(1e-40) + np.float32(0) > 0:
         raise WorkerError(
@@ -71,7 +70,7 @@ def check_subnormals() -> None:
 class ExactSum(Accumulator):
     """Exact sum of vectors, one per shard.
 
-    The real and imaginary parts of complex numbers are summed apart, as two coordinates.
+    The real and the imaginary parts of complex numbers are separate coordinates.
     """
 
     name = "exact_sum"
@@ -80,8 +79,8 @@ class ExactSum(Accumulator):
     def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
         """
         Raises:
-            StructureError: for other dtypes than float32, float64, complex64 and complex128.
-            WorkerError: if this thread flushes subnormal numbers to zero.
+            StructureError: the dtype is not float32, float64, complex64 or complex128.
+            WorkerError: this thread flushes subnormal numbers to zero.
         """
         check_subnormals()
         super().__init__(reduction, dtype, size)
@@ -90,7 +89,7 @@ class ExactSum(Accumulator):
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
         self._length = size * self._parts
         self._blocks: dict[int, Digits] = {}
-        # Copies of partials of a small accumulator, read-only partials of a large one.
+        # Partials to add: copies if the accumulator is small, else read-only arrays.
         self._waiting: list[np.ndarray] = []
         copied = min(MAX_ROWS, MAX_COPIED // max(self._length, 1))
         self._is_small = copied > 1
@@ -107,8 +106,9 @@ class ExactSum(Accumulator):
         if self._parts == 2:
             partial = np.ascontiguousarray(partial).view(self._real)
         self._waiting.append(partial.copy() if self._is_small else partial)
-        is_last = partial.flags.writeable and not self._is_small
-        if is_last or len(self._waiting) >= self._max_waiting:
+        # The caller may change a writeable array once this returns, so it is added now.
+        may_change = partial.flags.writeable and not self._is_small
+        if may_change or len(self._waiting) >= self._max_waiting:
             self._flush()
 
     def _merge(self, other: ExactSum) -> None:
@@ -129,19 +129,20 @@ class ExactSum(Accumulator):
 
         Args:
             lo, hi: a range of coordinates.
-            dtype: of the result; any float for real partials (ml_dtypes' too), complex for complex
-                ones.
+            dtype: dtype of the result: complex for complex partials, else any float of NumPy or
+                ml_dtypes.
 
         Returns:
-            (hi - lo,) in `dtype`. NaN is the canonical quiet NaN, an exact zero is +0; past the
-            range of `dtype` is what a cast from float32 gives.
+            (hi - lo,) in `dtype`. NaN is the canonical quiet NaN, and an exact zero is +0. Sums
+            past the range of `dtype` become what a cast from float32 gives.
         """
         return self._rounded(lo, hi, dtype, 1)
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
         """The sums of the coordinates [lo, hi) over `count`, correctly rounded; NaN if it is 0.
 
-        Args and result as for `total`. Counts of 2^26 and more take about a microsecond a value.
+        See `total`. Counts from 2^26 on take about a microsecond per value: they are divided as
+        Python integers.
         """
         count -= self.left_out
         if count == 0:
@@ -187,14 +188,14 @@ class ExactSum(Accumulator):
             self._deposit(rows)
 
     def _rows(self) -> Rows:
-        """The partials that wait, as real numbers."""
+        """The partials that are not added yet, as real numbers."""
         return np.stack(self._waiting) if self._is_small else self._waiting
 
     def _deposit(self, rows: Rows) -> None:
         """Adds rows (length,) of real numbers."""
         count = -(-self._length // BLOCK)
         blocks = [self._block(number) for number in range(count)]
-        _make_room([block for block in blocks if block.needs_room])
+        _allocate([block for block in blocks if block.needs_buffer])
 
         def add(first: int, last: int) -> None:
             check_subnormals()
@@ -229,19 +230,19 @@ class ExactSum(Accumulator):
         return result if self._parts == 1 else result.view(dtype)
 
 
-def _make_room(blocks: list[Digits]) -> None:
-    """Allocates the memory that blocks need, in one piece for many blocks."""
+def _allocate(blocks: list[Digits]) -> None:
+    """Allocates the buffers of blocks, several at once."""
     for first in range(0, len(blocks), SHARED):
         some = blocks[first : first + SHARED]
         ends = list(itertools.accumulate(block.size for block in some))
         shared = np.empty(ends[-1])
         for block, end in zip(some, ends, strict=True):
-            block.room = shared[end - block.size : end]
+            block.buffer = shared[end - block.size : end]
 
 
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
     """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
-    block.part()
+    block.split_flags()
     short = dtype == np.float32 and 1 < divisor < DIVISOR_LIMIT
     if short and block.held is not None and not block.vectors:
         result = divide_to_float32(block.held[lo:hi], divisor)
@@ -257,7 +258,7 @@ def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: in
 
 
 def _divided_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
-    """The same without infinities and NaN."""
+    """Like `_rounded_block`, without infinities and NaN."""
     if block.held is not None and not block.vectors:
         head, tail = block.held[lo:hi], None
     else:
@@ -274,7 +275,7 @@ def _divided_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: in
 
 
 def _pair(block: Digits, lo: int, hi: int) -> Pair:
-    """The numbers of a block, each in two doubles."""
+    """The numbers of a block, each as a pair of doubles; see `rounding`."""
     head, tail = np.zeros(hi - lo), None
     if block.bound > 1 or block.held is not None:
         block.carry()
@@ -288,7 +289,10 @@ def _special(dtype: np.dtype, value: float) -> np.generic:
 
 
 def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
-    """Which coordinates have to be divided as Python integers; None if none has."""
+    """Which coordinates must be divided as Python integers, since `divide` does not take them.
+
+    None if there are none.
+    """
     if divisor >= DIVISOR_LIMIT:
         return np.ones(len(head), np.bool_)
     if lowest == LOWEST[np.dtype(np.float32)]:

@@ -1,9 +1,9 @@
-"""A reduction by any associative function whose result depends on the shard numbers alone.
+"""Reduces by any associative function, in an order that depends on the shard numbers alone.
 
-Floating-point functions are rarely associative to the last bit, so the tree of calls is fixed by
-the shard numbers: the value of the shards [i·2^l, (i+1)·2^l) is made from its two halves, and from
-nothing else. A half waits until the other one is there. At the end, a half without another one
-takes the place of the whole, so the remaining ranges are combined from right to left.
+Floating-point functions are rarely associative to the last bit, so the shard numbers fix the tree
+of calls: the value of the shards [i·2^l, (i+1)·2^l) is always combined from its two halves. A half
+waits until the other one has arrived. At the end, the ranges that remain are combined from right to
+left.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Value = TypeVar("Value")
 
 
 class DyadicTree(Generic[Value]):
-    """Values of shards, combined as soon as both halves of a dyadic range are there.
+    """Values of shards, combined as soon as both halves of a dyadic range have arrived.
 
-    Shards that come in order take the memory of log2(n) values; in random order, up to all of them.
+    It holds at most about log2(n) values if n shards arrive in order, and up to n/2 otherwise.
 
     Attributes:
-        combine: takes the values of a left and a right range to that of both; it must not change
-            them, as trees share values.
+        combine: takes the values of a left and a right range, and returns that of both. It must not
+            change them, as trees share values.
     """
 
     def __init__(self, combine: Callable[[Value, Value], Value]) -> None:
@@ -39,13 +39,12 @@ class DyadicTree(Generic[Value]):
         """Adds the value of a range of shards.
 
         Args:
-            value: it is kept.
-            index: of the range; the shard number at level 0.
+            value: the tree keeps a reference to it.
+            index: index of the range; at level 0, the shard number.
             level: log2 of the number of shards in the range.
 
         Raises:
-            WorkerError: if the range was there already. Not every overlap is seen here, but each
-                is seen by `fold` at the latest.
+            WorkerError: the range was added before. Other overlaps are found by `fold`.
         """
         while True:
             if (level, index) in self._nodes:
@@ -63,15 +62,15 @@ class DyadicTree(Generic[Value]):
             self.add(value, index, level)
 
     def in_order(self) -> Iterator[tuple[int, int, Value]]:
-        """(level, index, value) of every range, by the first shard."""
+        """(level, index, value) of every range, in the order of their first shards."""
         for level, index in sorted(self._nodes, key=lambda node: node[1] << node[0]):
             yield level, index, self._nodes[level, index]
 
     def fold(self) -> Value | None:
-        """The value of all shards, None without any.
+        """The value of all shards; None if there are none.
 
         Raises:
-            WorkerError: if two ranges overlap: a shard was added twice.
+            WorkerError: two ranges overlap, so a shard was added twice.
         """
         end = 0
         values: list[Value] = []

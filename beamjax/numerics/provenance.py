@@ -14,10 +14,12 @@ from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.storage.schema import add_codec
 
 MAX_KINDS = 8
-"""The most kinds of machine in a provenance; the first in order stay. Two make it mixed."""
+"""Largest number of kinds in a provenance, which drops the last ones in order. Two are enough to
+know that it is mixed."""
 MAX_HOSTS = 2
-"""Hosts of each kind, for messages."""
+"""Largest number of hosts of each kind, which are for messages."""
 MAX_TEXT = 1000
+"""Largest number of characters of a kind or a host."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Each reduction of a placed value to a server value, stated once.
+"""The reductions of a placed value to a server value.
 
-A reduction has a part on the device, `partial`, which reduces a shard of members to one array. Its
-part on the host is an accumulator for its `operation`, which `finish` turns into the result. The
-results have the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0.
+On the device, a reduction is `partial`, which reduces a shard of members to one array. On the host,
+it is an accumulator for its `operation`, from which `finish` computes the result. The results have
+the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reducer:
 
     Attributes:
         name: "sum", "mean", "max", "min", "prod", "any" or "all", as in `jnp`.
-        operation: the reduction that its accumulator does: "sum" for "sum" and "mean".
+        operation: the reduction that its accumulator does, which is "sum" for "mean".
         ufunc: the NumPy function that reduces two values of a `partial_dtype` to one.
     """
 
@@ -59,15 +59,15 @@ class Reducer:
         It depends on whether 64-bit numbers are enabled in JAX at the moment of the call.
 
         Raises:
-            ValueError, TypeError: what `jnp` raises for a dtype that it does not reduce.
+            ValueError, TypeError: `jnp` does not reduce this dtype.
         """
         return _result_dtype(self.name, np.dtype(dtype), jnp.result_type(int))
 
     def partial_dtype(self, dtype: Any) -> np.dtype:
         """The dtype in which the partials of operands of `dtype` leave the device.
 
-        Floats narrower than float32 are summed and multiplied in float32, as `jnp` does; means of
-        integers are sums of floats, as `jnp.mean`'s are. Everything else is in the result's dtype.
+        As in `jnp`, floats narrower than float32 are summed and multiplied in float32, and means of
+        integers are sums of floats. All other partials have the dtype of the result.
         """
         result = self.result_dtype(dtype)
         if self.operation in ("sum", "prod") and result.kind not in "iuc" and result != np.float64:
@@ -78,11 +78,11 @@ class Reducer:
         """Reduces a shard on the device.
 
         Args:
-            x: (members, ...) of the shard, padded to its fixed size.
-            mask: bool (members,), False for padding, whose values are not looked at.
+            x: (members, ...), the members of the shard, padded to its fixed size.
+            mask: bool (members,), False for padding, whose values have no effect.
 
         Returns:
-            (...) in `partial_dtype(x.dtype)`; the identity where no member is.
+            (...) in `partial_dtype(x.dtype)`; the identity if there are no members.
         """
         dtype = self.partial_dtype(x.dtype)
         x = x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
@@ -107,10 +107,10 @@ class Reducer:
         """The result at the coordinates [lo, hi) of an accumulator.
 
         Args:
-            accumulator: of the reduction, with the partials of all shards.
+            accumulator: the accumulator with the partials of all shards.
             lo, hi: a range of its coordinates.
-            count: the number of members, padding left out.
-            dtype: of the operands, before the reduction.
+            count: the number of members, without padding.
+            dtype: dtype of the operands, before the reduction.
 
         Returns:
             (hi - lo,) in `result_dtype(dtype)`.
@@ -122,13 +122,13 @@ class Reducer:
 
 
 class Picker(Reducer):
-    """Takes the values of single members bit by bit: a max, to which all others give zeros."""
+    """Selects single members: a maximum of their bits as integers, where other members give 0."""
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         return np.dtype(dtype)
 
     def partial_dtype(self, dtype: Any) -> np.dtype:
-        """An unsigned integer with as many bytes."""
+        """The unsigned integer with as many bytes."""
         return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
 
     def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ class Picker(Reducer):
 
     @staticmethod
     def takes(dtype: Any) -> bool:
-        """Whether there are values of `dtype` that it can take: JAX shows the bits of these."""
+        """Whether it can select values of `dtype`: JAX can convert them to unsigned integers."""
         if jax.dtypes.issubdtype(dtype, np.complexfloating):
             return False
         whole = jax.dtypes.issubdtype(dtype, np.bool_) or jax.dtypes.itemsize_bits(dtype) >= 8
@@ -156,9 +156,9 @@ class Picker(Reducer):
 def _complex_extreme(
     fold: Callable[..., jax.Array], x: jax.Array, identity: np.generic
 ) -> jax.Array:
-    """Extreme by the real and then the imaginary part, over axis 0, where NaN always wins.
+    """The extreme over axis 0 by the real and then the imaginary part, where NaN always wins.
 
-    `jnp.max` and `jnp.min` keep or lose a complex NaN depending on its place.
+    In `jnp.max` and `jnp.min`, it depends on the position of a complex NaN whether it wins.
     """
     real = fold(x.real, axis=0, keepdims=True)
     first = (x.real == real) | jnp.isnan(x.real)
@@ -168,8 +168,11 @@ def _complex_extreme(
 
 @functools.cache
 def _result_dtype(name: str, dtype: np.dtype, integer: np.dtype) -> np.dtype:
-    """The result dtype of a `jnp` function over axis 0, per width of JAX's integers."""
-    # `jnp` knows no sum of ints below 8 bits; `lax`, and thereby `jax.ops`, has them.
+    """The result dtype of a `jnp` function over axis 0.
+
+    `integer`, JAX's default integer, is a part of the key of the cache.
+    """
+    # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
     if name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):
         dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
     operand = jax.ShapeDtypeStruct((1,), dtype)
@@ -192,6 +195,7 @@ REDUCERS: dict[str, Reducer] = {
 """The reductions by name."""
 
 PICK = Picker("pick", "max", np.maximum)
+"""Selects members. It is no reduction that a program can name."""
 
 
 def reducer_of(name: str) -> Reducer:
@@ -208,19 +212,19 @@ REDUCTIONS = ("sum", "max", "min", "prod", "any", "all")
 def make_accumulator(
     reduction: str, dtype: np.dtype, size: int, *, mode: Mode = "exact"
 ) -> Accumulator:
-    """The empty accumulator of a reduction: it adds nothing when it is merged.
+    """A new accumulator of a reduction, without any partials.
 
     Args:
         reduction: one of `REDUCTIONS`.
-        dtype: of the partials.
-        size: their length.
-        mode: "exact", or "fast" for float sums and products in one float64 vector whose last bits
+        dtype: dtype of the partials.
+        size: length of the partials.
+        mode: "exact", or "fast" for float sums and products in one float64 vector, whose last bits
             depend on the order.
 
     Raises:
-        OptionsError: for an unknown reduction or mode.
-        StructureError: for a dtype that the reduction does not take.
-        WorkerError: if this thread flushes subnormal numbers to zero and sums must be exact.
+        OptionsError: the reduction or the mode is unknown.
+        StructureError: the reduction does not take the dtype.
+        WorkerError: this thread flushes subnormal numbers to zero, and sums must be exact.
     """
     dtype = np.dtype(dtype)
     if reduction not in REDUCTIONS or mode not in ("exact", "fast"):
@@ -237,10 +241,10 @@ def make_accumulator(
 
 
 def decode_accumulator(data: Buffer) -> Accumulator:
-    """The accumulator that `encode` wrote.
+    """The accumulator that `Accumulator.encode` wrote.
 
     Raises:
-        ArrayFormatError: if the bytes were not written by an accumulator.
+        ArrayFormatError: the bytes were not written by an accumulator.
     """
     arrays, meta = decode_arrays(data)
     kinds: dict[str, type[Accumulator]] = {

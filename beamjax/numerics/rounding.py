@@ -1,12 +1,12 @@
-"""One rounding of a number that two doubles hold: `head + tail`, the tail "rounded to odd".
+"""Rounds an exact number once, from a pair of doubles `head + tail` with the tail rounded to odd.
 
 An exact sum or quotient is first brought to a pair of float64 vectors. `head` is a double near the
-value; `tail` stands for the exact rest: it is 0 if and only if the rest is 0, and otherwise is the
-rest rounded to odd (to the neighbour whose last bit is 1, if it is no double itself). Rounding to
-odd keeps on which side of every shorter number the value lies, so that a second rounding, to 51
-bits or fewer or by one addition to `head`, gives what rounding the exact value once gives
-(Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
-rounding to odd", IEEE Transactions on Computers 57(4), 2008, sections 2 and 3).
+value. `tail` stands for the exact rest: it is 0 if and only if the rest is 0, and otherwise it is
+the rest rounded to odd (to the neighbour whose last bit is 1, if it is no double). Rounding to odd
+preserves on which side of every shorter number the value lies. So a second rounding, to 51 bits or
+fewer or by one addition to `head`, gives the same as one rounding of the exact value (Boldo and
+Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
+IEEE Transactions on Computers 57(4), 2008, sections 2 and 3).
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ Pair = tuple[np.ndarray, np.ndarray | None]
 """Head and tail; the tail is None where it is zero everywhere."""
 
 DIVISOR_LIMIT = 1 << 26
-"""`divide` is proved for divisors below this: half of a double times the divisor is a double."""
+"""`divide` is correct for smaller divisors: their product with half of the bits of a double is a
+double."""
 
+# The upper half of a double, the range in which float32 has full precision, and the doubles that
+# are midway between two neighbours in float32 (by the 29 bits that float32 lacks).
 _LOW_27_BITS = np.int64((1 << 27) - 1)
 _SMALLEST_NORMAL = np.float64(2.0**-126)
 _LOW_29_BITS, _MIDWAY = np.int64((1 << 29) - 1), np.int64(1 << 28)
@@ -67,7 +70,7 @@ def append(head: np.ndarray, tail: np.ndarray | None, term: np.ndarray) -> Pair:
     has_tail = tail != 0
     total, error = fast_two_sum(np.where(has_tail, tail, head), term)
     head = np.where(has_tail, head, total)
-    # A tail that was inexact before is odd, the term is below its last bit: it stays as it is.
+    # A tail that was inexact before is odd, and the term is below its last bit, so it stays.
     return head, np.where(has_tail, to_odd(total, error), error)
 
 
@@ -75,10 +78,10 @@ def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int) -> Pair:
     """The quotient of a pair by a whole number, as a pair.
 
     With q = head / divisor rounded to nearest, the remainder r = head - q·divisor is a double, and
-    the rest of the quotient is (r + tail) / divisor, which is rounded to odd in two steps. What it
-    is compared with later are multiples of a quarter unit in the last place of q, and these, times
-    the divisor, have at least 24 bits less than the tail can hold. Where the share underflows, it
-    keeps its sign, and nothing else of it counts.
+    the rest of the quotient is (r + tail) / divisor, which is rounded to odd in two steps. A later
+    rounding compares it with multiples of a quarter unit in the last place of q. Times the divisor,
+    these have at least 24 bits less than the tail can hold. If the share underflows, only its sign
+    matters, which remains.
 
     Args:
         head: float64 vector; 0, or between 2^-700 and 2^990 in absolute value.
@@ -111,10 +114,10 @@ def _remainder(dividend: np.ndarray, quotient: np.ndarray, divisor: float) -> np
 def divide_to_float32(values: np.ndarray, divisor: int) -> np.ndarray:
     """Quotients of float64 numbers by a whole one, rounded once to float32.
 
-    A double quotient is on the same side of all shorter numbers as the exact one, or is one of
-    them. So a second rounding is in doubt only where it is midway between two neighbours in
-    float32: those are the doubles whose last 29 bits are a one and zeros, and others where float32
-    has shorter numbers.
+    A quotient rounded to a double is on the same side of all shorter numbers as the exact one, or
+    is one of them. So a second rounding is in doubt only if the double is midway between two
+    neighbours in float32: its last 29 bits are a one and zeros, or it is so small that float32 has
+    fewer bits.
 
     Args:
         values: float64 vector; 0, or between 2^-700 and 2^990 in absolute value.
@@ -141,8 +144,8 @@ def round_pair(head: np.ndarray, tail: np.ndarray | None, dtype: np.dtype) -> np
         dtype: float64, float32, or a narrower float of NumPy or ml_dtypes.
 
     Returns:
-        A vector of `dtype`. Past its range is what a cast from float32 gives: an infinity, or NaN
-        or the largest number in dtypes that have no infinity.
+        A vector of `dtype`. Numbers past its range become what a cast from float32 gives: an
+        infinity, or in dtypes without infinities NaN or the largest number.
     """
     if dtype == np.float64:
         return head + (0.0 if tail is None else tail)
@@ -155,12 +158,13 @@ def round_pair(head: np.ndarray, tail: np.ndarray | None, dtype: np.dtype) -> np
 def odd_to_float32(values: np.ndarray) -> np.ndarray:
     """Rounds a float64 vector of finite numbers to odd at float32.
 
-    For casts to narrower dtypes: ml_dtypes casts float64 through float32, and two roundings to
-    nearest are not one (1 + 2^-8 + 2^-40 would become 1 in bfloat16).
+    For casts to narrower dtypes: ml_dtypes casts float64 by way of float32, and two roundings to
+    nearest differ from one (1 + 2^-8 + 2^-40 would become 1 in bfloat16).
     """
     nearest = values.astype(np.float32)
     bits = nearest.view(np.int32)
     inexact = nearest != values
+    # Truncates, by a step back if it was rounded away from zero, and sets the last bit.
     bits -= np.abs(nearest) > np.abs(values)
     bits |= inexact
     return nearest

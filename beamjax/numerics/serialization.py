@@ -1,9 +1,8 @@
-"""The digits of an exact sum as a few flat arrays, and back with every claim checked.
+"""Converts the digits of an exact sum to three flat arrays, and back with all checks.
 
-Three arrays describe the digits: `index`, int32 (rows, 2), one row (block, key) a digit vector in
-ascending order; `data`, float64, the vectors one after the other, where one of key -1 has the
-numbers that stand for all digits; `flagged`, int64 (n, 2), a coordinate and the flags of infinities
-and NaN seen there.
+* `index`, int32 (rows, 2), has a row (block, key) for each vector, in ascending order.
+* `data`, float64, is the concatenation of these vectors. A vector of key -1 is `Digits.held`.
+* `flagged`, int64 (n, 2), has coordinates and their flags of infinities and NaN.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from beamjax.numerics.superaccumulator import BLOCK, LOWEST, WIDTH, Digits
 from beamjax.storage.arrays import Joined
 
 MAX_EXPONENT = 1024 + 64
-"""2^1024 bounds what is added, and less than 2^64 terms are."""
+"""Bound of the exponent of a sum: fewer than 2^64 terms below 2^1024 are added."""
 
 MAX_HELD = 128 + 64
-"""The same of float32."""
+"""Bound of the exponent of a sum of float32."""
 
 HELD = -1
-"""Marks float64 numbers, in the place of the key of a digit."""
+"""The key of `Digits.held`, which is no digit."""
 
 _NO_SIGN = np.uint64((1 << 63) - 1)
 
@@ -65,10 +64,11 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digi
         lowest: as in `Digits`.
 
     Returns:
-        Block number -> digits; no memory is taken that `data` does not pay for.
+        Block number -> digits. They need no more memory than `data` and a byte for each coordinate
+        of the blocks in `flagged`, whatever `index` claims.
 
     Raises:
-        ArrayFormatError: if the arrays are not what `pack` gives for some vector of this length.
+        ArrayFormatError: the arrays are not what `pack` gives for some vector of this length.
     """
     expected = [("int32", 2, (2,)), ("float64", 1, ()), ("int64", 2, (2,))]
     found = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
@@ -117,7 +117,8 @@ def _checked_held(held: np.ndarray) -> np.ndarray:
     """The numbers of a block, which are sums of float32; read-only."""
     sizes = held.view("<u8") & _NO_SIGN
     highest = int(sizes.max())
-    np.subtract(sizes, np.uint64(1), out=sizes)  # zeros become the largest, and do not count below
+    # Zeros wrap around to the largest number, so that they do not count for the minimum below.
+    np.subtract(sizes, np.uint64(1), out=sizes)
     if highest >= _bits(2.0**MAX_HELD) or int(sizes.min()) + 1 < _bits(2.0**-149):
         _fail("other numbers", f"sums of float32, below 2^{MAX_HELD}")
     return held
@@ -128,7 +129,7 @@ def _bits(value: float) -> int:
 
 
 def _checked_digits(digits: np.ndarray) -> np.ndarray:
-    """A digit vector that is carried."""
+    """A copy of a digit vector, which must be carried."""
     half = 2.0 ** (WIDTH - 1)
     # False for NaN, too.
     in_range = (digits >= -half).all() and (digits < half).all()

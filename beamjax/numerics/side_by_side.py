@@ -1,4 +1,4 @@
-"""Runs NumPy on parts of long vectors in threads: NumPy releases the GIL within a call."""
+"""Runs NumPy on parts of long vectors in several threads, as NumPy releases the GIL in a call."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 LONG = 1 << 18
-"""The length of a vector from which a second thread pays."""
+"""Length of a vector from which a second thread saves time."""
 
 MAX_THREADS = 4
-"""Most threads: more of them would wait for each other and for memory."""
+"""Largest number of threads. More of them would wait for each other and for memory."""
 
 
 def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
@@ -43,6 +43,7 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
     try:
         part(cuts[0], cuts[1])
     finally:
+        # Wait for all threads even after an error, since they use the caller's arrays.
         for other in others:
             other.exception()
     for other in others:

@@ -1,23 +1,23 @@
 """The digits of exact sums: vectors of long fixed-point numbers, to which floats are added exactly.
 
-This is a long fixed-point number per coordinate, after U. Kulisch ("Computer Arithmetic
-and Validity", 2nd ed. 2013, chapter 8, the "complete register"), with carries put off as in R. M.
-Neal, "Fast exact summation using small and large superaccumulators", arXiv:1505.05571, section 3.
-Numbers are cut to digits by the error-free splitting of Rump, Ogita and Oishi, "Accurate
-floating-point summation part I: faithful rounding", SIAM J. Sci. Comput. 31(1), 2008, section 3.
+Each coordinate is a long fixed-point number, after U. Kulisch ("Computer Arithmetic and Validity",
+2nd ed. 2013, chapter 8, the "complete register"), with delayed carries as in R. M. Neal, "Fast
+exact summation using small and large superaccumulators", arXiv:1505.05571, section 3. Numbers are
+split into digits by the error-free splitting of Rump, Ogita and Oishi, "Accurate floating-point
+summation part I: faithful rounding", SIAM J. Sci. Comput. 31(1), 2008, section 3.
 
 A vector is held in blocks of `BLOCK` values. A block holds, for each digit k that some value in it
 needs, a float64 vector of whole numbers, and stands for::
 
     sum over k of digit[k] · 2^(unit(k)),    unit(k) = WIDTH·k + lowest
 
-where 2^lowest is the smallest subnormal of the dtype. `bound` is kept such that |digit| <= bound ·
-2^(width-1) < 2^53: every operation on digits is exact, so the number held is the exact sum,
-whatever the order, the merges and the moments at which carries happen. Infinities and NaN are kept
-apart, as three flags that are OR-ed.
+where 2^lowest is the smallest subnormal of the dtype. The invariant is |digit| <= bound ·
+2^(WIDTH-1) < 2^53. So every operation on digits is exact, and the block holds the exact sum, in
+whatever order vectors are added, merged and carried. Infinities and NaN are recorded separately, as
+three flags that are OR-ed.
 
-Float32 vectors mostly need no digits: as long as all sums on the way are doubles, one float64
-vector holds them exactly (`Digits.held`, `exact_adds`). Vectors that do not fit there are added to
+Float32 vectors mostly need no digits: as long as all intermediate sums are doubles, one float64
+vector holds them exactly (`Digits.held`, `exact_add`). Vectors that do not fit there are added to
 the digits.
 """
 
@@ -32,19 +32,20 @@ from beamjax.numerics.exact_add import Rows, add_exactly
 from beamjax.numerics.rounding import append
 
 BLOCK = 1 << 17
-"""Values in a block: large enough that threads which add to blocks side by side seldom wait for
-each other's calls, small enough that two float64 vectors stay near a core."""
+"""Number of values in a block: large enough that threads which add to different blocks seldom wait
+for the GIL between calls of NumPy, and small enough that two float64 vectors fit in a cache."""
 
 WIDTH = 44
-"""Bits of a digit: two digits hold the 24 bits of most float32 vectors, 255 adds need no carry."""
+"""Bits of a digit: two digits hold most float32 vectors, and 255 additions need no carry."""
 
 CAPACITY = (1 << (53 - WIDTH)) - 2
 """The largest bound of digits, which leaves one bit for the carries themselves."""
 
+# The flags of a coordinate.
 POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
 
 LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
-"""Exponent of the smallest subnormal."""
+"""Exponent of the smallest subnormal of each dtype."""
 
 
 class Digits:
@@ -54,16 +55,15 @@ class Digits:
         size: number of coordinates.
         lowest: exponent of the unit of digit 0: -149 (float32) or -1074 (float64).
         vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
-        bound: |digit| <= bound · 2^(width-1).
-        flags: uint8 vector (size,) of infinities and NaN seen, or None.
-        held: float64 vector (size,) that is to be added to the digits, or None; it may be
+        bound: |digit| <= bound · 2^(WIDTH-1).
+        flags: uint8 vector (size,) of infinities and NaN that were added, or None.
+        held: float64 vector (size,) that is part of the sum besides the digits, or None. It may be
             read-only, and infinities and NaN may be in it as well as in `flags`.
         missed: whether the last addition did not fit in `held`.
-        room: a float64 vector (size,) with any content, which is the memory of the next `held`; or
-            None.
+        buffer: the memory for the next `held`, a float64 vector (size,) with any content; or None.
     """
 
-    __slots__ = ("bound", "flags", "held", "lowest", "missed", "room", "size", "vectors")
+    __slots__ = ("bound", "buffer", "flags", "held", "lowest", "missed", "size", "vectors")
 
     def __init__(self, size: int, lowest: int) -> None:
         self.size = size
@@ -73,11 +73,11 @@ class Digits:
         self.flags: np.ndarray | None = None
         self.held: np.ndarray | None = None
         self.missed = False
-        self.room: np.ndarray | None = None
+        self.buffer: np.ndarray | None = None
 
     @property
-    def needs_room(self) -> bool:
-        """Whether the next vector that is added begins a new `held`."""
+    def needs_buffer(self) -> bool:
+        """Whether the next addition begins a new `held`."""
         return self.held is None and self.lowest == LOWEST[np.dtype(np.float32)]
 
     @property
@@ -95,7 +95,7 @@ class Digits:
 
         Args:
             rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
-                `CAPACITY` // 2; not kept.
+                `CAPACITY` // 2 of them. No reference to them remains.
         """
         if self.lowest == LOWEST[np.dtype(np.float32)]:
             added = self._add_held(rows)
@@ -112,9 +112,10 @@ class Digits:
                 self.add([row])
 
     def _add_held(self, rows: Rows) -> int:
-        """Adds vectors to `held`, as long as that is exact; how many it added."""
+        """Adds vectors to `held`, as long as that is exact; returns how many it added."""
         if self.held is None:
-            self.held, self.room = np.empty(self.size) if self.room is None else self.room, None
+            self.held = np.empty(self.size) if self.buffer is None else self.buffer
+            self.buffer = None
             self.held.fill(0)
         elif not self.held.flags.writeable:
             self.held = self.held.copy()
@@ -122,7 +123,7 @@ class Digits:
 
     def _add_digits(self, rows: np.ndarray) -> None:
         """Adds vectors (terms, size) to the digits."""
-        if self.missed:  # Twice in a row means that `held` itself is the reason.
+        if self.missed:  # Two misses in a row: it is `held` itself that leaves no bits.
             self._release()
         self.missed = not self.missed
         top = max(float(rows.max()), -float(rows.min()))
@@ -132,14 +133,14 @@ class Digits:
 
     def _release(self) -> None:
         """Moves `held` to the digits."""
-        self.part()
+        self.split_flags()
         held, self.held = self.held, None
         if held is not None:
             self._split(held[None], max(float(held.max()), -float(held.min())))
 
-    def part(self) -> None:
+    def split_flags(self) -> None:
         """Moves infinities and NaN that were added to `held` to `flags`."""
-        # What is held is below 2^192, so that the sum is finite if all of it is.
+        # Finite numbers in `held` are below 2^192, so their sum is finite.
         if self.held is not None and not math.isfinite(np.add.reduce(self.held)):
             rows, _ = self._take_flags(self.held[None])
             self.held = rows[0]
@@ -147,8 +148,8 @@ class Digits:
     def _split(self, rows: np.ndarray, top: float) -> None:
         """Adds rows of finite numbers, |rows| <= top, to the digits.
 
-        Numbers are truncated, and the remainder is left in place: scaling it could underflow, and
-        rounding to nearest could give 2^1024, which is no double.
+        Numbers are truncated, because rounding to nearest could give 2^1024, which is no double.
+        The remainder is not scaled, because that could underflow.
         """
         if top == 0.0:
             return
@@ -172,7 +173,11 @@ class Digits:
             key -= 1
 
     def _take_flags(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
-        """Moves infinities and NaN to `flags`; the rows with zeros instead, and their maximum."""
+        """Moves infinities and NaN to `flags`.
+
+        Returns:
+            The rows with zeros in their place, and the largest absolute value.
+        """
         flags = (
             (rows == np.inf) * np.uint8(POSITIVE_INFINITY)
             | (rows == -np.inf) * np.uint8(NEGATIVE_INFINITY)
@@ -195,9 +200,9 @@ class Digits:
             self.vectors[key] = digit.sum(axis=0)
 
     def carry(self) -> None:
-        """Brings every digit to [-2^(width-1), 2^(width-1)) and drops those that are zero.
+        """Brings every digit to [-2^(WIDTH-1), 2^(WIDTH-1)) and drops vectors of zeros.
 
-        The digits are then a function of the number alone, and nothing is held beside them.
+        The digits then depend on the number alone, and `held` is None.
         """
         self._release()
         self._carry()
@@ -205,14 +210,14 @@ class Digits:
     def settle(self) -> None:
         """Brings the state to one that depends on the numbers alone.
 
-        Sums of float32 vectors are then `held`, if doubles hold all of them, and have no digits.
-        Zeros are neither.
+        Sums of float32 vectors are then in `held` and have no digits, if all of them are doubles.
+        Zeros are in neither.
         """
-        self.part()
+        self.split_flags()
         if self.flags is not None:
             self._settle_flags(self.flags)
         if self.held is not None and not self.vectors:
-            # Look at a few first, as `any` is slow for floats.
+            # `any` is slow for floats, and a few of them mostly decide.
             some = self.held[:64].any() or self.held.any()
             self.held = self.held if some else None
             return
@@ -229,7 +234,7 @@ class Digits:
     def _settle_flags(self, flags: np.ndarray) -> None:
         """Reduces the flags of a number to those of its sum: one infinity, or NaN.
 
-        Other flags may be incomplete, since an infinity absorbs what is added to it.
+        Before, the flags depend on the order: an infinity in `held` absorbs what is added to it.
         """
         nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
         self.flags = np.where(nan, np.uint8(NOT_A_NUMBER), flags)
@@ -239,6 +244,7 @@ class Digits:
         self.vectors = {key: np.where(flagged, 0.0, x) for key, x in self.vectors.items()}
 
     def _carry(self) -> None:
+        """Like `carry`, without `held`."""
         base = 2.0**WIDTH
         key = min(self.vectors, default=0)
         while key <= max(self.vectors, default=-1):
@@ -278,7 +284,7 @@ class Digits:
             self.add_flags(other.flags)
 
     def copy(self) -> Digits:
-        """A block that shares nothing with this one."""
+        """A copy that shares no memory with this block."""
         same = Digits(self.size, self.lowest)
         same.vectors = {key: vector.copy() for key, vector in self.vectors.items()}
         same.bound = self.bound
@@ -290,9 +296,9 @@ class Digits:
     def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
         """The digits of the coordinates [lo, hi) as float64 numbers, from the highest down.
 
-        Each is exact, or infinite where it is past the range of float64.
+        Each is exact, or infinite if it is past the range of float64.
         """
-        self.part()
+        self.split_flags()
         if self.held is not None and not self.vectors:
             yield self.held[lo:hi]
             return
@@ -307,7 +313,7 @@ class Digits:
 
 
 def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:
-    """values · 2^exponent, in two steps where the power of two itself is not a normal double."""
+    """values · 2^exponent, in two steps if the power of two is no normal double."""
     if abs(exponent) <= 1000:
         return np.multiply(values, 2.0**exponent, out=out)
     half = exponent // 2

@@ -16,7 +16,7 @@ from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn, wit
 from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
-"""Assumed number of rounds of loops whose number of rounds depends on data."""
+"""Assumed number of rounds of a loop whose number of rounds depends on data."""
 
 LOOSE = 8.0
 """Approximate time of an operation outside of matrix products, in units of an operation of a matrix
@@ -33,17 +33,17 @@ SHARED_PRODUCT, SHARED_CONVOLUTION = 1e7, 1e6
 """Arithmetic operations above which XLA's libraries use all cores for a matrix product and for a
 convolution, even inside loops; measured by the number of busy cores."""
 
-_DEAR = dict.fromkeys(
+_OPERATIONS = dict.fromkeys(
     """exp exp2 expm1 log log1p sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh
     logistic pow erf erfc erf_inv lgamma digamma cbrt rsqrt sqrt div rem""".split(),
     8.0,
 )
-_DEAR |= {"threefry2x32": 60.0, "random_bits": 60.0, "random_gamma": 400.0, "igamma": 400.0}
-_DEAR |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"), 40.0)
-_DEAR |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
+_OPERATIONS |= {"threefry2x32": 60.0, "random_bits": 60.0, "random_gamma": 400.0, "igamma": 400.0}
+_OPERATIONS |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"), 40.0)
+_OPERATIONS |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
 """Arithmetic operations per element of the result, for primitives where it is not 1."""
 
-_BY_OPERAND = dict.fromkeys((name for name in _DEAR if name.startswith("scatter")), -1)
+_BY_OPERAND = dict.fromkeys((name for name in _OPERATIONS if name.startswith("scatter")), -1)
 _BY_OPERAND |= {"sort": 0, "top_k": 0}
 """Primitives whose cost depends on the elements of an operand instead: the index of the operand."""
 
@@ -56,9 +56,9 @@ _FUSED = 0.25
 """Share of the results of elementwise operations that XLA writes to memory; it fuses the others."""
 _SHARED = ("dot_general", "conv_general_dilated")
 """Primitives that XLA's libraries may run on all cores."""
-# Arithmetic operations of linear algebra on an n x n matrix, in units of n**3.
 _CUBIC = {"cholesky": 1 / 3, "triangular_solve": 1.0, "lu": 2 / 3, "eigh": 10.0, "svd": 20.0}
 _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 3}
+"""Arithmetic operations of linear algebra on an n x n matrix, in units of n**3."""
 
 
 def member_cost(stage: MapStage, n: Any) -> Cost:
@@ -167,11 +167,12 @@ def _operation(
         flops = float(max(sum(map(_size, ins)), made))
         return _loose(flops, _FUSED * (_bytes(read) + _bytes(outs)), 1)
     if name in _BY_OPERAND:
-        return _loose(_DEAR[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs), 1)
-    return _loose(_DEAR.get(name, 1.0) * made, _FUSED * _bytes(outs), 0.25)
+        return _loose(_OPERATIONS[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs), 1)
+    return _loose(_OPERATIONS.get(name, 1.0) * made, _FUSED * _bytes(outs), 0.25)
 
 
 def _loose(flops: float, nbytes: float, calls: float) -> Cost:
+    """The cost of operations outside of a library, each of which takes longer (`LOOSE`)."""
     return Cost(flops, nbytes, calls, extra=(LOOSE - 1) * flops)
 
 
@@ -184,7 +185,7 @@ def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:
 def _dense(
     name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]
 ) -> float | None:
-    """Arithmetic operations of primitives that call a library; None for other primitives."""
+    """Arithmetic operations of a primitive that calls a library; None for other primitives."""
     made = sum(map(_size, outs))
     match name:
         case "dot_general":

@@ -1,10 +1,13 @@
 """Cuts a placed program at its reductions into stages that run in order.
 
 The *level* of a value is the number of passes over the members that must be complete before it can
-be computed. All equations of one level and placement become one pass, for any number of maps and
-reductions among them. All server equations of one level become one executable. Every equation is
-put as late as its uses allow, so that a placed value is computed in the pass that reads it.
-Equations without an effect that no output needs are dropped.
+be computed. All equations of one level and placement become one pass, which may hold any number of
+maps and reductions. All server equations of one level become one executable. Every equation is put
+as late as its uses allow, so that a placed value is computed in the pass that reads it. Equations
+without an effect that no output needs are dropped.
+
+Within a level, the server equations run first, then the passes, then the loops and branches, then
+the gathers of values of this level.
 
 A loop or a branch is a separate stage, which holds the stages of its blocks. Values from outside
 that a block needs gathered or scattered are gathered or scattered once, before it.
@@ -51,7 +54,8 @@ class _Splitter:
 
     Attributes:
       outside: for a nested block, the values of enclosing blocks that it reads, each with the
-        equation that reads it: server values by variable, placed values by variable and place.
+        equation that reads it: those read on the server by variable, those read by shards by
+        variable and place. The enclosing block gathers and scatters them.
     """
 
     def __init__(
@@ -71,7 +75,8 @@ class _Splitter:
         self.user = user
         self.params = set(block.inputs)
         self.made = {var for eqn in block.eqns for var in eqn.outputs}
-        # A pass in a block can also evaluate equations of enclosing blocks that create members.
+        # A pass of a nested block may also evaluate equations of enclosing blocks, to create
+        # members of server values.
         self.eqns: list[Eqn] = [*(around.eqns if around else ()), *block.eqns]
         self.numbers = {eqn: i for i, eqn in enumerate(self.eqns)}
         self.makers = {var: eqn for eqn in self.eqns for var in eqn.outputs}
@@ -89,6 +94,7 @@ class _Splitter:
         self.gathered: dict[int | None, list[Stage]] = {}
 
     def stages(self) -> list[Stage]:
+        # In reverse order, so that what later stages read is known when an earlier one is made.
         backward = self._ends()
         for level in range(max(self.levels.values(), default=0), -1, -1):
             backward += self.gathered.get(level, [])
@@ -112,7 +118,7 @@ class _Splitter:
         self.served.add(var)
 
     def bring(self, var: Var, along: MemberAxis, user: Eqn) -> list[Stage]:
-        """Records that `user` reads a value by shards; returns the scatter if that takes one."""
+        """Records that `user` reads a value by shards; returns the scatter if one is needed."""
         if self.is_outside(var):
             self.outside[1].setdefault((var, along), user)
             return []
@@ -180,6 +186,7 @@ class _Splitter:
         return found
 
     def _maps(self, level: int) -> list[Stage]:
+        """The passes of a level, with the scatters that they need, in reverse order."""
         reductions: dict[str, list[Eqn]] = {}
         results: dict[str, list[Var]] = {}
         effects: dict[str, list[Eqn]] = {}
@@ -216,6 +223,7 @@ class _Splitter:
         return created[1] if created else None
 
     def _server(self, level: int) -> ServerStage | None:
+        """The server equations of a level that later stages need, if there are any."""
         eqns: list[Eqn] = []
         for eqn in reversed(self.by_level.get(level, [])):
             if eqn.blocks or eqn in self.program.rules:
@@ -243,13 +251,13 @@ class _Splitter:
         possible = self._from_given(lambda eqn: not eqn.effects)
         if recompute == "everything":
             return possible
-        rule = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
+        default = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
         if recompute == "elementwise":
-            return rule
-        return by_cost(self.program, self.block, self.levels, rule, possible, self.decisions)
+            return default
+        return by_cost(self.program, self.block, self.levels, default, possible, self.decisions)
 
     def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
-        """The values that can be computed by such equations alone from what every pass can read."""
+        """The values that equations with `may(eqn)` alone compute from what every pass can read."""
         found: set[Var] = set()
         for eqn in self.block.eqns:
             placement, rule = self.program.rules.get(eqn, ("", None))
@@ -264,12 +272,14 @@ class _Splitter:
         return found
 
     def _at_hand(self, atom: Atom, along: MemberAxis, found: set[Var]) -> bool:
+        """Whether every pass can create an operand, read it from outside, or find it in `found`."""
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True
         native = self.program.place(atom) == along
         return native and (atom not in self.made or atom in found)
 
     def _find_server_outputs(self, stages: Sequence[Stage]) -> None:
+        """Sets the outputs of the server stages: the values that other stages read."""
         read = {atom for atom in self.block.outputs if isinstance(atom, Var)}
         for stage in stages:
             match stage:
@@ -316,6 +326,8 @@ class _Pass:
         reduced = set(reductions)
         for eqn in reduced | self.effects:
             heapq.heappush(self.agenda, -splitter.numbers[eqn])
+        # An equation is visited after all its readers, so all requirements on it are known. It may
+        # be on the heap more than once.
         last = None
         while self.agenda:
             eqn = splitter.eqns[-heapq.heappop(self.agenda)]
@@ -332,17 +344,19 @@ class _Pass:
         return [stage, *self.scatters]
 
     def require(self, var: Var, along: MemberAxis, user: Eqn | None) -> None:
+        """Records that `user`, or a result of the pass if None, reads a value at a place."""
         alongs = self.need.setdefault(var, {})
         if not alongs and var in self.splitter.makers:
             heapq.heappush(self.agenda, -self.splitter.numbers[self.splitter.makers[var]])
         alongs.setdefault(along, user)
 
-    def visit(self, eqn: Eqn, is_fold: bool) -> None:
+    def visit(self, eqn: Eqn, is_reduction: bool) -> None:
         """Adds an equation to the pass, or reads its results from outside."""
-        if is_fold:
+        if is_reduction:
             self.emit(eqn, self.splitter.program.rules[eqn][1])
             return
         emitted: list[MemberwiseRule] = []
+        # At another place, the rule is another one, and the equation is emitted once for each rule.
         for var in eqn.outputs:
             for along in self.need.get(var, {}):
                 rule = self.splitter.made_here(eqn, var, along, self.level)
@@ -411,6 +425,7 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
 
 
 def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
+    """The first level at which each equation can run, and at which each value is known."""
     levels: dict[Eqn | Var, int] = {}
 
     def available(atom: Atom, along: Place) -> int:
@@ -421,6 +436,7 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
             return levels[atom]
         return levels[atom] + (program.place(atom) is not None)
 
+    # Equations with ordered effects run in program order: none before the level of the last one.
     turn = 0
     for eqn in block.eqns:
         level = max((available(a, along) for a, along in program.reads(eqn)), default=0)

@@ -25,8 +25,7 @@ CHEAP = frozenset(ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
     "bj_broadcast", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "rev",
     "concatenate", "split", "stack", "unstack", "random_wrap", "random_unwrap", "iota",
 }  # fmt: skip
-"""Primitives whose results are rematerialized unless that clearly takes longer than storing
-them."""
+"""Primitives whose results are rematerialized unless storing them takes clearly less time."""
 STORE_RATE = 5e8
 """Bytes per second at which a Beam worker writes placed values or reads them in a later pass. It is
 faster in a single process."""
@@ -35,9 +34,10 @@ INPUT_RATE = 1e9
 USUAL_SHARD = 64
 """Assumed shard size: the overhead of starting an operation is shared by so many members."""
 CLEARLY = 3.0
-"""Factor by which the other way must be faster for the default to be changed."""
+"""Factor by which the other way must be faster than the default. Predictions are rough, and a
+small difference must not change which passes a program has."""
 WORTH_SECONDS = 1.0
-"""Seconds by which the other way must be faster as well."""
+"""Predicted seconds that the other way must also save."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,21 @@ class RematerializationTimes:
 
     Attributes:
       nbytes: bytes of the values, for all members.
-      kept: seconds to write them once and to read them in each later pass.
-      again: seconds to rematerialize them in each later pass; None if that is impossible.
+      stored: seconds to write them once and to read them in each later pass.
+      recomputed: seconds to rematerialize them in each later pass; None if that is impossible.
     """
 
     nbytes: int
-    kept: float
-    again: float | None
+    stored: float
+    recomputed: float | None
 
-    def is_clear(self, again: bool) -> bool:
-        """Whether one way clearly takes less time: rematerializing if `again`, else storing."""
-        if self.again is None:
-            return not again
-        less, more = (self.again, self.kept) if again else (self.kept, self.again)
+    def is_clear(self, recompute: bool) -> bool:
+        """Whether rematerializing, or else storing, clearly takes less time than the other way."""
+        if self.recomputed is None:
+            return not recompute
+        less, more = self.stored, self.recomputed
+        if recompute:
+            less, more = more, less
         return more - less >= WORTH_SECONDS and more >= CLEARLY * less
 
 
@@ -76,12 +78,12 @@ class Decisions:
     saved: tuple[bool, ...] | None = None
     made: list[bool] = field(default_factory=list)
 
-    def decide(self, again: bool) -> bool:
-        """Decides for the next value; `again` is the decision by cost."""
+    def decide(self, recompute: bool) -> bool:
+        """Whether to rematerialize the next value; `recompute` is the decision by cost."""
         if self.saved is not None and len(self.made) < len(self.saved):
-            again = self.saved[len(self.made)]
-        self.made.append(again)
-        return again
+            recompute = self.saved[len(self.made)]
+        self.made.append(recompute)
+        return recompute
 
 
 def rematerialization_times(
@@ -104,22 +106,22 @@ def rematerialization_times(
     """
     n = program.sizes[placement]
     nbytes = sum(map(_nbytes, values))
-    kept = nbytes * (writes + reads) / STORE_RATE
+    stored = nbytes * (writes + reads) / STORE_RATE
     if emissions is None:
-        return RematerializationTimes(nbytes, kept, None)
+        return RematerializationTimes(nbytes, stored, None)
     cost = member_cost(MapStage(placement, list(emissions), [], [], []), n)
     made = {var for emission in emissions for var in emission.eqn.outputs}
     given = {var for emission in emissions for var in _read(program, emission)} - made
     each = USUAL.seconds(cost) + cost.calls * USUAL.call / USUAL_SHARD
-    again = n * each + sum(map(_nbytes, given)) / INPUT_RATE
-    return RematerializationTimes(nbytes, kept, None if cost.guessed else reads * again)
+    once = n * each + sum(map(_nbytes, given)) / INPUT_RATE
+    return RematerializationTimes(nbytes, stored, None if cost.guessed else reads * once)
 
 
 def by_cost(
     program: PlacedProgram,
     block: FlatBlock,
     levels: Mapping[Eqn | Var, int],
-    rule: set[Var],
+    default: set[Var],
     possible: set[Var],
     decisions: Decisions,
 ) -> set[Var]:
@@ -129,12 +131,12 @@ def by_cost(
       program: the program of the block.
       block: the block.
       levels: levels of its equations and values.
-      rule: values that are rematerialized by default.
+      default: values that are rematerialized by default.
       possible: values that can be rematerialized.
       decisions: saved decisions; those of this program are recorded in it.
     """
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
-    chosen = set(rule)
+    chosen = set(default)
     for var, readers in _crossing(program, block, levels, makers).items():
         placement, _ = program.rules[makers[var]]
         if var not in possible or is_unknown(program.sizes[placement]):
@@ -143,12 +145,13 @@ def by_cost(
         if any(host_call(emission.eqn) for emission in chain):
             continue
         predicted = rematerialization_times(program, [var], chain, placement, readers)
-        again = var in rule
-        if predicted.is_clear(again=not again):
-            again = not again
-        if not decisions.decide(again):
+        recompute = var in default
+        if predicted.is_clear(not recompute):
+            recompute = not recompute
+        if not decisions.decide(recompute):
             chosen.discard(var)
-        elif var not in rule:
+        elif var not in default:
+            # A pass needs all that the value is computed from as well.
             chosen.update(v for emission in chain for v in emission.eqn.outputs)
     return chosen
 
@@ -189,7 +192,7 @@ def _crossing(
     Outputs of the block and values that a loop or a branch reads are stored in any case.
     """
     readers: dict[Var, set[int]] = {}
-    kept = {atom for atom in block.outputs if isinstance(atom, Var)}
+    stored = {atom for atom in block.outputs if isinstance(atom, Var)}
     for eqn in block.eqns:
         if eqn not in levels:
             continue
@@ -197,13 +200,13 @@ def _crossing(
             if not isinstance(atom, Var) or program.place(atom) is None:
                 continue
             if eqn.blocks or program.place(atom) != along or eqn not in program.rules:
-                kept.add(atom)
+                stored.add(atom)
             elif atom in makers and levels[eqn] > levels[atom]:
                 readers.setdefault(atom, set()).add(levels[eqn])
     return {
         var: len(found)
         for var, found in readers.items()
-        if var not in kept and makers[var] in program.rules and not makers[var].blocks
+        if var not in stored and makers[var] in program.rules and not makers[var].blocks
     }
 
 
@@ -243,7 +246,8 @@ def crossings(
     for name, stage, rounds in passes:
         for var, _ in stage.operands:
             readers.setdefault(var, []).append((name, rounds))
-    kept = {var for _, stage, _ in passes for var in stage.results}
+    stored = {var for _, stage, _ in passes for var in stage.results}
+    # For each equation, the first pass that evaluates it, and how often that pass runs.
     first: dict[Eqn, tuple[str, float]] = {}
     for name, stage, rounds in passes:
         yield from _rematerialized(program, name, stage, rounds, first)
@@ -253,7 +257,7 @@ def crossings(
             chain = ancestors(program, values, makers)
             made = {var for e in chain for var in e.eqn.outputs}
             given = {var for e in chain for var in _read(program, e)} - made
-            possible = set(values) <= made and not given & kept
+            possible = set(values) <= made and not given & stored
             possible = possible and not any(e.eqn.effects or host_call(e.eqn) for e in chain)
             later = dict(reader for var in values for reader in readers[var])
             predicted = rematerialization_times(
@@ -276,12 +280,12 @@ def _rematerialized(
     first: Mapping[Eqn, tuple[str, float]],
 ) -> Iterator[Crossing]:
     """The values that a pass rematerializes, grouped by the pass that computes them first."""
-    again = [e for e in stage.emissions if e.eqn in first and isinstance(e.rule, MemberwiseRule)]
+    shared = [e for e in stage.emissions if e.eqn in first and isinstance(e.rule, MemberwiseRule)]
     read = {var for e in stage.emissions if e.eqn not in first for var in _read(program, e)}
-    for other, times in dict.fromkeys(first[e.eqn] for e in again):
-        mine = [e for e in again if first[e.eqn] == (other, times)]
+    for other, times in dict.fromkeys(first[e.eqn] for e in shared):
+        mine = [e for e in shared if first[e.eqn] == (other, times)]
         front = [var for e in mine for var in e.eqn.outputs if var in read]
-        makers = {var: e.eqn for e in again for var in e.eqn.outputs}
+        makers = {var: e.eqn for e in shared for var in e.eqn.outputs}
         if front:
             chain = ancestors(program, front, makers)
             predicted = rematerialization_times(

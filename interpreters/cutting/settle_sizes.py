@@ -1,4 +1,4 @@
-"""Checks and completes a program whose number of members is unknown until it runs."""
+"""Names the unknown numbers of members in a program, and refuses uses that need a known number."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ def _check(program: PlacedProgram, stage: Stage) -> None:
 
 
 def _check_inside(program: PlacedProgram, eqn: Eqn) -> None:
-    """Checks the jaxprs inside an equation."""
-    # A symbolic dimension, as a value or in a shape.
+    """Checks the jaxprs inside an equation for symbolic dimensions, as values and in shapes."""
     if any(
         inner.primitive.name == _compat.DIM_AS_VALUE
         or any(_symbolic(shape_of(var)) for var in inner.outvars)

@@ -12,7 +12,7 @@ from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionR
 
 @dataclass(eq=False)
 class ServerStage:
-    """Server equations of one level, in order."""
+    """Server equations of one level, in order, which become one executable."""
 
     eqns: list[Eqn]
     inputs: list[Var]

@@ -1,4 +1,4 @@
-"""Steps that run as Python because JAX can't export them; most of them call back to the host."""
+"""Steps that run as Python because JAX can't export them, mostly because they call the host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from beamjax import _compat
 from beamjax.bodies.export import NotExportedError, export_body
 from beamjax.bodies.python_bodies import PythonFunction, python_body
 from beamjax.errors import StagingError
-from beamjax.interpreters.program import aval_of
-from beamjax.interpreters.staging.flatten import Eqn, host_call
+from beamjax.interpreters.program import Eqn, aval_of
+from beamjax.interpreters.staging.flatten import host_call
 from beamjax.interpreters.staging.lines import user_line
 from beamjax.options import Options
 from beamjax.plan.steps import Body
 
 NOT_EXPORTED = "nothing is exported here"
+"""The reason of all steps of a plan that a worker makes to find its Python functions."""
 
 
 def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
@@ -77,7 +78,7 @@ def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
                 found = _not_exported(inner, platforms)
                 if found:
                     return found
-        return eqn.primitive.name, eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
+        return eqn.primitive.name, user_line(eqn)
     except Exception:  # any error: an equation by itself need not be a function of arrays
         return None
     return None

@@ -67,13 +67,13 @@ def _open(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
         if not _convolves(eqn):
             eqns.append(eqn)
         elif eqn.primitive.name == "conv_general_dilated":
-            eqns += _laid_out(eqn) if _can_be(eqn) else [eqn]
+            eqns += _laid_out(eqn) if _is_supported(eqn) else [eqn]
         else:
             eqns.append(eqn.replace(params=changed_params(eqn.params, _either)))
     return jaxpr.replace(eqns=eqns)
 
 
-def _can_be(eqn: Any) -> bool:
+def _is_supported(eqn: Any) -> bool:
     """Whether the library can compute a convolution after a change of the layout."""
     groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     floats = all(var.aval.dtype.name in _FLOATS for var in (*eqn.invars, *eqn.outvars))
@@ -81,16 +81,16 @@ def _can_be(eqn: Any) -> bool:
 
 
 def _laid_out(eqn: Any) -> list[Any]:
-    """Equations for a convolution in the other layout, with transposes around it."""
+    """Equations of the same convolution with channels last, with transposes around it."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     batch, features, *axes = numbers.lhs_spec
     out, contracted, *window = numbers.rhs_spec
     lhs_order, rhs_order = (batch, *axes, features), (*window, contracted, out)
     first, channels, *moved = numbers.out_spec
     back = tuple(map(int, np.argsort((first, *moved, channels))))
-    last, places = len(axes) + 1, range(1, len(axes) + 1)
-    spec = (0, last, *places)
-    expected = lax.ConvDimensionNumbers(spec, (last, last - 1, *(i - 1 for i in places)), spec)
+    last, spatial = len(axes) + 1, range(1, len(axes) + 1)
+    spec = (0, last, *spatial)
+    expected = lax.ConvDimensionNumbers(spec, (last, last - 1, *(i - 1 for i in spatial)), spec)
     if numbers == expected:
         return [eqn]
 
@@ -145,7 +145,7 @@ def _flow(closed: Any, own: Sequence[bool]) -> Own:
 
 
 def _through(eqn: Any, ins: Own) -> Own:
-    """Like `_flow`, for one equation."""
+    """Like `_flow`, for one equation; raises `_Found` at a convolution by member."""
     if eqn.primitive.name == "conv_general_dilated" and all(ins):
         raise _Found
     inner = list(jex.jaxprs_in_params(eqn.params))

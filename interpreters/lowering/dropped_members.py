@@ -1,8 +1,9 @@
 """Passes the mask of dropped members from each pass over a placement to the next one.
 
-Where members may be dropped, each pass returns a placed boolean, which is False for members that
-are dropped, and reads that of the pass before. So a member that one pass drops is left out of all
-later ones. Loops carry the mask, and branches return it.
+If members may be dropped, each pass returns a mask, a placed boolean that is False for dropped
+members, and reads the mask of the pass before. So a member that one pass drops is left out of all
+later ones. Loops carry the mask, and branches return it. At the end, the masks that no pass reads
+are removed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def fuse_reductions(
 
 
 def saved_bytes(stage: MapStage) -> int:
-    """Bytes by which compression makes the partials of a shard smaller."""
+    """Bytes by which `ops.compress` makes the partials of a shard smaller."""
     saved = 0
     for emission in stage.emissions:
         eqn, rule = emission.eqn, emission.rule

@@ -53,6 +53,7 @@ from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     ReductionRule,
+    default_promotion,
     draw_by_batch,
     evaluate,
     read,
@@ -83,7 +84,7 @@ from beamjax.plan.steps import (
 )
 
 MASKED_SECONDS = 1e-9
-"""Assumed cost of a mask, in seconds per masked value of a member."""
+"""Assumed seconds to mask one value of one member."""
 EXECUTABLE_SECONDS = 0.3
 """Assumed seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
@@ -128,13 +129,22 @@ def lower_passes(
     vectorizations: Mapping[str, Vectorization],
 ) -> Plan:
     """A plan of only the passes over one placement, with the given shard size."""
-    sizes = {**dict.fromkeys(program.sizes, size)}
+    sizes = dict.fromkeys(program.sizes, size)
     lowering = _Lowering(program, stages, options, sizes, vectorizations)
     passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
     return lowering.with_steps([lowering.map(stage) for stage in passes], "passes")
 
 
 class _Lowering:
+    """Makes the steps of one plan.
+
+    Attributes:
+      costs, values, bodies: those of the plan, to which each step adds.
+      served_inputs, placed_inputs: the inputs that steps read as server or as placed values.
+      counts: for each kind of name, the number of the last one.
+      reasons: by name of the step, why a step runs as Python that JAX could not export.
+    """
+
     def __init__(
         self,
         program: PlacedProgram,
@@ -155,7 +165,6 @@ class _Lowering:
         self.served_inputs: set[Var] = set()
         self.placed_inputs: set[Var] = set()
         self.counts: dict[str, int] = {}
-        # Reasons of steps that run as Python because JAX could not export them, by name.
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
         self.cut = cut_at_files(program, stages, options)
@@ -194,7 +203,7 @@ class _Lowering:
         )
 
     def empty_pass(self, placement: str) -> Map:
-        """A pass that computes nothing."""
+        """A pass that computes nothing, for the mask of all members."""
         name, size = self.name(f"members_{placement}"), self.sizes[placement]
         key = self.export(name, lambda members: lambda *heads: [], size, self.heads(size), [])
         guard = self.guard and replace(self.guard, on_nonfinite="keep")
@@ -367,6 +376,7 @@ class _Lowering:
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
         all_full = _are_all_full(n, size) and stage.placement not in self.cut
+        # A guard that drops members passes shards with gaps even where all shards are full.
         if exported and all_full and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None
         elif exported and _separate_executables_pay(stage, n, size):
@@ -386,8 +396,8 @@ class _Lowering:
         start = jax.ShapeDtypeStruct((), integer)
         if self.guard is None:
             return [start, start]
-        kept = jax.ShapeDtypeStruct((size,), np.dtype("bool"))
-        return [start, jax.ShapeDtypeStruct((size,), integer), kept]
+        mask = jax.ShapeDtypeStruct((size,), np.dtype("bool"))
+        return [start, jax.ShapeDtypeStruct((size,), integer), mask]
 
     def combine(self, eqn: Eqn, rule: FunctionReductionRule) -> Combine:
         """Lowers a reduction by a function; its body merges partials of two ranges of members."""
@@ -396,7 +406,7 @@ class _Lowering:
         variables = [atom for atom in served if isinstance(atom, Var)]
         leaves = tuple(map(value_type, rule.leaves))
         names: list[str | None] = [None] * len(leaves)
-        for var, leaf in zip(eqn.outputs, rule.kept, strict=True):
+        for var, leaf in zip(eqn.outputs, rule.results, strict=True):
             names[leaf] = self.served(var)
         inputs = tuple(map(self.served, variables))
         types = [self.values[name] for name in inputs] + [*leaves, *leaves]
@@ -443,7 +453,7 @@ class _Lowering:
     ) -> str:
         """Makes the body of a step as StableHLO."""
         lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with default_promotion():
             if self.platforms == ("cpu",):
                 function = with_channels_last(function, arguments, eqns)
             key, made = export_body(name, function, arguments, self.platforms, lines)

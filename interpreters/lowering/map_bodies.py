@@ -85,14 +85,14 @@ def map_body(
             outs.append(_are_finite([*reduced, *results], size))
         return outs
 
-    everybody = functools.partial(jnp.ones, size, np.bool_)
+    all_rows = functools.partial(jnp.ones, size, np.bool_)
     if guard is not None and full:
-        return lambda _, members, kept, *raw: emit(TracedShard(members[0], size, everybody()), raw)
+        return lambda _, members, mask, *raw: emit(TracedShard(members[0], size, all_rows()), raw)
     if guard is not None:
-        return lambda start, members, kept, *raw: emit(TracedShard(start, size, kept, members), raw)
+        return lambda start, members, mask, *raw: emit(TracedShard(start, size, mask, members), raw)
 
     def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
-        mask = everybody() if full else lax.iota(np.dtype("int32"), size) < count
+        mask = all_rows() if full else lax.iota(np.dtype("int32"), size) < count
         return emit(TracedShard(start, size, mask), raw)
 
     return body
@@ -109,7 +109,8 @@ def sequential_body(
 ) -> Callable[..., list[jax.Array]]:
     """Like `map_body`, but a sequential loop over the members (or batches) of a shard.
 
-    It needs working memory for one batch only.
+    It needs working memory for one batch only. Partials of batches are merged on the device, so the
+    bits of sums differ from those of `map_body`, but they depend on the plan alone.
 
     Args:
       at_once: `map_body` of all but `size` and `full`.

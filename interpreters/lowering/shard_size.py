@@ -1,11 +1,11 @@
-"""Chooses the number of members per shard, and whether they are computed at once (vmap), in batches
-or sequentially.
+"""Chooses how many members a shard has, and how they are computed: by vmap, in batches or one by
+one.
 
 On a CPU, a shard should be as large as fits in the second-level cache. More than 64 members only
 help if members are tiny, because then the overhead per call dominates. For tiny members, shards
-also grow with n, as long as there are enough shards for many workers. If such a shard is computed
-in less time than its overhead, it gets many times as many members, which are computed in batches,
-or all at once if little is computed per byte read.
+also grow with n, as long as there are enough shards for many workers. If the overhead of a shard
+takes longer than its computation, the shard gets a multiple of the members. These are computed in
+batches, or all at once if little is computed per byte read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CACHE_BYTES = 1 << 20
 MULTIPLE = 8
 """Shard sizes are multiples of this, so that the bits of a member do not depend on its row."""
 USUAL_LIMIT = 64
-"""Most members per shard, unless they are tiny."""
+"""Largest number of members per shard, unless they are tiny."""
 TINY_MEMBER_BYTES = 1 << 10
 """Largest working memory of a tiny member, in bytes."""
 TINY_LIMIT, TINY_SHARDS = 4096, 64
@@ -61,8 +61,7 @@ itself."""
 MERGED_BYTES = 2e9
 """Approximate bytes of partials that one core adds up exactly in a second."""
 MERGE_SHARE = 8
-"""A shard should compute for this many seconds for each second in which its partials are added
-up."""
+"""Seconds that a shard should compute for each second in which its partials are added up."""
 STREAMED_SHARE = 4
 """Largest ratio of working bytes to bytes read at which members are computed at once instead of in
 batches."""
@@ -96,17 +95,17 @@ def shard_sizes(
 
 
 def cut_at_files(program: PlacedProgram, stages: Sequence[Stage], options: Options) -> list[str]:
-    """The placements of which no shard has members of two files."""
+    """The placements whose shards end at the ends of files."""
     return [name for name in program.file_rows if not why_not_cut(name, stages, options)]
 
 
 def why_not_cut(placement: str, stages: Sequence[Stage], options: Options) -> str:
-    """Why all shards of a placement but the last need to be of one size; "" if they don't."""
+    """Why all shards of a placement but the last must have one size; "" if they need not."""
     guard = guard_of(options)
     if guard is not None and guard.drops:
         return "members may be dropped"
     maps = [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
-    # Tables of shards, see `rules.by_shard`.
+    # They find their ranges by the index of the first member, see `rules.by_shard`.
     if any(emission.rule.by_shard for stage in maps for emission in stage.emissions):
         return "a pass depends on the order of the members"
     return ""
@@ -198,6 +197,7 @@ def cost_of_member(stage: MapStage, n: Any) -> Cost:
 
 def best_shard_size(stage: MapStage, n: Any) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
+    # Half of the members, rounded up to a power of two: at least two shards remain.
     half = math.inf if is_unknown(n) else 1 << ((n + 1) // 2 - 1).bit_length()
     n = _counted(n)
     moved = _moved(stage, n)
@@ -269,7 +269,7 @@ def choose_vectorization(
         found = Vectorization(options.member_loop, options.member_batch or 0)
         why = f"the option member_loop={options.member_loop!r}"
     elif chosen is not None:
-        found, why = chosen, "as was chosen"
+        found, why = chosen, "a saved or probed choice"
     else:
         found, why = _by_rule(stage, n, options, platforms)
     if found.kind == "batches":
@@ -302,7 +302,7 @@ def _by_rule(
 
 
 def _counted(n: Any) -> int:
-    """The number of members; 1 for an unknown one, where the bytes of an array are a member's."""
+    """The number of members; 1 if it is unknown, because `nbytes_of` then leaves out their axis."""
     return 1 if is_unknown(n) else n
 
 
@@ -317,7 +317,7 @@ def _moved(stage: MapStage, n: int) -> float:
 
 
 def _reduced(stage: MapStage) -> int:
-    """Bytes that a shard gives to reductions."""
+    """Bytes of the partials of a shard."""
     return sum(nbytes_of(var.aval) for eqn in stage.reductions for var in eqn.outputs)
 
 

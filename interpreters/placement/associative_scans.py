@@ -33,6 +33,7 @@ from beamjax.interpreters.rules.by_shard import mapped_by_shard, range_size, red
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,
+    default_promotion,
     evaluate,
     shape_of,
 )
@@ -40,8 +41,8 @@ from beamjax.interpreters.staging.flatten import flatten
 from beamjax.numerics.reducers import PICK
 
 MAX_CALLS = 4
-"""Most slices that are tried as the end of the function's first call. The function itself may
-slice, so the first slice after its beginning need not be JAX's own."""
+"""Largest number of slices that are tried as the end of the function's first call. The function
+itself may slice, so the first slice after its beginning need not be JAX's own."""
 FEWEST = 8
 """Fewest members per range. With fewer, the table would have almost as many rows as there are
 members."""
@@ -51,7 +52,8 @@ JOINS = ("add", "or")
 
 Leaves = Sequence[jax.Array]
 Combine = Callable[[Leaves, Leaves, Sequence[Any]], Leaves]
-"""The function of a scan: of two lists of leaves with equally many members, and server values."""
+"""The function of a scan: takes two lists of leaves with equally many members, and server values.
+"""
 
 
 def associative_scans(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
@@ -76,7 +78,7 @@ def associative_scans(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
 
 
 def _first_operand(rewriter: BlockRewriter, eqn: Eqn) -> Var | None:
-    """The operand whose scan an equation would complete: it joins the even and the odd results."""
+    """The operand whose scan an equation may complete, by joining the even and the odd results."""
     if eqn.primitive.name not in JOINS:
         return None
     atom: Atom = eqn.inputs[0]
@@ -111,6 +113,8 @@ def _rewritten(
     def begins(eqn: Eqn) -> bool:
         return _halved_axis(eqn) == axis and shape_of(eqn.inputs[0])[axis] == rows
 
+    # A scan begins with one such slice for each leaf, in reverse after a `rev` for each leaf. The
+    # slices of the odd entries follow, then the call of the function.
     while index > 0 and begins(eqns[index - 1]):
         index -= 1
     evens = list(itertools.takewhile(begins, eqns[index:]))
@@ -172,7 +176,7 @@ class _Scan:
         axis: int,
         reverse: bool,
     ) -> _Scan | None:
-        """A scan, if there are ranges of a fitting size."""
+        """A scan, or None if no size of ranges keeps the table and the ranges small enough."""
         n = shape_of(leaves[0])[axis]
         member = sum(aval_of(x).dtype.itemsize * math.prod(shape_of(x)) for x in leaves) // n
         block = range_size(n, member, member, program.shard_size, fewest=FEWEST)
@@ -189,8 +193,8 @@ class _Scan:
     def passes(self, leaf: int, *args: Any) -> list[jax.Array]:
         """A leaf of the scan, by two passes over the members.
 
-        Each leaf of the table is a reduction of its own, and scans all leaves. These are in one
-        body, and XLA computes what is equal once.
+        Each leaf of the table is a separate reduction, which scans all leaves. They are in one
+        body, so XLA does the common work once.
         """
         leaves, served = args[: self.count], args[self.count :]
         operands = [*(jnp.moveaxis(x, self.axis, 0) for x in leaves), *served]
@@ -250,10 +254,10 @@ class _Scan:
             (*left, in_left), (*right, in_right) = left, right
             both = self.combine(left, right, served)
             single = [
-                jnp.where(self._mask(in_left, x), x, y) for x, y in zip(left, right, strict=True)
+                jnp.where(_with_axes(in_left, x), x, y) for x, y in zip(left, right, strict=True)
             ]
             found = [
-                jnp.where(self._mask(in_left & in_right, x), x, y)
+                jnp.where(_with_axes(in_left & in_right, x), x, y)
                 for x, y in zip(both, single, strict=True)
             ]
             return *found, in_left | in_right
@@ -262,10 +266,6 @@ class _Scan:
         marks = inside.reshape((1,) * self.axis + (-1,))
         *found, _ = lax.associative_scan(combine, (*moved, marks), axis=self.axis, reverse=True)
         return [jnp.moveaxis(x, self.axis, 0) for x in found]
-
-    def _mask(self, marks: jax.Array, x: jax.Array) -> jax.Array:
-        """Marks of members, (1, ..., members), with as many axes as `x`."""
-        return marks.reshape(*marks.shape, *(1,) * (x.ndim - marks.ndim))
 
     def _applied(
         self, shard: TracedShard, operands: Sequence[Any], ends: Leaves, leaf: int
@@ -292,6 +292,11 @@ class _Scan:
         return found.reshape(-1, *found.shape[2:])[: shard.size]
 
 
+def _with_axes(marks: jax.Array, x: jax.Array) -> jax.Array:
+    """Marks of members, (1, ..., members), with as many axes as `x`."""
+    return marks.reshape(*marks.shape, *(1,) * (x.ndim - marks.ndim))
+
+
 # --- the function
 
 
@@ -300,11 +305,11 @@ class _Function:
     """The function of a scan, read from a call of it.
 
     Attributes:
-      eqns: its equations, each with a rule, or None where it reads server values alone.
+      eqns: its equations, each with its rule; None for an equation that reads only server values.
       halves: the variables of its two operands.
-      results: those of its result.
+      results: the variables of its result.
       served: the server values that it reads.
-      axis: that of the members.
+      axis: the axis of the members.
     """
 
     eqns: Mapping[Eqn, MemberwiseRule | None]
@@ -360,10 +365,11 @@ class _Function:
         return [env[var] for var in self.results]
 
 
-# --- the same equations
+# --- comparing equations
 
 call_p = jex.Primitive("call_of_one_row")
-"""A call of the function with one row, which JAX may trace to other equations than other calls."""
+"""Stands for a call of the function with one row, for which JAX may trace other equations than for
+more rows. Any equations of the program match it."""
 call_p.multiple_results = True
 call_p.def_abstract_eval(lambda *leaves: leaves[: len(leaves) // 2])
 
@@ -386,7 +392,7 @@ def _verified(eqns: Sequence[Eqn], scan: _Scan, atoms: Sequence[Atom], count: in
         traced = _Scan(combine, count, scan.axis, scan.reverse, scan.n, scan.block)
         return traced.whole(args[:count], args[count:])
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with default_promotion():
         flat = flatten(jax.make_jaxpr(function)(*map(aval_of, atoms)))
     env: dict[Var, Atom] = dict(zip(flat.arguments, atoms, strict=True))
     if flat.constants or not _match(flat.eqns, eqns, env):

@@ -1,4 +1,4 @@
-"""The backward pass of placement: which places the uses of a value ask for."""
+"""The backward pass of placement: finds the place that the uses of each value require."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class PlacementKeys:
         self.sizes = {key: n for (_, n), key in self._keys.items()}
 
     def rows(self, var: Var) -> MemberAxis | None:
-        """Axis 0 of the only placement with as many members as a value has rows, else None."""
+        """Axis 0 of the only placement with as many members as a value has rows, or None.
+
+        A placement with one member does not count, as any array may have one row.
+        """
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
         return (
             MemberAxis(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
@@ -80,6 +83,8 @@ def find_demand(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, MemberAxis]
 
 
 class _Finder:
+    """Visits equations backward, so that an earlier use overwrites the demand of a later one."""
+
     def __init__(self, keys: PlacementKeys):
         self.keys = keys
         self.demand: dict[Var, MemberAxis] = {}
@@ -91,7 +96,7 @@ class _Finder:
             elif isinstance(eqn, BranchEqn):
                 for branch in eqn.branches:
                     for inner, var in zip(branch.outputs, eqn.outputs, strict=True):
-                        self.want(inner, self.demand.get(var))
+                        self.require(inner, self.demand.get(var))
                     self.block(branch)
             else:
                 self.equation(eqn)
@@ -116,24 +121,24 @@ class _Finder:
         stacked = zip(block.outputs[carried:], eqn.outputs[carried:], strict=True)
         for entry, var in stacked:
             along = self.demand.get(var)
-            self.want(entry, along.moved(-1) if along else None)
+            self.require(entry, along.moved(-1) if along else None)
         ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
         for _ in range(carried + 2):  # An iteration moves a demand by at most one carried value.
             before = [self.demand.get(param) for param in block.inputs]
             for last, var, param in ends:
-                self.want(last, self.demand.get(param) or self.demand.get(var))
+                self.require(last, self.demand.get(param) or self.demand.get(var))
             for inner in reversed(eqn.blocks):
                 self.block(inner)
             # A carried value that rounds do not change is placed as the loop's result is.
             for last, var, param in ends:
                 if last is param:
-                    self.want(param, self.demand.get(param) or self.demand.get(var))
+                    self.require(param, self.demand.get(param) or self.demand.get(var))
             if before == [self.demand.get(param) for param in block.inputs]:
                 break
         for number, (atom, param) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
             along = self.demand.get(param)
-            self.want(atom, along.moved(number >= carried) if along else None)
+            self.require(atom, along.moved(number >= carried) if along else None)
 
-    def want(self, atom: Atom, along: Place) -> None:
+    def require(self, atom: Atom, along: Place) -> None:
         if along is not None and isinstance(atom, Var):
             self.demand[atom] = along

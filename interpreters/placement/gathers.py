@@ -1,11 +1,11 @@
-"""Changes what the server gathers, once all values have places.
+"""Changes which values are gathered to the server, once all values have places.
 
 * `share_gathers` gathers a placed value once if the server reads several views of it. `y @ y.T` and
   `x[:, None] - x[None]` read one value in two shapes. The server computes the views.
 * `gather_from_passes` is for runs that may drop members or check them for NaN. Such a run gathers
-  only results of passes. A pass checks its results, and fills those of dropped members with NaN, or
-  with 0 if the dtype has no NaN. So before an input or a carried value of a loop is gathered, a
-  pass copies it.
+  only results of passes, because a pass checks its results, and fills those of dropped members with
+  NaN, or with 0 if the dtype has no NaN. So a pass copies an input or a carried value of a loop
+  before it is gathered.
 """
 
 from __future__ import annotations
@@ -22,25 +22,17 @@ from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 
 VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "expand_dims",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-        "unstack",
-    }
+    "broadcast_in_dim expand_dims reshape rev slice squeeze transpose unstack".split()
 )
+"""Primitives that compute a view of their operand, at little cost for the server."""
 
 
 class _ServerCopies:
     """Copies of equations by which the server computes placed values from gathered ones.
 
     Args:
-      maker: takes a variable to the equation that is copied to compute it; to None for a variable
-        that the server reads as it is.
+      maker: returns the equation to copy in order to compute a variable; None for a variable that
+        the server reads as it is.
     """
 
     def __init__(self, maker: Callable[[Var], Eqn | None]):
@@ -49,7 +41,7 @@ class _ServerCopies:
         self._made: dict[Eqn, Eqn] = {}
 
     def of(self, atom: Atom) -> Atom:
-        """What the server reads for a value."""
+        """The atom that the server reads instead of `atom`; copies equations if necessary."""
         eqn = self._maker(atom) if isinstance(atom, Var) else None
         if eqn is None or not isinstance(atom, Var):
             return atom
@@ -155,11 +147,14 @@ def gather_from_passes(program: PlacedProgram) -> None:
         block.eqns[:] = eqns
 
 
+_TESTS = ("reduce_and", "reduce_or")
+
+
 class _Tests:
     """Moves tests of all members, by `jnp.any` and `jnp.all`, to the server.
 
-    `jnp.median` looks for NaN among the members before it sorts them on the server. It must also
-    find the NaN of dropped members, so the server tests the gathered values that it sorts.
+    `jnp.median` tests whether any member is NaN before it sorts them on the server. It must find
+    the NaN of dropped members too, which only gathered values hold. So the server tests those.
     """
 
     def __init__(self, program: PlacedProgram):
@@ -187,20 +182,18 @@ class _Tests:
         if eqn is None or not isinstance(atom, Var):
             return False
         if atom not in self.tested:
-            is_test = eqn in self.program.rules and eqn.primitive.name in (
-                "reduce_and",
-                "reduce_or",
-            )
+            is_test = eqn in self.program.rules and eqn.primitive.name in _TESTS
             self.tested[atom] = is_test or any(map(self.is_tested, eqn.inputs))
         return self.tested[atom]
 
     def copied(self, var: Var) -> Eqn | None:
-        """The equation that the server computes a value by, if it does not gather the value.
+        """The equation to copy for a value; None if the server gathers the value.
 
-        Values without NaN do not show which members are dropped, so they are computed from floats.
+        A gathered value without NaN does not show which members are dropped, so the server computes
+        it from floats.
         """
-        shows_holes = not self.program.place(var) or jnp.issubdtype(var.aval.dtype, np.inexact)
-        return None if shows_holes and not self.is_tested(var) else self._maker(var)
+        shows_dropped = not self.program.place(var) or jnp.issubdtype(var.aval.dtype, np.inexact)
+        return None if shows_dropped and not self.is_tested(var) else self._maker(var)
 
     def _maker(self, atom: Atom) -> Eqn | None:
         eqn = self.makers.get(atom) if isinstance(atom, Var) else None
@@ -211,4 +204,4 @@ class _Tests:
 
 def _copy(var: Var) -> Eqn:
     like = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct((), np.float32)).eqns[0]
-    return Eqn(like.primitive, {}, [var], [Var(f"{var.name}_kept", var.aval)], "")
+    return Eqn(like.primitive, {}, [var], [Var(f"{var.name}_copy", var.aval)], "")

@@ -53,11 +53,11 @@ def as_member_equation(
     if not check.control(structure) or len(check.placements) != 1:
         return None
     (placement,) = check.placements
-    in_axes = tuple(along.axis if along else None for _, along in check.wants)
+    in_axes = tuple(along.axis if along else None for _, along in check.operands)
     out_axes = tuple(along.axis if along else None for along in places)
-    operands: list[Atom] = [var for var, _ in check.wants]
+    operands: list[Atom] = [var for var, _ in check.operands]
     whole = MemberEqn(eqn.primitive, {}, operands, eqn.outputs, eqn.line, structure)
-    emit = _emission(program, structure, list(check.wants))
+    emit = _emission(program, structure, list(check.operands))
     return whole, placement, MemberwiseRule(in_axes, out_axes, emit)
 
 
@@ -79,10 +79,10 @@ def gathers(program: PlacedProgram, structure: Eqn) -> bool:
 
 
 class OpenedLoops:
-    """Loops and branches without placed operators, whose equations are rewritten.
+    """Loops and branches without placed operators that are placed like those with placed operators.
 
-    One that gathers members is opened: it is then placed like one with placed operators. It stays
-    open if its rounds are passes by that, without a gather.
+    A loop that gathers members is opened, so that its equations are rewritten as well. It stays
+    open if its rounds are then passes that gather nothing.
 
     Args:
       flat: the program, in which they are opened and closed in place.
@@ -90,13 +90,13 @@ class OpenedLoops:
 
     def __init__(self, flat: FlatProgram):
         self._flat = flat
-        # By their first results: what they were, and the constants that they added to the program.
+        # By first result: the original equation, and the constants that opening it has added.
         self._open: dict[Var, tuple[WholeEqn, list[Var]]] = {}
-        # First results of those that stay as they are now.
+        # First results of loops that are neither opened nor closed any more.
         self._settled: set[Var] = set()
 
     def have_changed(self, program: PlacedProgram, gathering: Mapping[Var, bool]) -> bool:
-        """Opens and closes loops; returns whether there were any.
+        """Opens and closes loops in the program; returns whether it has changed.
 
         Args:
           program: as it was placed.
@@ -106,7 +106,8 @@ class OpenedLoops:
         found = gathering.keys() - self._settled
         self._settled.update(var for var in found if gathering[var])
         closed: set[Var] = set()
-        if not found:  # A loop may gather for one in it that is not open yet.
+        # A loop may gather only because one inside of it is not open yet, so those come first.
+        if not found:
             closed = {
                 eqn.outputs[0]
                 for eqn in program.flat.walk()
@@ -146,7 +147,7 @@ class _Check:
     """Checks whether all equations in a loop or a branch act on each member separately.
 
     Attributes:
-      wants: the values from outside that are read, with their places.
+      operands: the values from outside that are read, with the places at which they are read.
       placements: the placements of all placed values that are read.
     """
 
@@ -154,7 +155,7 @@ class _Check:
         self.program = program
         constants = program.flat.inputs
         self.outside = {atom for atom in (*eqn.inputs, *constants) if isinstance(atom, Var)}
-        self.wants: dict[tuple[Var, Place], None] = {}
+        self.operands: dict[tuple[Var, Place], None] = {}
         self.placements: set[str] = set()
 
     def control(self, eqn: Eqn) -> bool:
@@ -173,10 +174,12 @@ class _Check:
                     return False
                 continue
             _, rule = self.program.rules.get(eqn, ("", None))
-            # The condition may be evaluated per shard: a round does not change finished rows.
-            ends = is_condition and isinstance(rule, ReductionRule) and rule.reducer == "any"
-            if isinstance(rule, ReductionRule) and not (ends and eqn.outputs == block.outputs):
-                return False
+            if isinstance(rule, ReductionRule):
+                # The `any` at the end of the condition of a vmapped while may be one over a shard:
+                # further rounds do not change the rows that are finished.
+                is_last = eqn.outputs == block.outputs
+                if not (is_condition and rule.reducer == "any" and is_last):
+                    return False
             if not self.reads(self.program.reads(eqn)):
                 return False
         return True
@@ -189,9 +192,9 @@ class _Check:
             if not isinstance(atom, Var):
                 continue
             if atom in self.outside:
-                self.wants[atom, along] = None
+                self.operands[atom, along] = None
                 # A server value may be read whole and by shards, a placed one only at one place.
-                if self.program.place(atom) and sum(var is atom for var, _ in self.wants) > 1:
+                if self.program.place(atom) and sum(var is atom for var, _ in self.operands) > 1:
                     return False
             elif self.program.place(atom) != along:
                 if along is None or (atom, along) not in self.program.creations:
@@ -212,7 +215,7 @@ def _emission(
 
 
 class _Emitter:
-    """Evaluates blocks on the members of a shard.
+    """Evaluates blocks on the members of a shard, as JAX control flow.
 
     Args:
       program: the placed program.

@@ -1,8 +1,8 @@
 """Rewrites the selection of sorted members, such as `jnp.median(x, 0)`, to passes that count.
 
-A value is found digit by digit, as by a radix sort: each pass counts the members whose higher
-digits are those of the value, by their next digit. The counts are exact, so the result is the
-member that sorting would give, of any number of members.
+A value is found digit by digit, as in a radix sort: each pass counts, by their next digit, the
+members whose higher digits are those of the value. The counts are exact, so the result is the
+member that sorting would select, for any number of members.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import shape_of
 
 MIN_BYTES = 1 << 20
-"""Bytes of all members above which passes count them. Smaller arrays are gathered and sorted
-faster."""
+"""Bytes of all members from which passes count them. It takes less time to gather and sort smaller
+arrays."""
 MOST_RANKS = 16
 """Largest number of selected members. Each of them is compared with all members, so the work grows
 with it."""
 WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
-"""Most counts (int32) that a shard sends in a pass with digits of 16 bits, and in any pass."""
+"""Largest number of counts (int32) that a shard sends in a pass with digits of 16 bits, and in any
+pass. Digits of 16 bits halve the number of passes, at 256 times as many counts."""
 
 
 def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
@@ -48,8 +49,8 @@ def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     aval = aval_of(sort.inputs[0])
     if math.prod(aval.shape) * aval.dtype.itemsize < MIN_BYTES:
         rewriter.program.reasons[sort] = (
-            f"sort mixes members, of which less than {human_bytes(MIN_BYTES)} are gathered and "
-            "sorted faster than passes count them"
+            f"sort mixes members, and it takes less time to gather and sort less than "
+            f"{human_bytes(MIN_BYTES)} than to count members in passes"
         )
         return None
     return Rewrite(function, [*sort.inputs, *eqn.inputs[1:]])
@@ -64,10 +65,9 @@ def _is_possible(eqn: Eqn) -> bool:
 
 
 def _picked(user: Eqn, sort: Eqn, axis: int) -> Callable[..., list[Any]] | None:
-    """A function of members, and of the other operands of `user`, to what it selects of them
-    sorted.
+    """A function of the members, and of the other operands of `user`, with the results of `user`.
 
-    None where `user` is not such an equation, or selects too many.
+    None if `user` does not select sorted members, or selects too many.
     """
     shape, out = shape_of(sort.outputs[0]), shape_of(user.outputs[0])
     n, columns, others = shape[axis], math.prod(shape) // shape[axis], list(shape)
@@ -116,14 +116,16 @@ def _statistics(x: jax.Array, ranks: jax.Array) -> jax.Array:
     keys = _keys(x).reshape(x.shape[0], -1)
     width, count = 8 * keys.dtype.itemsize, len(ranks) * keys.shape[1]
     digit = 16 if count * 2**16 <= WIDE_COUNTS else 8
+    # The digits of the values found so far, and the ranks among the members that have them.
     found = jnp.zeros((len(ranks), keys.shape[1]), keys.dtype)
     left = jnp.broadcast_to(ranks.astype(np.int32)[:, None], found.shape)
+    # Each value has 2**digit counts of its own; this is the index of its first one.
     table = jnp.arange(count, dtype=np.int32).reshape(found.shape) << digit
     for shift in range(width - digit, -1, -digit):
         rest = keys >> keys.dtype.type(shift)
         place = (rest & keys.dtype.type(2**digit - 1)).astype(np.int32)[:, None] + table[None]
         alike = jnp.ones(place.shape, np.int32)
-        if shift + digit < width:
+        if shift + digit < width:  # There are higher digits, which must agree.
             alike = ((rest >> keys.dtype.type(digit))[:, None] == found[None]).astype(np.int32)
         zeros = jnp.zeros(count << digit, np.int32)
         counts = zeros.at[place].add(alike, mode="promise_in_bounds")
@@ -131,6 +133,7 @@ def _statistics(x: jax.Array, ranks: jax.Array) -> jax.Array:
         chosen = jnp.sum(upto <= left[..., None], axis=-1, dtype=np.int32)
         before = jnp.take_along_axis(upto, jnp.maximum(chosen - 1, 0)[..., None], -1)[..., 0]
         left = left - jnp.where(chosen > 0, before, 0)
+        # In the first pass `found` is 0, and a shift by the whole width would be undefined.
         shifted = found << keys.dtype.type(digit) if shift + digit < width else found
         found = shifted | chosen.astype(keys.dtype)
     return _values(found, x.dtype).reshape(len(ranks), *x.shape[1:])
@@ -141,7 +144,7 @@ def _keys(x: jax.Array) -> jax.Array:
     bits = np.dtype(f"uint{8 * x.dtype.itemsize}")
     if jnp.issubdtype(x.dtype, np.unsignedinteger):
         return x
-    top = bits.type(1 << (8 * bits.itemsize - 1))
+    top = bits.type(1 << (8 * bits.itemsize - 1))  # The sign bit.
     if jnp.issubdtype(x.dtype, np.integer):
         return lax.bitcast_convert_type(x, bits) ^ top
     x = jnp.where(x == 0, jnp.zeros((), x.dtype), x)

@@ -48,19 +48,20 @@ class PlacedProgram:
     Attributes:
       flat: the program, a copy that belongs to this object; passes of this folder rewrite it.
       sizes: number of members of each placement.
-      places: places of placed values; all other values are server values.
+      places: the place of each placed value; all other values are server values.
       rules: for each equation that is computed by shards, its placement and sharding rule.
-      creations: for server values that a shard can compute, by value and place, the equation and
-        its sharding rule.
+      creations: for each server value that a shard can compute, and each place at which it can, the
+        equation that computes it and its sharding rule.
       borders: places of inputs and outputs of loops and branches.
-      slices: for outputs of the program that are slices of a placed value, by number, the first
+      expanded: for each equation that is rewritten, and for each scan, while or cond without placed
+        operators that is not computed on the server, the equations that replace it. It is empty
+        once `settle` has replaced them.
+      slices: for each output of the program that is a slice of a placed value, by number, the first
         member and the one after the last.
-      reasons: why equations run on the server that could be passes, as text.
-      shard_size: members per shard where the user gives it.
-      file_rows: placements whose shards should not have members of two files, with the approximate
-        number of members per file.
-      expanded: for equations that are rewritten, and for scans, whiles and conds without placed
-        operators, the equations that replace them, if any.
+      reasons: for some equations that run on the server, why they are not passes, as text.
+      shard_size: members per shard, if the user gives it.
+      file_rows: for each placement whose shards should not have members of two files, the
+        approximate number of members per file.
     """
 
     flat: FlatProgram
@@ -93,7 +94,7 @@ class PlacedProgram:
                 yield eqn
 
     def walk(self, block: FlatBlock) -> Iterator[Eqn]:
-        """Like `equations`, including the equations in loops and branches."""
+        """Like `equations`, with the equations in loops and branches."""
         for eqn in self.equations(block):
             yield eqn
             for inner in eqn.blocks:

@@ -1,9 +1,20 @@
 """Propagates placements: decides which values of a flat program are placed.
 
 Placement starts at the placed operators. It propagates backward to the values that must be placed
-for them, and forward through every equation with a rule that acts on each member. All other
-equations run on the server, and their placed operands are gathered. A carried value of a loop has
-the same place in all rounds, and an output of a branch the same place in all blocks.
+for them (`demand`), and forward through every equation with a rule that acts on each member. All
+other equations run on the server, and their placed operands are gathered.
+
+These invariants hold in a placed program:
+
+* A value has one place. An equation that reads it at another place makes the cut gather it, scatter
+  it, or compute it again in a pass that can create it.
+* A carried value of a loop has the same place in all rounds, and an output of a branch the same
+  place in all blocks.
+* Passes compute the equations in `PlacedProgram.rules`. All others run on the server, but for
+  loops, branches, and equations whose results a pass can create (`PlacedProgram.creations`).
+
+The backward pass runs once. The forward pass rewrites equations as it goes, and is repeated from
+the start if the result shows that one of its assumptions was wrong: see `place`.
 """
 
 from __future__ import annotations
@@ -28,7 +39,6 @@ from beamjax.interpreters.placement.reshaped import reshaped
 from beamjax.interpreters.placement.rewrites import (
     BlockRewriter,
     Rewrites,
-    drop_unused,
     expansions,
 )
 from beamjax.interpreters.placement.views import drop_view, make_views
@@ -46,10 +56,11 @@ from beamjax.interpreters.program import (
 from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.indexing import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
+from beamjax.interpreters.staging.simplify import prune
 from beamjax.plan.steps import MAX_MEMBERS
 
 PATTERNS = expansions, associative_scans, windows, reshaped, order_statistics
-"""The rewrites of equations without a rule."""
+"""The rewrites of equations without a rule; the first one that matches is used."""
 
 
 def place(
@@ -90,6 +101,7 @@ def place(
     views = make_views(flat, demand, keys.sizes)
     read = {atom for atom in flat.reads() if isinstance(atom, Var)}
     viewed = set(flat.views.values()) - read
+    # Inputs of `fixed` are placed in any case, those of `tried` unless this makes them gathered.
     fixed = {view: along for view, along in views.items() if flat.views[view] in known}
     for var in flat.inputs:
         if var in known and var not in viewed:
@@ -98,9 +110,12 @@ def place(
             fixed[var] = demand[var]
     tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
     tried |= {view: along for view, along in views.items() if view not in fixed}
+    # Results of selections that are computed on the server after all.
     gathering: set[Var] = set()
-    # Members that are dropped leave gaps in the order of those of a shard.
+    # Dropped members leave gaps in a shard, so members can't be moved to neighbouring rows.
     rewrites, opened = Rewrites(PATTERNS, moves=not guarded), OpenedLoops(flat)
+    # This ends: each repetition adds to what `rewrites` refuses or moves, opens or settles a loop,
+    # adds to `gathering`, or takes from `tried`. New `Rewrites` only begin with a loop or an input.
     while True:
         rewrites.begin()
         inputs = {**fixed, **tried}
@@ -109,26 +124,27 @@ def place(
         placing.block(program.flat)
         program.settle()
         return_slices(program)
-        drop_unused(program.flat)
+        prune(program.flat, narrow_maps=False)
         if not rewrites.are_settled(program):
             continue
         if opened.have_changed(program, placing.gathering_loops):
-            # What those loops gathered was a reason not to rewrite other equations.
+            # Equations may have been refused a rewrite because of what those loops gathered.
             rewrites = Rewrites(PATTERNS, moves=not guarded)
             continue
-        many = _selected_too_often(program)
-        refuted = set() if many else _gathered_inputs(program, tried.keys(), guarded)
-        if not refuted and not many:
-            share_gathers(program, program.flat)
-            if guarded:
-                gather_from_passes(program)
-            return program
-        gathering |= many
-        if refuted:
-            rewrites = Rewrites(PATTERNS, moves=not guarded)
-        for view in refuted & views.keys():
+        if selected := _selected_too_often(program):
+            gathering |= selected
+            continue
+        gathered = _gathered_inputs(program, tried.keys(), guarded)
+        if not gathered:
+            break
+        rewrites = Rewrites(PATTERNS, moves=not guarded)
+        for view in gathered & views.keys():
             drop_view(flat, view)
-        tried = {var: along for var, along in tried.items() if var not in refuted}
+        tried = {var: along for var, along in tried.items() if var not in gathered}
+    share_gathers(program, program.flat)
+    if guarded:
+        gather_from_passes(program)
+    return program
 
 
 def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:
@@ -155,7 +171,16 @@ def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> Me
 
 
 class _Placing:
-    """The forward pass."""
+    """The forward pass.
+
+    Attributes:
+      program: the program; places, rules and replacements are added to it.
+      rewriter: that of the current block; None inside a loop or a branch without placed operators,
+        whose equations are not rewritten.
+      gathering_loops: first results of the loops without placed operators that gather members, with
+        whether their rounds are passes nevertheless.
+      used: the values that are read, including those read in expanded loops and rewrites.
+    """
 
     def __init__(
         self,
@@ -172,8 +197,6 @@ class _Placing:
         self.rewrites = rewrites
         self.rewriter: BlockRewriter | None = None
         self.is_inside_whole = False
-        # First results of the loops without placed operators that gather members, and whether their
-        # rounds are passes.
         self.gathering_loops: dict[Var, bool] = {}
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
@@ -210,6 +233,7 @@ class _Placing:
             return
         if self.rewrite(eqn):
             return
+        # It is placed on trial, without rewrites, and forgotten if it runs on the server.
         structure = eqn.expand(program.flat)
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
@@ -240,6 +264,7 @@ class _Placing:
             rule = rules.classify(eqn, axes, program.sizes[key])
             if rule is not None and self.gathering.isdisjoint(eqn.outputs):
                 program.rules[eqn] = (key, rule)
+                # A selection may be part of a pattern, such as a slice of members that are reduced.
                 if isinstance(rule, ReductionRule) and rule.selects_members:
                     self.rewrite(eqn)
                 if isinstance(rule, MemberwiseRule):
@@ -283,6 +308,7 @@ class _Placing:
             found = found.moved(-stacked) if found is not None else None
             chosen.append(self.demand.get(var) or found)
         settled: set[int] = set()
+        # A carried value changes its place at most twice, so this ends.
         while True:
             for var, along in zip(block.inputs, chosen, strict=True):
                 self.put(var, along)
@@ -297,7 +323,8 @@ class _Placing:
             if not differing:
                 break
             for i in differing:
-                # First try the place that a round returns; if that differs again, use the server.
+                # A server value gets the place that a round returns; any other conflict puts the
+                # value on the server, where it stays.
                 if chosen[i] is not None:
                     settled.add(i)
                 chosen[i] = given[i] if chosen[i] is None else None
@@ -312,14 +339,14 @@ class _Placing:
             self.put(var, along.moved(stacked) if along else None)
 
     def differs(self, chosen: Place, atom: Atom) -> bool:
-        """Whether the value that a round returns is at another place than `chosen`."""
+        """Whether a value that a round returns is not at `chosen`, and can't be created there."""
         given = self.program.place(atom)
         if given is None and chosen is not None and isinstance(atom, Var):
             return (atom, chosen) not in self.program.creations
         return given != chosen
 
     def branch(self, eqn: BranchEqn) -> None:
-        """Finds the places of a branch's outputs: placed if they are so in any block."""
+        """Finds the places of a branch's outputs: an output is placed if it is so in any block."""
         for block in eqn.branches:
             self.block(block)
         places: list[Place] = []
@@ -332,7 +359,10 @@ class _Placing:
     def enclose(
         self, eqn: Eqn, inputs: tuple[Place, ...], outputs: tuple[tuple[Place, ...], ...]
     ) -> None:
-        """Records the places of the inputs and outputs of a loop or a branch."""
+        """Records the places of the inputs and outputs of a loop or a branch.
+
+        A server value that it needs placed is from now on computed by shards, if shards can do so.
+        """
         self.program.borders[eqn] = Border(inputs, outputs)
         ends = zip(eqn.blocks, outputs, strict=True)
         pairs = [*zip(eqn.inputs, inputs, strict=True)]
@@ -375,7 +405,7 @@ class _Placing:
 
 
 def _selected_too_often(program: PlacedProgram) -> set[Var]:
-    """What equations select of a value of which they together read a large share."""
+    """The results of selections from a value of which they together read a large share."""
     selections: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, rule = program.rules.get(eqn, ("", None))
@@ -394,15 +424,17 @@ def _selected_too_often(program: PlacedProgram) -> set[Var]:
 
 
 def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> set[Var]:
-    """The inputs of `tried` that are gathered or selected from, or values computed from them.
+    """The inputs of `tried` from which gathered values are computed.
 
-    A view only counts if that happens before a placed operator has read it. With `guarded`, only
-    server reads of placed operators and loops count.
+    A value counts as gathered if the server reads it or selects members of it. A view only counts
+    if no placed operator reads it before. With `guarded`, only server reads of placed operators and
+    loops count.
     """
     # For each placed value, those that it is computed from, and whether by a placed operator.
     sources: dict[Var, list[tuple[Atom, bool]]] = {}
-    outputs = [atom for atom in program.flat.outputs if isinstance(atom, Var) and atom in tried]
-    gathered: list[Atom] = [] if guarded else [*outputs]
+    gathered: list[Atom] = []
+    if not guarded:
+        gathered += [a for a in program.flat.outputs if isinstance(a, Var) and a in tried]
 
     def link(outs: Iterable[Var], atoms: Sequence[Atom], by_operator: bool = False) -> None:
         for var in outs:
@@ -419,6 +451,7 @@ def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> 
             carried = zip(eqn.params_of_carried, eqn.block.outputs, strict=False)
             for param, atom in (*pairs, *carried):
                 link([param], [atom])
+        # The last block of a loop is the round; the condition returns nothing that is placed.
         for block in eqn.blocks[-1:] if isinstance(eqn, LoopEqn) else eqn.blocks:
             for var, atom in zip(eqn.outputs, block.outputs, strict=True):
                 link([var], [atom])
@@ -426,13 +459,15 @@ def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> 
             link(eqn.outputs, [atom for atom, _ in reads], eqn.is_placed_operator)
     found: set[Var] = set()
     seen: set[tuple[Atom, bool]] = set()
-    left = [(atom, False) for atom in gathered]
-    while left:
-        atom, passed = left.pop()
-        if not isinstance(atom, Var) or program.place(atom) is None or (atom, passed) in seen:
+    agenda = [(atom, False) for atom in gathered]
+    while agenda:
+        atom, after_operator = agenda.pop()
+        if not isinstance(atom, Var) or program.place(atom) is None:
             continue
-        seen.add((atom, passed))
-        if atom in tried and not (passed and atom in program.flat.views):
+        if (atom, after_operator) in seen:
+            continue
+        seen.add((atom, after_operator))
+        if atom in tried and not (after_operator and atom in program.flat.views):
             found.add(atom)
-        left += ((source, passed or by_operator) for source, by_operator in sources.get(atom, ()))
+        agenda += ((source, after_operator or by) for source, by in sources.get(atom, ()))
     return found

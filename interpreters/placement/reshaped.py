@@ -8,7 +8,7 @@ to one or a few rows of the result, as in `jax.ops.segment_sum`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,8 @@ from beamjax.numerics.reducers import REDUCERS
 from beamjax.plan.steps import MAX_MEMBERS
 
 MAX_ROWS = 8
-"""Largest number of rows of the table that each shard sends, or the square root of the number of
-members if that is larger."""
+"""Largest number of rows of the table that each shard sends, unless the square root of the number
+of members is larger. With more rows, a shard would send about as much as it has members."""
 
 Function = Callable[[Any], Sequence[Any]]
 
@@ -102,7 +102,7 @@ def _end(eqn: Eqn, change: Reshape) -> Function | None:
     if name == "reshape" and shape_of(eqn.outputs[0]) == change.shape:
         return lambda x: bind(eqn, [x])
     if name in REDUCTIONS:
-        return _Axes.reduction(eqn, change)
+        return _reduction(eqn, change)
     if name in ("argmax", "argmin") and len(change.to) == 1 and eqn.params["axes"] == (0,):
         return _place_of_extreme(eqn, change)
     return None
@@ -118,6 +118,7 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
         return None
 
     def better(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
+        """The better of two pairs of a value and its index; of equal values, the first one."""
         (x, i), (y, j) = left, right
         is_right = y > x if buffer == "max" else y < x
         # The first NaN is the extreme.
@@ -127,8 +128,8 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
 
     def function(x: Any) -> Sequence[Any]:
         strides = [math.prod(x.shape[k + 1 :]) for k in range(x.ndim)]
-        places = [lax.broadcasted_iota(index, x.shape, k) for k in range(x.ndim)]
-        number = sum(i * index.type(s) for i, s in zip(places, strides, strict=True))
+        indices = [lax.broadcasted_iota(index, x.shape, k) for k in range(x.ndim)]
+        number = sum(i * index.type(s) for i, s in zip(indices, strides, strict=True))
         operands = tuple(jnp.moveaxis(each, change.along.axis, 0) for each in (x, number))
         start = lowest_value(buffer, dtype), index.type(np.iinfo(index).max)
         return [lax.reduce(operands, start, better, range(x.ndim))[1]]
@@ -142,104 +143,56 @@ _WRITES = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "max"
 """For each reduction, the method of `table.at[keys]` that adds rows to a table."""
 
 
-class _Axes:
-    """Relates the axes of a reshaped value to those of the members.
+def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
+    """A function from the members to a reduction over axes of the reshaped value, or None.
 
-    Attributes:
-      shape: a shape of the original value that has as many axes of the reshaped value as possible:
-        all but those that mix with the axis of the members.
-      numbers: for each axis of `shape`, the same axis of the reshaped value; None for the axis of
-        the members and the elements of a member that are merged with it.
-      merged: the axes of the reshaped value that the members, and elements merged with them, fill.
-      member: the axis of the members in `shape`; the axis of the elements that are merged with them
-        follows. None if the reshape can't be described in this way.
+    The new axes are, from the first to the last one: axes in front of the members, axes that the
+    members fill together with the first entries of each member, and axes inside a member. So the
+    members can have the shape (*front, n, width, *inside), where `width` counts those entries.
     """
+    to, axis, reduced = change.to, change.along.axis, set(eqn.params["axes"])
+    n, inner = change.shape[axis], math.prod(change.shape[axis + 1 :])
+    if not 0 < math.prod(change.shape) <= MAX_MEMBERS:
+        return None
+    strides = [math.prod(to[k + 1 :]) for k in range(len(to))]
+    front = [k for k in range(len(to)) if strides[k] % (n * inner) == 0]
+    inside = [k for k in range(len(front), len(to)) if inner % (to[k] * strides[k]) == 0]
+    mixed = range(len(front), len(to) - len(inside))
+    if math.prod(to[k] for k in front) != math.prod(change.shape[:axis]):
+        return None  # An axis in front is merged with the members.
+    kept = [k for k in mixed if k not in reduced]
+    if len(kept) == len(mixed):
+        return None  # No members are reduced together.
+    width = inner // math.prod(to[k] for k in inside)
+    shape = (*(to[k] for k in front), n, width, *(to[k] for k in inside))
+    # The axes of `shape` to reduce besides those of the members: two stand for the mixed ones.
+    gone = sorted(reduced.difference(mixed))
+    others = tuple(k if k in front else k - len(mixed) + 2 for k in gone)
+    member, result = len(front), shape_of(eqn.outputs[0])
+    if all(to[k] == 1 for k in kept):
+        axes = tuple(sorted((*others, member, member + 1)))
+        return lambda x: [bind(eqn, [x.reshape(shape)], axes=axes)[0].reshape(result)]
+    rows = math.prod(to[k] for k in kept)
+    if rows > max(MAX_ROWS, math.isqrt(n)) or not _has_table(eqn):
+        return None
+    name, before = REDUCTIONS[eqn.primitive.name], sum(k not in reduced for k in front)
 
-    def __init__(self, change: Reshape):
-        self.to = change.to
-        self.shape: list[int] = []
-        self.numbers: list[int | None] = []
-        self.merged: list[int] = []
-        self.member: int | None = None
-        for olds, news in _groups(change.shape, change.to):
-            if change.along.axis not in olds:
-                self.shape += [change.to[k] for k in news]
-                self.numbers += news
-                continue
-            if math.prod(change.shape[k] for k in olds if k < change.along.axis) != 1:
-                return
-            inner = math.prod(change.shape[k] for k in olds if k > change.along.axis)
-            alone = len(news)
-            while alone and inner % math.prod(change.to[k] for k in news[alone - 1 :]) == 0:
-                alone -= 1
-            rest = news[alone:]
-            self.member, self.merged = len(self.shape), news[:alone]
-            width = inner // math.prod(change.to[k] for k in rest)
-            self.shape += [change.shape[change.along.axis], width, *(change.to[k] for k in rest)]
-            self.numbers += [None, None, *rest]
+    def by_row(x: Any) -> Sequence[Any]:
+        x = x.reshape(shape)
+        if others:
+            (x,) = bind(eqn, [x], axes=others)
+        x = jnp.moveaxis(x, [before, before + 1], [0, 1])
+        # The number of each entry among all members, and the row of the table that it goes to.
+        entry, element = (lax.broadcasted_iota(np.dtype("int32"), (n, width), k) for k in (0, 1))
+        entry, row = entry * width + element, jnp.zeros_like(entry)
+        for k in kept:
+            row = row * to[k] + entry // (strides[k] // math.prod(shape[member + 2 :])) % to[k]
+        neutral = jnp.asarray(REDUCERS[name].identity(x.dtype))
+        table = jnp.full((rows, *x.shape[2:]), neutral).at[row]
+        total = getattr(table, _WRITES[name])(x)
+        return [jnp.moveaxis(total, 0, before).reshape(result)]
 
-    @staticmethod
-    def reduction(eqn: Eqn, change: Reshape) -> Function | None:
-        """A function from the members to a reduction over axes of the reshaped value, or None."""
-        reduced = set(eqn.params["axes"])
-        if not 0 < math.prod(change.shape) <= MAX_MEMBERS:
-            return None
-        axes = _Axes(change)
-        kept = [k for k in axes.merged if k not in reduced]
-        if axes.member is None or len(kept) == len(axes.merged):
-            return None
-        if all(change.to[k] == 1 for k in kept):
-            return axes.whole(eqn, reduced)
-        rows, n = math.prod(change.to[k] for k in kept), axes.shape[axes.member]
-        if rows > max(MAX_ROWS, math.isqrt(n)) or not _has_table(eqn):
-            return None
-        return axes.by_row(eqn, reduced, kept)
-
-    def whole(self, eqn: Eqn, reduced: set[int]) -> Function:
-        """The reduction if all members contribute to all results."""
-        gone = tuple(i for i, k in enumerate(self.numbers) if k is None or k in reduced)
-        result = shape_of(eqn.outputs[0])
-
-        def function(x: Any) -> Sequence[Any]:
-            (total,) = bind(eqn, [x.reshape(self.shape)], axes=gone)
-            return [total.reshape(result)]
-
-        return function
-
-    def by_row(self, eqn: Eqn, reduced: set[int], kept: list[int]) -> Function:
-        """The reduction if each member contributes to one row of a table, or a few."""
-        assert self.member is not None
-        member, name = self.member, REDUCTIONS[eqn.primitive.name]
-        others = tuple(i for i, k in enumerate(self.numbers) if k is not None and k in reduced)
-        rows = math.prod(self.to[k] for k in kept)
-        result = shape_of(eqn.outputs[0])
-        before = sum(k is not None and k not in reduced for k in self.numbers[:member])
-
-        def function(x: Any) -> Sequence[Any]:
-            x = x.reshape(self.shape)
-            if others:
-                (x,) = bind(eqn, [x], axes=others)
-            x = jnp.moveaxis(x, [before, before + 1], [0, 1])
-            keys = self.rows_of(x.shape[:2], kept)
-            neutral = jnp.asarray(REDUCERS[name].identity(x.dtype))
-            table = jnp.full((rows, *x.shape[2:]), neutral).at[keys]
-            total = getattr(table, _WRITES[name])(x)
-            return [jnp.moveaxis(total, 0, before).reshape(result)]
-
-        return function
-
-    def rows_of(self, shape: tuple[int, ...], kept: list[int]) -> Any:
-        """int32 of `shape`: the row of the table for each member and element merged with it."""
-        number, width = np.dtype("int32"), shape[1]
-        place = lax.broadcasted_iota(number, shape, 0) * width + lax.broadcasted_iota(
-            number, shape, 1
-        )
-        row = jnp.zeros_like(place)
-        for i, k in enumerate(self.merged):
-            if k in kept:
-                stride = math.prod(self.to[j] for j in self.merged[i + 1 :])
-                row = row * self.to[k] + place // stride % self.to[k]
-        return row
+    return by_row
 
 
 def _has_table(eqn: Eqn) -> bool:
@@ -248,23 +201,3 @@ def _has_table(eqn: Eqn) -> bool:
     if kind == "c":
         return name == "sum"
     return kind == "b" or name not in ("any", "all")
-
-
-def _groups(olds: Sequence[int], news: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Splits the axes of two shapes of equal size into the smallest consecutive groups of equal
-    size.
-    """
-    i = j = 0
-    while i < len(olds) or j < len(news):
-        left, right = list[int](), list[int]()
-        sizes = [1, 1]
-        while not (left or right) or sizes[0] != sizes[1]:
-            if j == len(news) or (i < len(olds) and sizes[0] <= sizes[1]):
-                sizes[0] *= olds[i]
-                left.append(i)
-                i += 1
-            else:
-                sizes[1] *= news[j]
-                right.append(j)
-                j += 1
-        yield left, right

@@ -1,11 +1,12 @@
 """Rewrites equations that have no rule for the members, so that nothing is gathered for them.
 
-A pattern takes an equation, and gives a function of other values with the same results. There are
-two kinds. An *end*, such as `jnp.cumsum(x, 0)` or the sum of a slice of the members, is computed
-from placed values by equations that have rules. A *view* is moved past an equation: where `v` is
-`x[:800]`, `jnp.tanh(v)` becomes `jnp.tanh(x)[:800]`, until an end takes a view of placed values.
-Views without an end are gathered. So are values that the server reads as well: values computed from
-them then stay on the server, without a rewrite, and the program is placed again.
+A pattern takes an equation, and returns a function of other values with the same results. There are
+two kinds of rewrites. An *end*, such as `jnp.cumsum(x, 0)` or the sum of a slice of the members, is
+computed from placed values by equations that have rules. A *view* is moved past an equation: if `v`
+is `x[:800]`, `jnp.tanh(v)` becomes `jnp.tanh(x)[:800]`, until an end reads a view of placed values.
+
+A view without an end is gathered. If the server gathers a value anyway, rewrites of what is
+computed from it save nothing. They are refused, and the program is placed again.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import Any
 import jax
 
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
+from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
     ORDERED_EXPANSIONS,
     Members,
     ReductionRule,
+    default_promotion,
 )
 from beamjax.interpreters.staging.flatten import flatten
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Equal results of an equation.
+    """Another way to compute the results of an equation.
 
     Attributes:
       function: maps the values of `atoms` to the results, one for each output of the equation.
@@ -52,10 +54,11 @@ class Rewrites:
     Attributes:
       moves: whether members may be moved from one shard to another.
       refused: first results of equations that are not rewritten.
-      starts: for slices of members that meet others, the number of the member at which they begin
-        once they are moved onto them.
-      sources: for each result of a rewrite, the placed values that it was computed from.
-      roots: the same for new placed values.
+      starts: for each slice of members that is read together with other slices, the member at which
+        it begins once it is moved onto them.
+      sources: for the first result of each rewritten equation, the placed values that it is
+        computed from.
+      roots: the same for new placed values that view rewrites compute.
       views: the views that rewrites read past.
       is_outdated: whether `starts` has changed since the program was placed.
     """
@@ -76,7 +79,7 @@ class Rewrites:
         self.is_outdated = False
 
     def are_settled(self, program: PlacedProgram) -> bool:
-        """Whether the rewritten program is to be used; if not, `refused` or `starts` have grown."""
+        """Whether to use the rewritten program; if not, `refused` or `starts` have grown."""
         if self.is_outdated:
             return False
         gathered = frozenset[Var]().union(*map(self.origins, self._gathered(program)))
@@ -146,7 +149,7 @@ class BlockRewriter:
     ) -> tuple[list[Eqn], list[Atom]]:
         """Traces a function of some atoms to equations, and its results."""
         program, names = self.program.flat, self.rewrites.names
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with default_promotion():
             closed = jax.make_jaxpr(lambda *args: list(function(*args)))(*map(aval_of, atoms))
         flat = flatten(closed)
         env: dict[Var, Atom] = dict(zip(flat.arguments, atoms, strict=True))
@@ -182,25 +185,7 @@ def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         return None
     (key,) = keys
     n = program.sizes[key]
-    # See `PlacementKeys` for the names.
+    # Operators are bound with the name in the program, not with the unique key of `PlacementKeys`.
     members = Members(key.removesuffix(f"[{n}]"), n, program.shard_size)
     function = find(eqn, [along.axis if along else None for along in places], members)
     return None if function is None else Rewrite(function, eqn.inputs)
-
-
-def drop_unused(block: FlatBlock) -> None:
-    """Removes, in place, equations of which no value is read and that have no effects."""
-    read = {atom for atom in block.outputs if isinstance(atom, Var)}
-    _drop_unused(block, read)
-
-
-def _drop_unused(block: FlatBlock, read: set[Var]) -> None:
-    used: list[Eqn] = []
-    for eqn in reversed(block.eqns):
-        if eqn.effects or not read.isdisjoint(eqn.outputs):
-            for inner in reversed(eqn.blocks):
-                read.update(atom for atom in inner.outputs if isinstance(atom, Var))
-                _drop_unused(inner, read)
-            read.update(atom for atom in eqn.inputs if isinstance(atom, Var))
-            used.append(eqn)
-    block.eqns[:] = reversed(used)

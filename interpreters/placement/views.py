@@ -1,8 +1,8 @@
 """Views: inputs that a program reshapes into members, `x.reshape(n, b, ...)` of n * b rows.
 
 Workers read such an input by shards, b consecutive rows per member. Otherwise the launching process
-would have to read it and send it to the workers. The reshaped input becomes a separate input of the
-flat program, a view.
+would have to read it and send it to the workers. The reshaped input becomes another input of the
+flat program, called a view. A *cut* below is a reshape of rows into members.
 
 A program may also compute on the rows before it makes members of them. `(tokens[:, 1:] * 2)
 .reshape(n, b, ...)` acts on each row separately, so each member can compute it for its own b rows:
@@ -26,6 +26,7 @@ from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,
+    default_promotion,
     read,
 )
 from beamjax.interpreters.staging.simplify import prune
@@ -140,7 +141,7 @@ class _Rows:
     Attributes:
       eqns: the equations in order, each with its sharding rule.
       inputs: inputs of the program whose rows they read.
-      served: values that they read as a whole.
+      served: values that they read as a whole, such as scalars.
     """
 
     def __init__(self, flat: FlatProgram, size: int):
@@ -215,6 +216,7 @@ class _Rows:
         def fn(*values: Any) -> list[jax.Array]:
             served = dict(zip(self.served, values, strict=False))
             index, *groups = values[len(served) :]
+            # The rows of one member are a shard of the rows of all: rules see their global indices.
             shard = TracedShard(index * np.int32(rows), rows, jnp.ones(rows, bool))
             env: dict[Var, Any] = dict(zip(self.inputs, groups, strict=True))
             for eqn, rule in self.eqns.items():
@@ -224,8 +226,4 @@ class _Rows:
                 env.update(zip(eqn.outputs, outs, strict=True))
             return [lax.reshape(read(env, cut.inputs[0]), cut.params["new_sizes"][1:])]
 
-        def traced(*values: Any) -> list[jax.Array]:
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                return fn(*values)
-
-        return traced
+        return default_promotion()(fn)

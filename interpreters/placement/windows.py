@@ -4,10 +4,10 @@ Members outside of the slice are computed as well, which at most doubles the wor
 x[:800]))` computes the loss of each member and sums the first 800. A slice that the program returns
 is cut out of the placed result.
 
-Slices of as many members that meet in an equation, as in `jnp.sum((x[1:] - x[:-1]) ** 2)`, are
-moved onto each other by an exchange of the borders of shards; so are the two parts of `jnp.roll`.
-With the same exchange, each shard computes what reads windows of the members, such as
-`jnp.convolve`.
+If an equation reads different slices of equal length, as in `jnp.sum((x[1:] - x[:-1]) ** 2)`, they
+are moved onto each other by an exchange of the borders of shards. So are the two parts of
+`jnp.roll`. With the same exchange, each shard computes operations that read windows of the members,
+such as `jnp.convolve`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from beamjax.interpreters.rules.sharding_rules import (
 from beamjax.numerics.reducers import PICK, REDUCERS
 
 MIN_SHARE = 0.5
-"""Smallest share of the members that a slice must have for all members to be computed for it."""
+"""Smallest share of the members in a slice for which all members are computed. A smaller slice is
+selected instead (`rules.indexing.MAX_SHARE`)."""
 
 
 @dataclass(frozen=True)
@@ -123,22 +124,26 @@ def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
 
 
 def _view(program: PlacedProgram, eqn: Eqn | None) -> tuple[Slice, Atom, int] | None:
-    """If an equation takes a large slice of members: it, the members and their axis; else None."""
+    """The slice, the members and their axis, if an equation only takes a large slice; or None."""
     part = _slice_of(program, eqn) if eqn is not None else None
     if eqn is None or part is None or not part.is_large:
         return None
     (members,), along = eqn.inputs, program.place(eqn.inputs[0])
-    pure = replaced(shape_of(members), along.axis, part.count) if along else ()
-    return (part, members, along.axis) if along and shape_of(eqn.outputs[0]) == pure else None
+    assert along is not None
+    uncut = replaced(shape_of(members), along.axis, part.count)
+    return (part, members, along.axis) if shape_of(eqn.outputs[0]) == uncut else None
 
 
 def _view_of(rewriter: BlockRewriter, atom: Atom) -> tuple[Slice, Atom, int] | None:
-    """If a value of the block is a large slice of members, the same as `_view`; else None."""
+    """The same as `_view`, for the equation that computes a value of the block."""
     return _view(rewriter.program, rewriter.maker(atom, "slice"))
 
 
 def _cut(rewriter: BlockRewriter, eqn: Eqn, part: Slice) -> Rewrite | None:
-    """Moves the members of a slice that meets others, and cuts the other axes first."""
+    """Rewrites a slice to one of moved members (see `_meet`) whose other axes are cut first.
+
+    None if there is nothing to move or cut: the slice is a view already.
+    """
     (members,), along = eqn.inputs, rewriter.program.place(eqn.inputs[0])
     assert along is not None
     start = rewriter.rewrites.starts.get(part, part.start)
@@ -158,11 +163,11 @@ def _cut(rewriter: BlockRewriter, eqn: Eqn, part: Slice) -> Rewrite | None:
 
 
 def _meet(rewriter: BlockRewriter, parts: set[Slice]) -> None:
-    """Decides to move slices of as many members to the same place, in the next attempt."""
+    """Decides to move slices of equal length onto the first one, in the next attempt."""
     starts, first = rewriter.rewrites.starts, min(parts, key=lambda part: part.start)
     if not rewriter.rewrites.moves or len({replace(part, start=0) for part in parts}) > 1:
         return
-    # Those that begin where one of them does now have been moved there.
+    # `parts` are as this attempt moved them, `starts` has their original positions.
     moved = {part for part, start in starts.items() if replace(part, start=start) in parts}
     changes = dict.fromkeys(parts | moved, first.start)
     rewriter.rewrites.is_outdated |= not changes.items() <= starts.items()
@@ -172,7 +177,7 @@ def _meet(rewriter: BlockRewriter, parts: set[Slice]) -> None:
 def _move(
     rewriter: BlockRewriter, atom: Atom, axis: int, k: int
 ) -> Callable[[jax.Array], jax.Array] | None:
-    """A function that moves all members by k, as `shifted` does; None if that does not pay."""
+    """A function that moves all members by k, as `shifted` does; None if it costs too much."""
     if k == 0:
         return lambda x: x
     block = _range(rewriter, atom, axis, abs(k), fewest=abs(k))
@@ -187,7 +192,7 @@ def _range(rewriter: BlockRewriter, atom: Atom, axis: int, rows: int, *, fewest:
       atom: the members.
       axis: their axis.
       rows: how many members of each range its neighbours read.
-      fewest: how many of them one of its neighbours reads.
+      fewest: how many of them a single neighbour reads; a range can't be shorter.
     """
     aval, n = aval_of(atom), shape_of(atom)[axis]
     numbers = jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_
@@ -208,6 +213,7 @@ def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     (last, first), members = parts, cuts[0].inputs[0]
     along = rewriter.program.place(members)
     assert along is not None
+    # To move forward by `last.start` is to move backward by the rest; the shorter way is cheaper.
     k = min(last.start, last.start - last.n, key=abs)
     move = _move(rewriter, members, along.axis, k)
     rolls = (
@@ -287,24 +293,22 @@ def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     sliding = _Sliding.of(eqn, axis) if part is not None else None
     if part is None or sliding is None:
         return None
+    # Padding before and after the entries, by the equation itself and by a separate `pad`.
     low, high = sliding.padding
     if pad is not None:
         before, after, between = map(int, pad.params["padding_config"][axis])
         fill = pad.inputs[1]
-        if (
-            isinstance(fill, Var)
-            or fill.val != sliding.neutral
-            or min(before, after) < 0
-            or between
-        ):
+        is_neutral = not isinstance(fill, Var) and fill.val == sliding.neutral
+        if not is_neutral or min(before, after) < 0 or between:
             return None
         low, high = low + before, high + after
     count = part.count + low + high - (sliding.width - 1)
     if not (0 <= low < sliding.width > high >= 0 and sliding.width > 1) or count > part.n:
         return None
-    # Results begin at the same member as the slice, or before it if they are more.
+    # Results begin at the member at which the slice begins, or earlier if there are more of them.
     start = min(part.start, part.n - count)
     made = replace(part, start=start, count=count)
+    # The window of a result reaches from `before` members before it to `after` members after it.
     before = start - part.start + low
     after = sliding.width - 1 - before
     block = _range(rewriter, members, axis, before + after, fewest=max(before, after))
@@ -341,7 +345,7 @@ def _all_of(program: PlacedProgram, atom: Atom) -> tuple[Slice, Atom, int] | Non
 
 
 class _Window:
-    """Rewrites equations that read a slice of the members to ones that read all members."""
+    """Rewrites equations that read the slice `part` of the members to read all members."""
 
     def __init__(self, rewriter: BlockRewriter, part: Slice):
         self.rewriter = rewriter
@@ -368,7 +372,7 @@ class _Window:
         return Rewrite(functools.partial(self.reduced, eqn, rule), atoms)
 
     def operands(self, eqn: Eqn, rule: MemberwiseRule | ReductionRule | None) -> list[Atom] | None:
-        """The operands of an equation for all members, where a rule takes them by members."""
+        """The operands of an equation for all members; None if some hold only the slice."""
         selects = isinstance(rule, ReductionRule) and rule.selects_members
         if rule is None or selects or isinstance(rule, FunctionReductionRule):
             return None
@@ -382,9 +386,9 @@ class _Window:
         return atoms
 
     def whole(self, atom: Atom, axis: int) -> Atom | None:
-        """All members of a value of which this equation has those of the slice, or None.
+        """All members of a value that holds those of the slice, or None.
 
-        Of a server value, such as `jnp.arange(800)`, they can be created.
+        The others of a server value such as `jnp.arange(800)` can be created.
         """
         view = _view_of(self.rewriter, atom)
         if view is not None or not isinstance(atom, Var):
@@ -414,7 +418,7 @@ class _Window:
         return Rewrite(lambda x: bind(eqn, [x], **bounds), [members], is_view=True)
 
     def padded(self, eqn: Eqn, members: Atom, axis: int) -> Rewrite | None:
-        """Rewrites the derivative of a slice: fills the other members, and moves all."""
+        """Rewrites the derivative of a slice, which pads: fills other members and moves all."""
         low, high, between = map(int, eqn.params["padding_config"][axis])
         part, count = self.part, low + self.part.count + high
         if not min(low, high) >= 0 == between or not count <= part.n:

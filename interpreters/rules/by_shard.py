@@ -1,10 +1,11 @@
 """Passes that compute a shard as a whole, for results that depend on the order of the members.
 
-`reduced_by_shard` fills a table, to which each shard adds the rows of its ranges: consecutive
-members, as many in each. `mapped_by_shard` computes a shard with such a table. Every shard holds
-whole ranges (`lowering.shard_size` sees to that), so its first member gives its first range.
+`reduced_by_shard` fills a table, to which each shard adds the rows of its ranges. A range is a
+fixed number of consecutive members. `mapped_by_shard` computes a shard with such a table. Every
+shard holds whole ranges (`lowering.shard_size.with_whole_blocks` sees to that), so the index of its
+first member gives the number of its first range.
 
-On the server, all members are one shard.
+If such an equation runs on the server, all members are one shard.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ Result = Callable[..., Any]
 def range_size(
     n: int, row: int, member: int, shard_size: int | None, *, fewest: int = 1
 ) -> int | None:
-    """The number of members per range: a power of two, as shard sizes are, or that of a shard.
+    """The number of members per range: `shard_size` if it is given, else a power of two.
 
     Args:
       n: the number of members.
       row: bytes of a row of the table.
       member: bytes of a member.
       shard_size: members per shard, if the user gives it.
-      fewest: the fewest members per range; 16 times as many where the user gives none.
+      fewest: the fewest members per range. Without `shard_size`, there are at least 16 times as
+        many, so that the table is small compared with the members.
 
     Returns:
-      The number, or None if there is none with which the table and the shards are small enough.
+      The number; None if the ranges or the table would be too large.
     """
     rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(row, 1)))
     least = max(-(-n // rows), 16 * fewest)
@@ -71,12 +73,12 @@ def reduced_by_shard(
     """A reduction over shards.
 
     Args:
-      function: takes a shard and its operands to a table of one shape and dtype for all shards, and
-        to bools of its first axes: the rows that the shard has. The others do not count.
+      function: takes a shard and its operands. Returns a table, with the same shape and dtype for
+        all shards, and bools for its first axes, which are True for the rows that the shard fills.
       *operands: arrays of members (n, ...), then server values.
       members: the number of arrays of members.
       block: members per range; each shard begins at a multiple of it.
-      reducer: by which the tables are reduced; by default, each row is in one of them at most.
+      reducer: reduces the tables of all shards; by default, at most one shard fills each row.
     """
     params = {"function": function, "block": block, "members": members, "reducer": reducer}
     return reduce_p.bind(*operands, **params)
@@ -113,7 +115,7 @@ def _map_rule(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
 
 
 def _in_axes(eqn: Eqn, axes: Axes) -> tuple[int | None, ...] | None:
-    """The axes of the members in the operands; None if they lie along others, or are not placed."""
+    """The axes of the members in the operands; None if the operands are placed otherwise."""
     members = eqn.params["members"]
     in_axes = (0,) * members + (None,) * (len(axes) - members)
     fits = all(axis in (None, k) for axis, k in zip(axes, in_axes, strict=True))
@@ -121,6 +123,7 @@ def _in_axes(eqn: Eqn, axes: Axes) -> tuple[int | None, ...] | None:
 
 
 def _table(operands: Sequence[Any], shard: TracedShard, function: Table, reducer: str) -> jax.Array:
+    """The table of a shard, with the identity of the reduction in the rows of other shards."""
     values, own = function(shard, *operands)
     neutral = 0 if reducer == PICK.name else REDUCERS[reducer].identity(values.dtype)
     rows = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))

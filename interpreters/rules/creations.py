@@ -62,23 +62,31 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
-        place = shard.indices() - low
-        row = jnp.clip(place // step, 0, count - 1)
+        position = shard.indices() - low
+        row = jnp.clip(position // step, 0, count - 1)
         config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
         rows = jnp.take(args[0], row, axis=axis, mode="clip")
         (padded,) = bind(eqn, [rows, args[1]], padding_config=config)
-        inside = (place == row * step) & (place >= 0)
+        inside = (position == row * step) & (position >= 0)
         return [jnp.where(lax.broadcast_in_dim(inside, padded.shape, (axis,)), padded, args[1])]
 
     return MemberwiseRule((None, None), (axis,), emit)
 
 
+def _draws_by_index(eqn: Eqn, axis: int, n: Any) -> bool:
+    """Whether each element that one key gives is a hash of the key and the element's index alone.
+
+    This is so for partitionable threefry. Along the first axis, a shard can then compute its own.
+    """
+    (key,), shape = eqn.inputs, eqn.params["shape"]
+    hashes = is_threefry(key) and bool(_compat.config.jax_threefry_partitionable)
+    return hashes and shape_of(key) == () and axis == 0 and shape[:1] == (n,)
+
+
 def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    """For partitionable threefry keys, `split(key, n)[i]` is a hash of the key and i, for any n."""
-    shape = eqn.params["shape"]
-    plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
-    if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
+    if not _draws_by_index(eqn, axis, n):
         return None
+    shape = eqn.params["shape"]
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         words = _hashed(args[0], shard, math.prod(shape[1:]))
@@ -89,13 +97,10 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
 
 
 def _random_bits(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
-    """For partitionable threefry keys, bits are a hash of the key and the index of the element."""
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
-    plain = shape_of(eqn.inputs[0]) == () and axis == 0 and shape[:1] == (n,)
-    if not plain or not is_threefry(eqn.inputs[0]) or not _compat.config.jax_threefry_partitionable:
-        return None
     inner = math.prod(shape[1:])
-    if inner >= 2**32:
+    # `_element_numbers` multiplies 32-bit words.
+    if not _draws_by_index(eqn, axis, n) or inner >= 2**32:
         return None
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
@@ -120,7 +125,7 @@ def _hashed(key: Any, shard: TracedShard, inner: int) -> list[jax.Array]:
 def _element_numbers(shard: TracedShard, inner: int) -> tuple[jax.Array, jax.Array]:
     """High and low word of the index `row * inner + column` of each element: uint32[size, inner].
 
-    The product is computed from halves of 16 bits, because JAX has no uint64 without x64.
+    The product is computed from halves of 16 bits, because JAX has no uint64 unless x64 is enabled.
     """
     word, half, mask = np.dtype("uint32"), np.uint32(16), np.uint32(0xFFFF)
     rows = shard.indices().astype(word)[:, None]

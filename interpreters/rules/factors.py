@@ -1,8 +1,8 @@
 """The table of axis factors: which axes of operands and results run over the same indices.
 
-As in einsum, each axis has a label. An equation with members along the axes of one label computes
-each member on its own if all results have the label, and reduces over the members if none has it.
-An axis without a label (None) mixes its entries, so that members along it must be gathered. The
+As in einsum, each axis has a label. If the members lie along the axes of one label, the equation
+acts on each member if all results have the label, and reduces over the members if no result has it.
+The entries of an axis without a label (None) are mixed, so members along it must be gathered. The
 table is read forward, from the placed operands, and backward, from a result that should be placed.
 """
 
@@ -20,6 +20,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     ReductionRule,
     TracedShard,
+    as_is,
     bind,
     is_threefry,
     replaced,
@@ -32,6 +33,7 @@ Factors = tuple[list[Labels], list[Labels]]
 """The labels of the operands and of the results."""
 
 FACTORS: dict[str, Callable[[Eqn], Factors | None]] = {}
+"""For each primitive, a function of an equation to its factors; None if they are unknown."""
 
 
 def factors(*names: str) -> Callable[[Any], Any]:
@@ -45,7 +47,7 @@ def factors(*names: str) -> Callable[[Any], Any]:
 
 
 def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
-    """The rule of an equation that has its n members along these axes of its operands."""
+    """The rule of an equation whose operands have their n members along these axes, or None."""
     found = FACTORS[eqn.primitive.name](eqn)
     pairs = zip(found[0], axes, strict=True) if found else ()
     labels = {_at(labels, axis) for labels, axis in pairs if axis is not None}
@@ -53,7 +55,7 @@ def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | No
 
 
 def backward(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | ReductionRule | None:
-    """The rule of an equation that has its n members along an axis of one of its results."""
+    """The rule by which result number `out` has its n members along an axis, or None."""
     found = FACTORS[eqn.primitive.name](eqn)
     return _of_label(eqn, found, _at(found[1][out], axis), n) if found else None
 
@@ -61,7 +63,7 @@ def backward(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | Reductio
 def _of_label(
     eqn: Eqn, found: Factors, label: Hashable, n: Any
 ) -> MemberwiseRule | ReductionRule | None:
-    # A broadcast alone makes axes of its own.
+    # An axis that no operand has is new. Only a broadcast fills it with equal entries.
     is_new = eqn.primitive.name != "broadcast_in_dim" and not any(label in e for e in found[0])
     if label is None or is_new:
         return None
@@ -71,6 +73,7 @@ def _of_label(
         axis if axis is not None and shape_of(atom)[axis] == n else None for atom, axis in operands
     )
     out_axes = tuple(_axis_of(labels, label) for labels in found[1])
+    # If only some results have the label, the equation is neither memberwise nor a reduction.
     if None not in out_axes:
         return MemberwiseRule(in_axes, out_axes, _emit(eqn, in_axes, out_axes))
     reduction = REDUCTION_RULES.get(eqn.primitive.name)
@@ -93,15 +96,17 @@ RESIZED = {
     "slice": "limit_indices",
     "tile": "reps",
 }
-"""Parameters with an entry for each axis of the result, which is the number of members."""
+"""Parameters with an entry for each axis of the result. The entry for the axis of the members is
+their number, which is replaced by the size of the shard."""
 
 
 def _emit(eqn: Eqn, in_axes: Axes, out_axes: Axes) -> Callable[..., list[Any]]:
     (axis, *_), param = out_axes, RESIZED.get(eqn.primitive.name)
+    # A gather takes whole members: `slice_sizes` has the axes of its operand.
     if eqn.primitive.name == "gather" and in_axes[1] is None:
         axis, param = in_axes[0], "slice_sizes"
     if param is None or axis is None or (param == "reps" and in_axes[0] is not None):
-        return lambda eqn, args, shard: bind(eqn, args)
+        return as_is
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         return bind(eqn, args, **{param: replaced(eqn.params[param], axis, shard.size)})
@@ -119,14 +124,14 @@ def _all(eqn: Eqn, labels: Labels) -> Factors:
 
 
 def _without(rank: int, axes: Sequence[int]) -> list[int]:
-    """A label for each axis but these, which are removed."""
+    """The labels of all axes but these, which are removed."""
     return [k for k in range(rank) if k not in axes]
 
 
 def _masked(rank: int, axes: Sequence[int]) -> list[int | None]:
-    """A label for each axis but these, which mix."""
-    busy = [axis % rank for axis in axes]
-    return [None if k in busy else k for k in range(rank)]
+    """A label for each axis but these, whose entries are mixed."""
+    mixed = [axis % rank for axis in axes]
+    return [None if k in mixed else k for k in range(rank)]
 
 
 # --- elementwise
@@ -172,6 +177,10 @@ def _reshape(eqn: Eqn) -> Factors | None:
 
 
 def _positions(shape: Sequence[Any]) -> Labels:
+    """For each axis, the number of elements before it, and its size.
+
+    Axes of size 1 share a position, so equal pairs are numbered.
+    """
     pairs = [(math.prod(shape[:k]), dim) for k, dim in enumerate(shape)]
     return [(*pair, pairs[:k].count(pair)) for k, pair in enumerate(pairs)]
 
@@ -195,7 +204,7 @@ def _tile(eqn: Eqn) -> Factors:
 
 @factors("slice", "dynamic_slice")
 def _slice(eqn: Eqn) -> Factors:
-    """What is taken as a whole; XLA clamps the start of such a dynamic slice to 0."""
+    """Axes that are taken as a whole; XLA clamps the start of such a dynamic slice to 0."""
     shapes = zip(shape_of(eqn.inputs[0]), shape_of(eqn.outputs[0]), strict=True)
     labels = [k if before == after else None for k, (before, after) in enumerate(shapes)]
     return [labels, *[()] * (len(eqn.inputs) - 1)], [labels]
@@ -246,13 +255,14 @@ ALONG = {
     "rev": "dimensions",
     "approx_top_k": "reduction_dimension",
 }
+"""For each primitive that mixes entries along some axes, the parameter that names these."""
 
 
 @factors(*ALONG)
 def _along(eqn: Eqn) -> Factors:
-    busy = eqn.params[ALONG[eqn.primitive.name]]
-    busy = busy if isinstance(busy, tuple) else (busy,)
-    return _all(eqn, _masked(len(shape_of(eqn.inputs[0])), busy))
+    axes = eqn.params[ALONG[eqn.primitive.name]]
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return _all(eqn, _masked(len(shape_of(eqn.inputs[0])), axes))
 
 
 @factors("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add",
@@ -338,7 +348,7 @@ def _gather(eqn: Eqn) -> Factors:
 def _scatter(eqn: Eqn) -> Factors:
     d, shape = eqn.params["dimension_numbers"], shape_of(eqn.inputs[0])
     windows = _without(len(shape), (*d.inserted_window_dims, *d.operand_batching_dims))
-    # Of axes that are indexed, the indices say to which members it writes.
+    # Along an indexed axis, an index decides which member is written; see `rules.indexing`.
     whole = [k for k in windows if k not in d.scatter_dims_to_operand_dims]
     operand = [k if k in (*whole, *d.operand_batching_dims) else None for k in range(len(shape))]
     index = _index_labels(eqn, d.scatter_indices_batching_dims, d.operand_batching_dims)
@@ -388,7 +398,7 @@ def _fft(eqn: Eqn) -> Factors:
 
 @factors("random_bits", "random_split", "random_unwrap", "random_gamma")
 def _random(eqn: Eqn) -> Factors | None:
-    """Of the axes of the keys: along others, the draws of `random_gamma` depend on the position."""
-    # A draw from an rbg key under vmap depends on the other keys in the batch, so on the shard.
+    """Only axes of the keys have labels: along others, draws depend on the position."""
+    # A draw from an rbg key under vmap depends on the other keys in the batch, hence on the shard.
     keys = eqn.inputs[0]
     return _all(eqn, range(len(shape_of(keys)))) if is_threefry(keys) else None

@@ -100,11 +100,11 @@ def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
 
 @rule("bj_reduce_argmax", "bj_reduce_argmin")
 def _operator(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
-    return _place_of_extreme(eqn, (0,), n)
+    return _index_of_extreme(eqn, (0,), n)
 
 
 @reduction("argmax", "argmin")
-def _place_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
+def _index_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     """The index of the first extreme along the members; a partial holds index and extreme."""
     name = eqn.primitive.name.removeprefix("bj_reduce_")
     axis = in_axes[0]
@@ -113,15 +113,15 @@ def _place_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule 
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
     if last < MAX_MEMBERS and (is_unknown(n) or n - 1 > last):
-        # Too narrow indices wrap around in XLA, which then takes the smallest of equal extremes.
+        # Indices of a dtype that is too narrow wrap around in XLA, and the smallest one wins.
         return None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         # Padding is at the end of a shard, so it is never the first of equal extremes.
         x = shard.masked(args[0], axis, lowest_value(reducer, operand.dtype))
-        place = function(x, axis, result.dtype)
-        extreme = jnp.take_along_axis(x, jnp.expand_dims(place, axis), axis)
-        found = jnp.take(shard.indices(), place).astype(result.dtype)
+        row = function(x, axis, result.dtype)
+        extreme = jnp.take_along_axis(x, jnp.expand_dims(row, axis), axis)
+        found = jnp.take(shard.indices(), row).astype(result.dtype)
         return [found, jnp.squeeze(extreme, axis)]
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
@@ -135,7 +135,7 @@ def _place_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule 
 
 
 NOWHERE = np.int32(MAX_MEMBERS)
-"""The index of padding: `MAX_MEMBERS`, which is larger than that of any member."""
+"""The index of padding, which is larger than that of any member."""
 
 
 @reduction("top_k")
@@ -147,20 +147,21 @@ def _top_k(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
         return None
     lowest = _lowest_of_all(aval_of(eqn.inputs[0]).dtype)
 
-    def highest(x: Any, places: Any) -> list[Any]:
-        # Equal values stay in the order of the members, and padding comes last.
-        order = jnp.argsort(places == NOWHERE, axis=-1, stable=True)
-        x, places = (jnp.take_along_axis(each, order, -1) for each in (x, places))
+    def highest(x: Any, indices: Any) -> list[Any]:
+        # Of equal values, top_k takes the first. A stable sort moves padding after all members.
+        order = jnp.argsort(indices == NOWHERE, axis=-1, stable=True)
+        x, indices = (jnp.take_along_axis(each, order, -1) for each in (x, indices))
         values, chosen = jax.lax.top_k(x, k)
-        found = [values, jnp.take_along_axis(places, chosen, -1)]
+        found = [values, jnp.take_along_axis(indices, chosen, -1)]
         return [jnp.moveaxis(each, -1, axis) for each in found]
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)
-        places = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
+        indices = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
+        # A shard may have fewer than k members.
         missing = [(0, 0)] * (x.ndim - 1) + [(0, max(0, k - shard.size))]
         x = jnp.pad(x, missing, constant_values=lowest)
-        return highest(x, jnp.pad(places, missing, constant_values=NOWHERE))
+        return highest(x, jnp.pad(indices, missing, constant_values=NOWHERE))
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         pairs = zip(left, right, strict=True)

@@ -4,10 +4,10 @@ A slice, or a gather, that takes at most half of the members is a reduction: eac
 bits of the rows that it holds, and zeros for the others. Otherwise all members are gathered. A
 scatter or an update of members is a map, in which each shard writes to its own members.
 
-Indices have any integer dtype. It may be too narrow for the number of members (int8, with 200
-members) or wider than int32 (uint32, or int64 with x64 enabled). So indices are compared in a dtype
-that holds both, and converted to int32 once they are in bounds. `TracedShard.rows` converts them to
-rows of a shard.
+Indices may have any integer dtype. It may be too narrow for the number of members (int8, with 200
+members) or have a larger range than int32 (uint32, or int64 with x64 enabled). So indices are
+compared in a dtype of at least 32 bits, and converted to int32 once they are in bounds.
+`TracedShard.rows` then converts them to rows of a shard.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ MAX_SHARE = 0.5
 """Largest share of the members that is read in this way; for more, all members are gathered."""
 
 
+def _wide(index: jax.Array) -> jax.Array:
+    """Integers with at least 32 bits, which hold all indices of members."""
+    return index if index.dtype.itemsize >= 4 else index.astype(np.int32)
+
+
 def _clamped(index: jax.Array, last: int) -> jax.Array:
     """`index` clamped to [0, last], as XLA does for starts of slices; int32 of the same shape."""
-    index = index if index.dtype.itemsize >= 4 else index.astype(np.int32)
-    return jnp.clip(index, 0, last).astype(np.int32)
+    return jnp.clip(_wide(index), 0, last).astype(np.int32)
 
 
 def _bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
@@ -67,7 +71,7 @@ def _bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Arra
         index = indices[..., i]
         found = _clamped(index, last)
         if not clamps:
-            wide = index if index.dtype.itemsize >= 4 else index.astype(np.int32)
+            wide = _wide(index)
             found = jnp.where((wide >= 0) & (wide <= last), found, OUTSIDE)
         columns.append(found)
     return jnp.stack(columns, axis=-1)
@@ -90,11 +94,10 @@ def _slice(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
         strides = p["strides"] and replaced(p["strides"], axis, 1)
         return bind(eqn, args, start_indices=starts, limit_indices=limits, strides=strides)[0]
 
-    return _read_rows(eqn, axis, n, rows, lambda args: jnp.arange(*_bounds(members), dtype="int32"))
-
-
-def _bounds(members: range) -> tuple[int, int, int]:
-    return members.start, members.stop, members.step
+    # An iota, which is computed where it is read; a constant would be as large as the slice.
+    first, last, step = members.start, members.stop, members.step
+    numbers = lambda args: jnp.arange(first, last, step, dtype="int32")
+    return _read_rows(eqn, axis, n, rows, numbers)
 
 
 @rule("dynamic_slice")
@@ -128,7 +131,7 @@ def _read_rows(
       rows: takes the operands and the size of a shard to the slice along all other axes.
       members: takes the operands to the indices of the members: an int32 vector, all in bounds.
     """
-    if not _is_worth(eqn, shape_of(eqn.outputs[0])[axis], n):
+    if not _selects(eqn, shape_of(eqn.outputs[0])[axis], n):
         return None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
@@ -149,7 +152,7 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
     out, sizes = shape_of(eqn.outputs[0]), eqn.params["slice_sizes"]
     batch = [k for k in range(len(out)) if k not in d.offset_dims]
     single = sizes[axis] == 1 and axis not in d.operand_batching_dims
-    if not single or not _is_worth(eqn, math.prod(out[k] for k in batch), n):
+    if not single or not _selects(eqn, math.prod(out[k] for k in batch), n):
         return None
     column = d.start_index_map.index(axis)
     lasts = [shape_of(eqn.inputs[0])[k] - sizes[k] for k in d.start_index_map]
@@ -170,7 +173,8 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
     return ReductionRule((axis, None), PICK.name, partial, selects_members=True)
 
 
-def _is_worth(eqn: Eqn, taken: Any, n: Any) -> bool:
+def _selects(eqn: Eqn, taken: Any, n: Any) -> bool:
+    """Whether an equation that takes this many of n members is computed as a reduction."""
     dtype = value_type(aval_of(eqn.outputs[0])).dtype
     known = not is_unknown(n) and not is_unknown(taken)
     return known and PICK.takes(np.dtype(dtype)) and taken <= MAX_SHARE * n
@@ -183,7 +187,7 @@ def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
       rows: the rows.
       axes: their axes that are those of the masks.
       mask: bools, which rows this shard holds.
-      left_out: bools, which rows are dropped members; these become NaN, or 0 without NaN.
+      left_out: bools, which rows are dropped members; they become NaN, or 0 if the dtype has none.
     """
     front = range(len(axes))
     rows = jnp.moveaxis(unwrap(rows), axes, front)
@@ -199,7 +203,7 @@ def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
 @rule("dynamic_update_slice")
 def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     axis = axes[0]
-    # XLA clamps the start to n - count, which must be known.
+    # XLA clamps the start to n - count, so n must be known.
     if axis is None or any_placed(axes[1:]) or is_unknown(n):
         return None
     count = shape_of(eqn.inputs[1])[axis]
@@ -231,7 +235,8 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
     if is_unknown(n):
         if clamps or window is not None:
             return None
-        lasts[column] = MAX_MEMBERS - 1  # Rows after the last member are padding.
+        # Any index is in bounds: rows after the last member are padding, and are ignored.
+        lasts[column] = MAX_MEMBERS - 1
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         operand, indices, updates = args
@@ -243,7 +248,7 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
             index = jnp.where(index[..., None] == OUTSIDE, OUTSIDE, index[..., None] + offsets)
             indices = jnp.repeat(indices[..., None, :], width, axis=-2)
             updates, numbers = _row_by_row(updates, dims, axis, window)
-        # FILL_OR_DROP drops updates for other shards.
+        # Indices of other shards' members are now `OUTSIDE`, which FILL_OR_DROP drops.
         indices = indices.at[..., column].set(shard.rows(index))
         changes = {"mode": GatherScatterMode.FILL_OR_DROP, "dimension_numbers": numbers}
         changes |= {"indices_are_sorted": False, "unique_indices": False}

@@ -40,14 +40,14 @@ def _mapped(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     ones, and adds an axis to products, so that XLA reads transposed operands with a stride.
     """
     closed, served = eqn.params["jaxpr"], eqn.params["num_broadcast"]
-    if shard.size > 1 or _asks_for_vmap(closed):
+    if shard.size > 1 or _needs_vmap(closed):
         return _at_shard_size(eqn, args, shard)
     member = [jnp.squeeze(x, 0) for x in args[served:]]
     outs = jex.jaxpr_as_fun(closed)(*args[:served], *member)
     return [jnp.expand_dims(x, 0) for x in outs]
 
 
-def _asks_for_vmap(closed: Any) -> bool:
+def _needs_vmap(closed: Any) -> bool:
     """Whether a body holds something that may behave differently without vmap."""
     return any(
         eqn.effects or eqn.primitive.name in ("custom_vmap_call", "pure_callback")
@@ -56,10 +56,11 @@ def _asks_for_vmap(closed: Any) -> bool:
 
 
 def broadcast(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule:
+    """The rule of a broadcast, of which a shard makes its own copies."""
     return MemberwiseRule((None,), (0,), _at_shard_size)
 
 
-rule("bj_broadcast")(broadcast)
+rule("bj_broadcast")(broadcast)  # As a decorator, it would widen the type of the function.
 
 
 def _at_shard_size(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:

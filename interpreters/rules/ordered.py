@@ -1,9 +1,9 @@
 """Running totals, shifted members, and QR decompositions: two passes over the members in order.
 
 The first pass fills a table with a row for each range of members, and the second computes each
-shard with it; see `by_shard`. Bits depend on the size of shards alone: what comes before a shard,
-for example, is the exactly rounded sum of the totals of the shards before it, whatever their number
-and wherever they are computed.
+shard with it; see `by_shard`. The bits of results depend only on the size of shards. For example,
+what a running sum adds for the members before a shard is the exactly rounded sum of the totals of
+all shards before it, wherever these are computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCANS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], Any]]] = {
     "cummax": ("max", lax.cummax, jnp.maximum),
     "cummin": ("min", lax.cummin, jnp.minimum),
 }
-"""For each primitive of a scan, its reduction, and the functions of a shard and of two values."""
+"""For each primitive of a scan, its reduction, its function of a shard, and that of two values."""
 
 
 @expansion(*SCANS, ordered=True)
@@ -118,9 +118,9 @@ def with_neighbours(
 ) -> jax.Array:
     """The results of `function(shard, rows, *served)` for all shards: a row for each member.
 
-    The rows are those of the shard, with their neighbours: `before` members before them, and
-    `after` members after them. The last members come before the first one. Tables have the members
-    that others read: of each range the last ones and the first ones.
+    `rows` holds the members of the shard, with `before` members before them and `after` members
+    after them. The order is cyclic: the last members come before the first one. The members that
+    other shards read are in tables: the last and the first ones of each range.
 
     Args:
       function: see above.
@@ -134,7 +134,7 @@ def with_neighbours(
     starts = block * np.arange(-(-n // block))
 
     def table(first: np.ndarray, count: int) -> jax.Array:
-        """The `count` members from each of these on."""
+        """The table with `count` members from each of the members `first` on."""
         members = np.clip(first[:, None] + np.arange(count), 0, n - 1).astype(number)
 
         def borders(shard: TracedShard, x: Any) -> tuple[Any, Any]:
@@ -156,6 +156,7 @@ def with_neighbours(
         last = others[len(served) :]
 
         def put(outside: Any, table: Any, range_: Any, index: Any, rows: Any) -> Any:
+            """`rows`, with those that are `outside` of the shard from a table."""
             found = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
             return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), found, rows)
 
@@ -181,9 +182,11 @@ def with_neighbours(
 def _decomposition_of_tall_matrix(
     eqn: Eqn, axes: Axes, members: Members
 ) -> Callable[..., Sequence[Any]] | None:
-    """Of a matrix whose rows are the members; its singular values are those of its R.
+    """The decomposition of a matrix whose rows are the members.
 
-    `jnp.linalg.lstsq`, `pinv` and `cond` compute an SVD.
+    The singular values of a matrix are those of the R of its QR decomposition, so an SVD takes a QR
+    decomposition of the members and an SVD of R. `jnp.linalg.lstsq`, `pinv` and `cond` compute an
+    SVD.
     """
     aval, params = aval_of(eqn.inputs[0]), eqn.params
     is_real = jnp.issubdtype(aval.dtype, np.floating) and aval.ndim == 2
@@ -212,12 +215,13 @@ def tall_qr(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     """The reduced QR decomposition of `x`, where the members are rows.
 
     Each shard gives the R of its rows, and the server decomposes these R, one below the other, into
-    the R of all and a small orthogonal matrix for each shard. The second pass decomposes each shard
-    again and multiplies its Q by that matrix (direct TSQR: Benson, Gleich and Demmel, "Direct QR
-    factorizations for tall-and-skinny matrices in MapReduce architectures", 2013).
+    the R of all and a small orthogonal matrix for each shard. The second pass repeats the
+    decomposition of each shard and multiplies its Q by that matrix (direct TSQR: Benson, Gleich and
+    Demmel, "Direct QR factorizations for tall-and-skinny matrices in MapReduce architectures",
+    2013).
 
-    R and Q are unique up to the signs of rows and columns. They get those of the Householder
-    reflections of the whole matrix, as LAPACK computes them. The first rows of Q determine these
+    R and Q are unique up to the signs of rows and columns. They get the signs of the Householder
+    reflections of the whole matrix, as LAPACK computes it. The first rows of Q determine these
     (Ballard et al., "Reconstructing Householder vectors from Tall-Skinny QR", 2014, section 5).
 
     Args:

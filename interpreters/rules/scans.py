@@ -1,8 +1,8 @@
 """Expands scans over members to maps and reductions.
 
 `lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map. A scan
-that only adds to what it carries, such as the derivative of `lax.map` by a server value, is a map
-and a sum. In the same way, it may multiply, or take the larger or the smaller value.
+that only adds to a carried value, such as the derivative of `lax.map` by a server value, is a map
+and a sum. The same holds for products, maxima and minima.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _REDUCTIONS = {
     "max": (primitives.reduce_max_p, lax.max),
     "min": (primitives.reduce_min_p, lax.min),
 }
-"""For each function by which a carried value may change, the reduction, and the function."""
+"""For each primitive by which a carried value may change, the reduction over the members, and the
+function that adds its result to the initial value."""
 
 
 @expansion("scan")
@@ -73,12 +74,12 @@ def _scan_over_members(
 def _without_carries(
     closed: Any, constants: int, carried: int
 ) -> tuple[jex.ClosedJaxpr, list[str | None]] | None:
-    """The body of a scan as one of a map.
+    """The body of a scan as the body of a map; None if a round reads a carried value otherwise.
 
     Returns:
-      A jaxpr from the constants and the entries to what each carried value changes by, then the
-      stacked results; and for each carried value, the name of the function by which it changes,
-      None if it does not change. None if a carried value is read otherwise.
+      A jaxpr from the constants and the entries to what a round adds to each carried value that
+      changes, then the stacked results; and for each carried value, the primitive that changes it,
+      or None.
     """
     jaxpr = closed.jaxpr
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -88,6 +89,7 @@ def _without_carries(
     changes: list[str | None] = []
     totals, gone = [], set()
     for var, out in zip(carries, jaxpr.outvars[:carried], strict=True):
+        # The only reader of a carried value must be the equation that adds to it.
         if read.count(var) != 1:
             return None
         if out is var:

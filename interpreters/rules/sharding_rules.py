@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.program import (
-    Atom,
-    Eqn,
-    Var,
-)
-from beamjax.interpreters.staging.lines import user_line
+from beamjax.interpreters.program import Atom, Eqn, Var
+from beamjax.interpreters.staging.lines import find_equation
 
 OUTSIDE = -1
-"""The index that stands for out-of-bounds members and rows: gathers fill it, scatters drop it."""
+"""The index that stands for members and rows that are out of bounds, or in other shards. Gathers
+fill what they read there, and scatters drop what they write there."""
 
 Axes = Sequence[int | None]
 """For each operand of an equation, the axis of the members; None for a server value."""
@@ -56,22 +48,25 @@ class TracedShard:
         return self.start + lax.iota(np.dtype("int32"), self.size)
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """Rows in this shard of members with these int32 indices; `OUTSIDE` for other shards'."""
+        """The rows of members with these int32 indices; `OUTSIDE` for members of other shards."""
         row = index - self.start
         return jnp.where((index >= 0) & (row >= 0) & (row < self.size), row, OUTSIDE)
 
     def has(self, rows: jax.Array) -> jax.Array:
-        """Which of these rows, as `rows` returns them, are in this shard and not padding."""
+        """Which rows, as `rows` returns them, are in this shard, not padding and not dropped."""
         return (rows != OUTSIDE) & jnp.take(self.mask, rows, mode="clip")
 
     def left_out(self, rows: jax.Array) -> jax.Array:
-        """Which of these rows, as `rows` returns them, are dropped members of this shard."""
+        """Which rows, as `rows` returns them, are dropped members of this shard."""
         if self.members is None:
             return jnp.zeros(rows.shape, np.bool_)
         return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
 
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[TracedShard, list[Any]]:
-        """The same shard and values (with members along `axes`), reordered: padding last."""
+        """The shard and values with members along `axes`, with dropped members moved to the end.
+
+        There, they are padding, so a function that takes the first rows of a shard ignores them.
+        """
         if self.members is None:
             return self, list(args)
         order = jnp.argsort(~self.mask, stable=True)
@@ -83,7 +78,7 @@ class TracedShard:
         return TracedShard(self.start, self.size, mask, self.members[order]), moved
 
     def count(self) -> jax.Array:
-        """An int32 scalar: the number of members without padding."""
+        """An int32 scalar: the number of members, without padding and dropped members."""
         return jnp.sum(self.mask, dtype=np.int32)
 
     def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
@@ -105,8 +100,8 @@ class MemberwiseRule:
     """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
 
     `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
-    axis is None must not be read. `by_shard` says that it must be evaluated for all members of a
-    shard at once.
+    axis is None must not be read. With `by_shard`, the equation must be evaluated for all members
+    of a shard at once.
     """
 
     in_axes: tuple[int | None, ...]
@@ -120,9 +115,9 @@ class ReductionRule:
     """An equation that reduces over the members to one result.
 
     `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
-    reducer's accumulator. `selects_members` says that the equation only selects members. Such an
-    equation is not a reason to move a whole server array to the workers. `by_shard` says that it
-    must be evaluated for all members of a shard at once.
+    reducer's accumulator. With `selects_members`, the equation only selects members. Such an
+    equation is not a reason to move a whole server array to the workers. With `by_shard`, it must
+    be evaluated for all members of a shard at once.
     """
 
     in_axes: tuple[int | None, ...]
@@ -142,12 +137,12 @@ class FunctionReductionRule(ReductionRule):
     Attributes:
       combine: see above; `served` are the operands of the equation on the server.
       leaves: the type of each array.
-      kept: for each result of the equation, the index of its array.
+      results: for each result of the equation, the index of its array in `leaves`.
     """
 
     combine: Callable[[Eqn, Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
     leaves: tuple[Any, ...]
-    kept: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
@@ -155,7 +150,8 @@ Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
 
 RULES: dict[str, Rule] = {}
 REDUCTION_RULES: dict[str, Callable[[Eqn, Axes, Any], ReductionRule | None]] = {}
-"""For equations that reduce over the members by `factors`; `in_axes` are those of the members."""
+"""The rules of equations that reduce over the members, as `rules.factors` finds out. They take the
+`in_axes` that it found instead of the axes of the operands."""
 
 
 def reduction(*names: str) -> Callable[[Any], Any]:
@@ -194,12 +190,13 @@ class Members:
 
 
 Expansion = Callable[[Eqn, Axes, Members], Callable[..., Sequence[Any]] | None]
-"""Takes an equation without a rule, the axes of its operands and the members to a function of its
-operands that has rules and gives the same results; None if there is none."""
+"""Takes an equation without a rule, the axes of its operands and the members. Returns a function of
+the operands with the same results, all of whose equations have rules; None if there is none."""
 
 EXPANSIONS: dict[str, Expansion] = {}
 ORDERED_EXPANSIONS: dict[str, Expansion] = {}
-"""Those that need all members in order. Members that are dropped leave gaps."""
+"""The expansions that need all members in order. They can't be used if members may be dropped,
+because those leave gaps."""
 
 
 def expansion(*names: str, ordered: bool = False) -> Callable[[Expansion], Expansion]:
@@ -214,6 +211,16 @@ def expansion(*names: str, ordered: bool = False) -> Callable[[Expansion], Expan
 
 
 # --- helpers to emit equations
+
+
+@contextlib.contextmanager
+def default_promotion() -> Iterator[None]:
+    """A context with JAX's default promotion of types and ranks, on which beamjax's code relies.
+
+    A user may have set stricter ones.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
@@ -245,7 +252,7 @@ def evaluate(
     """Adds the results of equations to `env`; those with a rule are on the members of a shard."""
     for eqn, rule in eqns:
         args = [read(env, atom) for atom in eqn.inputs]
-        # Only rules read the shard.
+        # Without a rule there may be no shard.
         outs = bind(eqn, args) if rule is None else rule.emit(eqn, args, shard)  # type: ignore[arg-type]
         env.update(zip(eqn.outputs, outs, strict=True))
 
@@ -289,24 +296,18 @@ def draw_by_batch(closed: Any) -> tuple[str, str] | None:
 
     None if there is none.
     """
-    for eqn in getattr(closed, "jaxpr", closed).eqns:
-        keys = str(eqn.invars[0].aval.dtype) if eqn.invars and _is_array(eqn.invars[0]) else ""
-        if eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",)):
-            return eqn.primitive.name, user_line(eqn)
-        for inner in jex.jaxprs_in_params(eqn.params):
-            found = draw_by_batch(inner)
-            if found is not None:
-                return found[0], found[1] or user_line(eqn)
-    return None
+    found = (find_equation(eqn, _draws_by_batch) for eqn in getattr(closed, "jaxpr", closed).eqns)
+    return next(filter(None, found), None)
 
 
-def _is_array(atom: Any) -> bool:
-    return hasattr(atom.aval, "dtype")
+def _draws_by_batch(eqn: Any) -> bool:
+    keys = str(getattr(eqn.invars[0].aval, "dtype", "")) if eqn.invars else ""
+    return eqn.primitive.name in BATCH_DEPENDENT.get(keys, ("rng_bit_generator",))
 
 
-# Primitives that are lowered to rng_bit_generator, by the dtype of the keys. Under vmap their draws
-# depend on the whole batch.
 BATCH_DEPENDENT = {
     "key<rbg>": ("random_bits", "random_gamma"),
     "key<urbg>": ("random_bits", "random_gamma", "random_split", "random_fold_in"),
 }
+"""Primitives that are lowered to rng_bit_generator, by the dtype of the keys. Under vmap, their
+draws depend on the whole batch."""

@@ -53,9 +53,7 @@ def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | N
 def _checked(
     eqn: Eqn, found: MemberwiseRule | ReductionRule | None, n: Any
 ) -> MemberwiseRule | ReductionRule | None:
-    """The rule with axes of type `int` (parameters of JAX equations may be NumPy integers), if it
-    fits.
-    """
+    """The rule if it fits, with axes of type `int`: parameters of JAX may be NumPy integers."""
     if found is None or not _fits(eqn, found, n):
         return None
     found = replace(found, in_axes=_ints(found.in_axes))
@@ -71,7 +69,7 @@ def _ints(axes: Axes) -> tuple[int | None, ...]:
 def _fits(eqn: Eqn, sharding_rule: MemberwiseRule | ReductionRule, n: Any) -> bool:
     """Whether all axes of the members in a rule have length n; always, for n = None.
 
-    They may not if one operand is broadcast against another or written into a larger one.
+    They may not, if one operand is broadcast against another or written into a larger one.
     """
     pairs = list(zip(eqn.inputs, sharding_rule.in_axes, strict=True))
     if isinstance(sharding_rule, MemberwiseRule):

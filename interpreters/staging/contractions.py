@@ -1,9 +1,10 @@
-"""A sum over members of per-member products becomes one product that contracts over the members.
+"""Rewrites a sum over members of per-member products to one product that contracts over them.
 
-The gradient by weights that all members share is such a sum: each member computes the outer product
-of its input and its cotangent, which is as large as the weights, and these products are added up.
-One `dot_general` that contracts over the members as well gives the same sum without a value of one
-member. XLA does this by itself only for a shard without padding that is computed all at once.
+The gradient of a loss by weights that all members share is such a sum: each member computes the
+outer product of its input and its cotangent, which is as large as the weights, and these products
+are added up. One `dot_general` that contracts over the members as well gives the same sum, and no
+member needs memory for a product of its own. XLA does this by itself only for a shard without
+padding that is computed all at once.
 
 The body of the map is traced anew, with a `_Sum` in place of the result of each product. Equations
 that are linear in it (transposes, sums, scaling by one number) are noted in the `_Sum`; all others
@@ -69,7 +70,7 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
 
 
 def _can_be_traced(mapped: Eqn) -> bool:
-    """Whether a body may be traced anew: once for its effects, and not without its mesh."""
+    """Whether a body may be traced anew, which would repeat its effects and lose its mesh."""
     return not mapped.effects and mapped.params["mesh"] is None
 
 
@@ -80,6 +81,7 @@ def _members(reduction: Eqn) -> Var:
 
 
 def _is_linear(reduction: Eqn) -> bool:
+    """Whether a sum or a mean may be computed as a contraction."""
     dtype = _members(reduction).aval.dtype
     if not jax.numpy.issubdtype(dtype, np.floating):
         return False
@@ -94,7 +96,7 @@ def _is_product(eqn: Any) -> bool:
 
 
 def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
-    """What takes the place of a map and of reductions of its results; nothing if all stay."""
+    """The equations that replace a map and reductions of its results; empty if all stay."""
     closed, served = mapped.params["jaxpr"], mapped.params["num_broadcast"]
     reduced = {mapped.outputs.index(_members(eqn)): eqn for eqn in reductions}
     sums: dict[int, _Sum] = {}
@@ -102,6 +104,7 @@ def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
 
     def body(*args: Any) -> list[Any]:
         outs = _evaluate(closed, args)
+        # A factor that is a server value has no members to contract over.
         same_for_all = {id(x) for x in args[:served]}
         for k, x in enumerate(outs):
             if k in reduced and isinstance(x, _Sum):
@@ -130,7 +133,7 @@ def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
 
 
 class _Equations:
-    """The equations that take the place of one reduction."""
+    """Builds the equations that replace one reduction."""
 
     def __init__(self, reduction: Eqn, mapped: Eqn):
         self.reduction = reduction
@@ -213,19 +216,19 @@ class _Product:
         return replace(self, then=(*self.then, (eqn.primitive, eqn.params, literals)))
 
     def scaled(self, op: Callable[[Any, Any], Any], number: Any) -> _Product:
-        """Scales the smaller factor, which costs less than to scale the result."""
+        """Scales the smaller factor, which costs less than scaling the result."""
         k = int(self.factors[1].size < self.factors[0].size)
         factors = list(self.factors)
         factors[k] = op(factors[k], lax.broadcast_in_dim(number, factors[k].shape, ()))
         return replace(self, factors=tuple(factors))
 
     def unit_axes(self) -> tuple[int, int]:
-        """Of a convolution, the axes of one entry along which the factors are contracted."""
+        """The axes of size 1 along which a convolution contracts its factors."""
         numbers = self.params["dimension_numbers"]
         return numbers.lhs_spec[1], numbers.rhs_spec[1]
 
     def rows(self) -> list[Any]:
-        """What one member gives to the contraction."""
+        """The factors of one member; the members replace a convolution's axes of size 1."""
         if self.primitive is lax.dot_general_p:
             return list(self.factors)
         pairs = zip(self.factors, self.unit_axes(), strict=True)
@@ -245,7 +248,14 @@ class _Sum:
 
 @dataclass(eq=False)
 class _Spread:
-    """A smaller array, without axes of one entry, along some axes of the result of an equation."""
+    """The result of an equation that broadcasts an array along its other axes.
+
+    Attributes:
+      array: the array without its axes of size 1.
+      axes: for each of its axes, the axis of the result.
+      eqn: the equation.
+      operand: its operand.
+    """
 
     array: Any
     axes: tuple[int, ...]
@@ -317,7 +327,7 @@ def _converted(eqn: Any, x: Any) -> _Sum | None:
     before = eqn.invars[0].aval.dtype
     if np.promote_types(before, dtype) != dtype:
         return None
-    # The contraction itself in the wider dtype, since it adds up.
+    # The contraction itself must use the wider dtype, because it adds up.
     products = [
         replace(p, params={**p.params, "preferred_element_type": np.dtype(dtype)})
         for p in x.products

@@ -76,7 +76,7 @@ def branch(
 
 
 def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
-    """Inlines all rounds of a scan."""
+    """Inlines all rounds of a scan, in the order in which they run."""
     constants, carried = _compat.scan_counts(eqn)
     fixed, carry = inputs[:constants], inputs[constants : constants + carried]
     xs = inputs[constants + carried :]
@@ -88,12 +88,10 @@ def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[
         carry = results[:carried]
         rounds.append(results[carried:])
     rounds = rounds[::-1] if eqn.params["reverse"] else rounds
-    stacks = [
-        inliner.applied(lambda *ys: jnp.stack(ys), ys, line) for ys in zip(*rounds, strict=True)
-    ]
     if not rounds:
-        stacks = [_empty(inliner, var.aval, line) for var in eqn.outvars[carried:]]
-    return [*carry, *stacks]
+        return [*carry, *(_empty(inliner, var.aval, line) for var in eqn.outvars[carried:])]
+    stack = lambda *ys: jnp.stack(ys)
+    return [*carry, *(inliner.applied(stack, ys, line) for ys in zip(*rounds, strict=True))]
 
 
 def selected(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:

@@ -37,25 +37,25 @@ from beamjax.interpreters.program import (
 )
 from beamjax.interpreters.staging import control_flow
 from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
-from beamjax.interpreters.staging.lines import user_line
+from beamjax.interpreters.staging.lines import find_equation, user_line
 from beamjax.interpreters.staging.simplify import Ravels, hoist, prune
 
-# Primitives that call a jaxpr once.
 CALLS = frozenset(
     """
     jit pjit closed_call core_call composite custom_jvp_call custom_vjp_call custom_vmap_call
     custom_lin remat remat2 checkpoint linear_call eval_jaxpr
     """.split()
 )
-# Parameters that hold the called jaxpr, in all supported versions of JAX.
+"""Primitives that call a jaxpr once."""
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
-# Primitives that return the values of their operands.
+"""Parameters that hold the called jaxpr, in all supported versions of JAX."""
 IDENTITIES = frozenset(
     """
     copy device_put layout_constraint mesh_cast name optimization_barrier reshard
     sharding_constraint stop_gradient with_memory_space_constraint
     """.split()
 )
+"""Primitives that return the values of their operands."""
 HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 
@@ -65,8 +65,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     Args:
       closed: a staged function.
       unroll: whether to inline loops and branches around placed operators: all rounds of a scan,
-      and
-        all branches of a cond. A while is not inlined.
+        and all branches of a cond. A while is not inlined.
 
     Raises:
       StagingError: an equation has an effect other than a call to the host; the message gives the
@@ -101,13 +100,14 @@ class Inliner:
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
         self.ravels = Ravels()
-        # For values that a map returns unchanged, that map.
+        # For each value that a map returns unchanged, that map.
         self.maps: dict[Var, Eqn] = {}
-        # For results of broadcasts, the placement and the server value.
+        # For each result of a broadcast, the placement and the server value.
         self.broadcasts: dict[Atom, tuple[str, Atom]] = {}
 
     def continued(self, flat: FlatProgram) -> Inliner:
         """An inliner that adds to `flat`, a copy of the program of this one."""
+        # Shallow: names must stay unique, and what is known of the values holds in the copy too.
         inliner = copy.copy(self)
         inliner.flat = inliner.block = flat
         constants = flat.inputs[len(flat.arguments) :]
@@ -166,7 +166,7 @@ class Inliner:
 
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)
-        return self.handed_on(new) if primitive.name == "bj_map" else outputs
+        return self.passed_through(new) if primitive.name == "bj_map" else outputs
 
     def number(self, dim: Any, dtype: Any, line: str) -> Atom:
         """A server value for a symbolic dimension, such as an unknown number of members."""
@@ -212,8 +212,8 @@ class Inliner:
         params = {**params, "jaxpr": closed, "num_broadcast": served + len(found)}
         return params, [found.get(number, inputs[number]) for number in order]
 
-    def handed_on(self, eqn: Eqn) -> list[Atom]:
-        """The results of a map, where those that its body returns unchanged are its operands."""
+    def passed_through(self, eqn: Eqn) -> list[Atom]:
+        """The results of a map; one that the body returns unchanged is the operand itself."""
         body = eqn.params["jaxpr"].jaxpr
         operands = dict(zip(body.invars, eqn.inputs, strict=True))
         placed = set(body.invars[eqn.params["num_broadcast"] :])
@@ -227,9 +227,10 @@ class Inliner:
         return results
 
     def program_output(self, atom: Atom) -> Atom:
-        """A result of the program, where an input that a map returned is again a result of the map.
+        """An output of the program.
 
-        Otherwise `transform` would return an array for it instead of a placed PCollection.
+        An input that a map returned unchanged goes through an identity map, because `transform`
+        returns a placed PCollection for the result of a map, but an array for an input.
         """
         eqn = self.maps.get(atom) if isinstance(atom, Var) and atom in self.flat.inputs else None
         if eqn is None or not isinstance(atom, Var):
@@ -360,18 +361,7 @@ def _refuse(eqn: Any, line: str) -> None:
 
 def host_call(eqn: Any) -> tuple[str, str] | None:
     """The name and the user's line of a call to the host in an equation or its jaxprs, or None."""
-    if eqn.primitive.name in HOST_CALLS:
-        return eqn.primitive.name, _line(eqn)
-    for sub in jex.jaxprs_in_params(eqn.params):
-        for inner in getattr(sub, "jaxpr", sub).eqns:
-            found = host_call(inner)
-            if found:
-                return found[0], found[1] or _line(eqn)
-    return None
-
-
-def _line(eqn: Any) -> str:
-    return eqn.line if isinstance(eqn, Eqn) else user_line(eqn)
+    return find_equation(eqn, lambda inner: inner.primitive.name in HOST_CALLS)
 
 
 def contains_placed_operators(eqn: Any) -> bool:

@@ -40,6 +40,7 @@ class _Retyped:
 
     def __init__(self) -> None:
         self.new_var = jex.gensym()
+        # For each variable of dtype float0, the one that replaces it.
         self.names: dict[Any, Any] = {}
 
     def either(self, value: Any) -> Any:

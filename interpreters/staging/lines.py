@@ -1,21 +1,42 @@
-"""Finds the lines of the user's code that equations come from."""
+"""Finds equations, and the lines of the user's code that they come from."""
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
+from jax.extend import core as jex
+
 from beamjax import _compat
+from beamjax.interpreters.program import Eqn
 
 
 def user_line(eqn: Any) -> str:
-    """`file:line (function)` of the innermost frame of an equation outside of libraries."""
+    """`file:line (function)` of the innermost frame of an equation outside of libraries, or ""."""
+    if isinstance(eqn, Eqn):
+        return eqn.line
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def find_equation(eqn: Any, matches: Callable[[Any], bool]) -> tuple[str, str] | None:
+    """The primitive and the line of the first match among an equation and those in its jaxprs.
+
+    A match without a line has that of the equation around it. None if there is no match.
+    """
+    if matches(eqn):
+        return eqn.primitive.name, user_line(eqn)
+    for sub in jex.jaxprs_in_params(eqn.params):
+        for inner in getattr(sub, "jaxpr", sub).eqns:
+            found = find_equation(inner, matches)
+            if found is not None:
+                return found[0], found[1] or user_line(eqn)
+    return None
 
 
 def calling_line() -> str:

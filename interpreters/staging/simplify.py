@@ -6,7 +6,7 @@
 * `Ravels` rewrites reductions and products of raveled arrays to those of the arrays themselves.
   Raveling merges the axis of the members with others, so that raveled arrays must be gathered. But
   the results of `jnp.vdot(x, y)` and `x.reshape(-1).sum()` do not depend on the order of elements.
-* `prune` removes equations and parts of maps that are not used.
+* `prune` removes equations that are not used, and unused parts of maps.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def hoist(
     wholes = {var for var in served if var.aval.shape[:1] == (n,)}
     if not wholes:
         return None
+    # `known` are values that can be computed before the map; `tainted` are those of them that
+    # depend on whole placed values. Only equations that compute tainted values leave the body; the
+    # others that they need are computed twice.
     known, tainted, first, rest = set(served), set(wholes), [], []
     for eqn in jaxpr.eqns:
         read = _variables(eqn.invars)
@@ -78,6 +81,7 @@ def _numbers(variables: Iterable[Any]) -> int:
 
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 VECTORS = (((0,), (0,)), ((), ()))
+"""The dimension numbers of the inner product of two vectors."""
 
 
 class Ravels:
@@ -122,26 +126,32 @@ def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[s
 # --- dead code
 
 
-def prune(flat: FlatProgram) -> None:
-    """Removes, in place, equations without uses and effects, and unused parts of maps."""
-    _prune(flat, {atom for atom in flat.outputs if isinstance(atom, Var)})
+def prune(flat: FlatProgram, narrow_maps: bool = True) -> None:
+    """Removes, in place, equations without uses and effects, and unused parts of maps.
+
+    Args:
+      flat: the program.
+      narrow_maps: whether to remove parts of maps. This changes the operands of a map, so a placed
+        program, in which the map has a sharding rule already, must not do it.
+    """
+    _prune(flat, {atom for atom in flat.outputs if isinstance(atom, Var)}, narrow_maps)
 
 
-def _prune(block: FlatBlock, live: set[Var]) -> None:
+def _prune(block: FlatBlock, live: set[Var], narrow_maps: bool) -> None:
     """Works backward; `live` are the values that are read later, in this block or after it."""
-    kept: list[Eqn] = []
+    used_eqns: list[Eqn] = []
     for eqn in reversed(block.eqns):
         used = [var in live for var in eqn.outputs]
         if not any(used) and not eqn.effects:
             continue
-        if eqn.primitive.name == "bj_map" and not eqn.effects:
+        if narrow_maps and eqn.primitive.name == "bj_map" and not eqn.effects:
             _narrow(eqn, used)
         for inner in eqn.blocks:
             live.update(atom for atom in inner.outputs if isinstance(atom, Var))
-            _prune(inner, live)
+            _prune(inner, live, narrow_maps)
         live.update(atom for atom in eqn.inputs if isinstance(atom, Var))
-        kept.append(eqn)
-    block.eqns[:] = kept[::-1]
+        used_eqns.append(eqn)
+    block.eqns[:] = used_eqns[::-1]
 
 
 def _narrow(eqn: Eqn, used: list[bool]) -> None:

@@ -88,7 +88,7 @@ class FlatCall:
       fn: the user's function.
       arguments: a `Source` stands for a tree of placed arrays.
       structure: the structure of the arguments, hashable.
-      restore: makes the arguments again from one value for each flat argument.
+      restore: rebuilds the tree of arguments from one value for each flat argument.
     """
 
     fn: Callable[..., Any]
@@ -208,27 +208,21 @@ def _checked(
     Symbols with the same name are made the same object: the first one, which `symbols` holds.
     """
     unknown = [d for d in aval.shape if is_unknown(d)]
-    if unknown and (is_unknown(aval.shape[0]), len(unknown), str(unknown[0]).isidentifier()) != (
-        True, 1, True
-    ):  # fmt: skip
+    if not unknown:
+        return aval
+    n = aval.shape[0]
+    if not is_unknown(n) or len(unknown) > 1 or not str(n).isidentifier():
         raise StructureError(
             f"{name}: found a jax.ShapeDtypeStruct of shape {aval.shape}, expected at most the "
             "first dimension, the number of members, to be symbolic, and that a single symbol"
         )
-    promised = [
-        text
-        for dim in unknown
-        for text in _compat.constraints_of(dim)
-        if text.replace(" ", "") != f"{dim}>=1"
-    ]
-    if promised:
+    constraints = [c for c in _compat.constraints_of(n) if c.replace(" ", "") != f"{n}>=1"]
+    if constraints:
         raise StructureError(
-            f"{name}: found the symbolic dimension {unknown[0]} with the constraints {promised}, "
-            "expected none: nothing would check them when the members are there"
+            f"{name}: found the symbolic dimension {n} with the constraints {constraints}, "
+            "expected none: beamjax would not check them once the number of members is known"
         )
-    if not unknown:
-        return aval
-    n = symbols.setdefault(str(unknown[0]), unknown[0])
+    n = symbols.setdefault(str(n), n)
     return aval.update(shape=(n, *aval.shape[1:]))
 
 
@@ -273,11 +267,12 @@ def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
 
 
 def _unchanging(array: np.ndarray) -> np.ndarray:
+    """An array with these values that later changes of `array` do not reach."""
     return array if is_immutable(array) else _compat.copied_constant(array)
 
 
 def declared_sizes(call: FlatCall) -> list[int]:
-    """Sizes of the placements of all programs that are called, until tracing ends or fails."""
+    """Sizes of the placements of all programs that a call runs, as far as it can be traced."""
     with observe() as placements, drjax.operators_of_beamjax(), contextlib.suppress(Exception):
         jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(call.fn(*call.restore(leaves))))(
             *call.avals

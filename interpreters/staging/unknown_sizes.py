@@ -29,19 +29,17 @@ class UnknownSizeError(StagingError):
 ADVICE = (
     "Give the number of members in the decorator of the program and in the jax.ShapeDtypeStruct"
 )
-
-
 INSTEAD = "or reduce over the members, or do it for each of them inside a map_fn"
 
 SOME_NUMBER = 840
-"""A number of members with which staging is tried again if it fails with an unknown number. It has
-many divisors, so that reshapes of the members are likely to work."""
+"""A number of members with which a function is traced to find out whether it fails only because
+the number is unknown. It has many divisors, so that most reshapes of the members work."""
 
 
 def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
 ) -> UnknownSizeError | None:
-    """An `UnknownSizeError` for a function that can't be traced, if that is the reason, else None.
+    """An `UnknownSizeError` if a function can't be traced only because a size is unknown, or None.
 
     Args:
       error: the error that `fn` raised when it was traced with `avals`.
@@ -59,8 +57,8 @@ def explained(
     ]
     try:
         with unobserved():
-            jax.make_jaxpr(lambda *args: fn(*args))(*known)
-    except Exception:  # any error: then the unknown number of members is not the reason
+            jax.make_jaxpr(fn)(*known)
+    except Exception:  # Of any type: the unknown number of members is not the reason.
         return None
     what = str(error).split("\n")[0]
     reason = f"{_line(error) or 'in the program'}: this needs the number of members as a constant"

@@ -1,4 +1,7 @@
-"""Chooses shard sizes and vectorization: by options, a saved plan, a cache or a probe."""
+"""Chooses shard sizes and vectorization: by options, a saved plan, a cache or a probe.
+
+The first of these that applies decides; without any, the plan of the rules is used.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from beamjax.bodies.export import default_platform
 from beamjax.errors import BeamjaxError, OptionsError
@@ -15,17 +17,25 @@ from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.lower import lower_passes
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.tuning import plan_cache, probe
-from beamjax.interpreters.tuning import search as planner
+from beamjax.interpreters.tuning.search import (
+    Measure,
+    Search,
+    SearchedPass,
+    magnitude,
+    obstacle,
+    passes_of,
+    program_text,
+)
 from beamjax.options import Options
 from beamjax.options.choices import Choices, Trial, Vectorization, read_choices, write_json
 from beamjax.plan.steps import Map, Plan, walk
 from beamjax.storage import files
 
 WORTH_SECONDS = 5.0
-"""Predicted seconds of all passes of a program above which a probe pays for itself. They follow
-from counted costs and fixed rates, so the decision is the same on all machines."""
+"""Predicted seconds of all passes of a program above which a probe pays for itself. The prediction
+uses counted costs and fixed rates, so the decision is the same on all machines."""
 SHARE, MIN_BUDGET, MAX_BUDGET = 0.1, 1.0, 10.0
-"""Share of the predicted seconds that a probe may take, and its bounds in seconds."""
+"""Share of the predicted seconds that a probe may take, and bounds of its time in seconds."""
 PENDING = "pending"
 """The origin of choices that wait for a call with real arguments, not only types."""
 CHECKPOINTED = "choices.json"
@@ -33,7 +43,7 @@ CHECKPOINTED = "choices.json"
 same plan."""
 
 Relower = Callable[[Mapping[str, int], Mapping[str, Vectorization]], Plan]
-"""Makes the plan again with these shard sizes, and this vectorization of each pass."""
+"""Makes a plan of the same stages with these shard sizes, and this vectorization of each pass."""
 
 
 def chosen_plan(
@@ -60,20 +70,22 @@ def chosen_plan(
     Raises:
       OptionsError: the option `plan` holds choices for another program.
     """
-    text = planner.program_text(stages, plan.sizes.values())
-    print_ = plan_cache.digest(text)
-    rematerialized = plan.choices.rematerialized
-    rule = Choices(plan.shard_sizes, _loopings(plan), program=print_, rematerialized=rematerialized)
+    rule = Choices(
+        plan.shard_sizes,
+        _vectorizations(plan),
+        program=plan_cache.digest(program_text(stages, plan.sizes.values())),
+        rematerialized=plan.choices.rematerialized,
+    )
     if options.plan is not None:
-        return _pinned(plan, rule, options, relower)
+        return _saved(plan, rule, options, relower)
     if options.shard_size is not None and options.member_loop is not None:
         return _with(plan, replace(rule, origin="options", why="fixed by options"))
-    reason = special or planner.obstacle(plan, stages, default_platform())
+    reason = special or obstacle(plan, stages, default_platform())
     if reason:
         return _with(plan, replace(rule, why=f"by the rules: {reason}"))
     if options.probe is False:
         return _with(plan, replace(rule, why="by the rules: probe=False"))
-    passes = planner.passes_of(plan, stages, options.memory_bytes)
+    passes = passes_of(plan, stages, options.memory_bytes)
     total = sum(p.rounds * p.seconds * plan.sizes[p.placement] for p in passes)
     if options.probe is None and total < WORTH_SECONDS:
         why = f"by the rules: passes of about {total:.2g} s are not worth a probe"
@@ -100,14 +112,15 @@ def _with(plan: Plan, choices: Choices) -> Plan:
     return replace(plan, choices=choices)
 
 
-def _loopings(plan: Plan) -> dict[str, Vectorization]:
+def _vectorizations(plan: Plan) -> dict[str, Vectorization]:
     return {step.name: step.vectorization for step in walk(plan.steps) if isinstance(step, Map)}
 
 
 # --- saved
 
 
-def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Plan:
+def _saved(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Plan:
+    """The plan by the choices of the option `plan`; raises OptionsError if they don't fit."""
     saved = options.plan
     assert isinstance(saved, Choices)
     for what, mine, theirs in (
@@ -119,6 +132,7 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
                 f"plan: found choices for the {what} {_names(theirs)}, but the program has "
                 f"{_names(mine)}; save them again, with beamjax.explain(...).save_choices"
             )
+    # By the number of such values, like the names above: a value has no name of its own.
     crossing, then = rule.rematerialized or (), saved.rematerialized
     if options.recompute is None and then is not None and len(then) != len(crossing):
         raise OptionsError(
@@ -134,7 +148,7 @@ def _pinned(plan: Plan, rule: Choices, options: Options, relower: Relower) -> Pl
         why += ", which was saved for other bodies or types"
     plan = relower(sizes, saved.passes)
     found = replace(
-        rule, shard_sizes=plan.shard_sizes, passes=_loopings(plan), origin="saved", why=why,
+        rule, shard_sizes=plan.shard_sizes, passes=_vectorizations(plan), origin="saved", why=why,
         tried=saved.tried,
     )  # fmt: skip
     return _with(plan, found)
@@ -148,10 +162,11 @@ def _names(names: set[str]) -> str:
 
 
 def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
+    """The name of the cached choices: a hash of all that the result of a probe depends on."""
     fixed = [options.shard_size, options.member_loop, options.member_batch, options.memory]
     fixed += [options.recompute, options.reduction, options.on_error, options.on_nonfinite]
     fixed += [options.xla_threads]
-    sizes = {name: planner.magnitude(n) for name, n in plan.sizes.items()}
+    sizes = {name: magnitude(n) for name, n in plan.sizes.items()}
     key = plan_cache.digest(rule.program, plan.x64, sizes, fixed, plan_cache.machine())
     return f"choices-{key}"
 
@@ -219,7 +234,7 @@ def _probed(
     rule: Choices,
     program: PlacedProgram,
     stages: Sequence[Stage],
-    passes: Sequence[planner.SearchedPass],
+    passes: Sequence[SearchedPass],
     options: Options,
     budget: float,
 ) -> Choices:
@@ -231,7 +246,7 @@ def _probed(
     for placement, mine in by_placement.items():
         end = time.monotonic() + budget * len(mine) / len(passes)
         measure = _measure(program, stages, placement, options, end)
-        search = planner.Search(
+        search = Search(
             mine,
             measure,
             lambda end=end: end - time.monotonic(),  # type: ignore[misc]
@@ -248,8 +263,8 @@ def _probed(
         tried += found.trials
         reasons.append(
             "by the rules, and a probe found nothing faster"
-            if found.gain == 1.0
-            else f"{found.gain:.1f} x as fast as by the rules in a probe"
+            if found.speedup == 1.0
+            else f"{found.speedup:.1f} x as fast as by the rules in a probe"
         )
     why = "; ".join(dict.fromkeys(reasons))
     return replace(
@@ -268,7 +283,9 @@ def _measure(
     placement: str,
     options: Options,
     end: float,
-) -> planner.Measure:
+) -> Measure:
+    """A function that times the passes over a placement until `end`, by `time.monotonic`."""
+
     def measure(size: int, vectorizations: Mapping[str, Vectorization]) -> dict[str, float]:
         plan = lower_passes(program, stages, placement, options, size, vectorizations)
         return dict(_seconds(plan, options, end))
@@ -276,7 +293,7 @@ def _measure(
     return measure
 
 
-def _seconds(plan: Plan, options: Options, end: float) -> Iterator[tuple[str, Any]]:
+def _seconds(plan: Plan, options: Options, end: float) -> Iterator[tuple[str, float]]:
     for step in plan.steps:
         assert isinstance(step, Map)
         left = max(end - time.monotonic(), 0.1)

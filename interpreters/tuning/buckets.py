@@ -1,8 +1,8 @@
 """Plans for members of unequal length, with a body for each bucket of lengths.
 
-A program is staged for the longest members, as `jax.jit` would run it, and again for each shorter
-bucket. If these plans differ only in the bodies of passes and the shapes of their operands, they
-are merged to one plan, whose passes choose a body by the shapes of a shard.
+A program is planned for the longest members, as `jax.jit` would run it, and once more for each
+shorter bucket. If these plans differ only in the bodies of passes and the shapes of their operands,
+they are merged to one plan, whose passes choose a body by the shapes of a shard.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def is_ragged(argument: Argument) -> bool:
 def _padding_check(
     plan: Plan, step: Map, other: Plan, longer: Map | None, padded: set[str | None]
 ) -> PaddingCheck | None:
-    """The check for a pass; None if it reads no padding or can't be compared with `longer`."""
+    """The check for a pass: a body for longer padding, whose results must be the same.
+
+    None if the pass reads no padding or can't be compared with `longer`.
+    """
     names = "operands", "broadcasts", "results"
     if longer is None or any(getattr(step, x) != getattr(longer, x) for x in names):
         return None
@@ -177,7 +180,7 @@ def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str
 
 
 def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan | str:
-    """Merges the plans for all buckets; `plan` is for the longest. Or why that is impossible."""
+    """The merged plan for all buckets, of which `plan` is for the longest; or why there is none."""
     names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
     bodies = dict(plan.bodies)
     found: dict[str, list[Bucketed]] = {}
@@ -206,6 +209,7 @@ def _leaf(argument: Argument) -> Any:
 
 
 def _of_length(argument: Argument, rows: int) -> Argument:
+    """The argument as if its members had this many rows."""
     n, _, *rest = argument.aval.shape
     return replace(argument, aval=jax.ShapeDtypeStruct((n, rows, *rest), argument.aval.dtype))
 
@@ -280,7 +284,7 @@ def bucket_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tupl
         return (f"{what} to the longest, because {reason}.",)
     count = sum(len(step.bucketed) for step in _passes(plan))
     most = count + len(_passes(plan))
-    more = f"{count} executables more than one for each pass, {most} at most"
+    more = f"this takes {count} more executables than one for each pass, at most {most} in all"
     return (f"{what} to {ladder} rows; {more}.",)
 
 

@@ -24,6 +24,7 @@ from beamjax.storage.cache_folder import cache_folder
 
 VARIABLE = "BEAMJAX_PLANNER_CACHE"
 MAX_BYTES = 1 << 20
+"""Largest file that is read."""
 
 
 def folder() -> Path | None:

@@ -36,7 +36,7 @@ def shard_seconds(
     limit: float,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """The best time of a shard of a pass, in seconds: computing and merging, without compiling.
+    """The shortest time to compute a shard of a pass and merge its partials, in seconds.
 
     Args:
       plan: the plan of the pass.
@@ -99,7 +99,7 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
             buffers = zip(step.buffers, accumulators, done.partials, strict=False)
             add_computed(list(buffers), [], shard, done.left_out)
 
-    run(0)  # Which compiles.
+    run(0)  # Compiles, so it is not timed.
     seconds: list[float] = []
     while len(seconds) < MIN_RUNS or (sum(seconds) < REPEATED_SECONDS and len(seconds) < MAX_RUNS):
         start = clock()
@@ -116,7 +116,7 @@ def random_array(
 ) -> np.ndarray:
     """A random array for a value: normally distributed floats, small integers, arbitrary keys.
 
-    Zeros would be timed wrongly: sparse or denormal values take other times than usual ones.
+    Zeros are not representative: sparse or denormal values take less or more time than usual ones.
     """
     shape, dtype = (*leading, *value.shape), np.dtype(value.dtype)
     if dtype.kind == "b":

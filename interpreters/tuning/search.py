@@ -1,8 +1,7 @@
 """Searches for the fastest shard sizes and vectorization of passes.
 
-Counted costs decide which programs are worth a probe. A probe times the choice of the rules first,
-then neighbours of the best choice so far, until its time is up. A choice replaces that of the rules
-only if it is clearly faster.
+A probe times the choice of the rules first, then neighbours of the best choice so far, until its
+time is up. A choice replaces that of the rules only if it is clearly faster.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from beamjax.options.choices import MULTIPLE, Trial, Vectorization
 from beamjax.plan.cost import USUAL
 from beamjax.plan.steps import Map, Plan, walk
 
-GAIN = 1.15
+MIN_SPEEDUP = 1.15
 """Factor by which a choice must be faster than that of the rules; less may be noise."""
-STEP_GAIN = 1.04
+MIN_STEP_SPEEDUP = 1.04
 """Factor by which a neighbour must be faster for its own neighbours to be tried."""
 CLOSE = 1.6
-"""Factor by which vmap over a whole shard may be slower to be tried with other shard sizes too."""
+"""Largest factor by which vmap over a whole shard may be slower than the best way to be tried with
+other shard sizes as well."""
 WORKING_BYTES = 64 << 20
-"""Largest working memory of a shard that is tried, in bytes; a probe does not check bounds of
-memory otherwise."""
+"""Largest working memory of a shard that is tried, in bytes. A probe has no other bound of memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[S
         if n is None:
             continue
         size, cost = plan.shard_sizes[stage.placement], plan.costs[name]
+        # Members that are computed at once share the overhead of starting each operation.
         at_once = {"loop": 1, "vmap": size}.get(step.vectorization.kind, step.vectorization.batch)
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
@@ -108,6 +109,7 @@ def _named(
         match stage:
             case MapStage(placement=placement):
                 number = counts[placement] = counts.get(placement, -1) + 1
+                # As `lower` names the steps: both visit the stages in the same order.
                 yield f"map_{placement}_{number}", stage, rounds
             case LoopStage(eqn=eqn):
                 more = rounds * (GUESSED_ROUNDS if eqn.rounds is None else eqn.rounds)
@@ -205,13 +207,13 @@ class Found:
     Attributes:
       size: the shard size.
       vectorizations: the vectorization of each pass, by name.
-      gain: speed-up over the choice of the rules; 1 if it is that choice.
+      speedup: by which it is faster than the choice of the rules; 1 if it is that choice.
       trials: all measurements, in order.
     """
 
     size: int
     vectorizations: Mapping[str, Vectorization]
-    gain: float
+    speedup: float
     trials: tuple[Trial, ...]
 
 
@@ -262,13 +264,13 @@ class Search:
         before = sum(
             p.rounds * self.times[p.name, first, p.vectorization] / first for p in self.passes
         )
-        gain = before / max(self._score(size), 1e-12)
-        if gain < GAIN:
-            size, vectorizations, gain = first, rule, 1.0
+        speedup = before / max(self._score(size), 1e-12)
+        if speedup < MIN_SPEEDUP:
+            size, vectorizations, speedup = first, rule, 1.0
         else:
             vectorizations = {p.name: self._best(p, size)[1] for p in self.passes}
         trials = (Trial(name, s, way, t) for (name, s, way), t in self.times.items())
-        return Found(size, vectorizations, gain, tuple(trials))
+        return Found(size, vectorizations, speedup, tuple(trials))
 
     def _try_all(self, first: int) -> None:
         for way in self._ways(first):
@@ -279,6 +281,7 @@ class Search:
             self._climb(factor)
 
     def _ways(self, size: int) -> list[Vectorization]:
+        """The vectorizations to try at the shard size of the rules."""
         if self.fixed or not any(p.loops for p in self.passes):
             return []
         ways = [Vectorization(), Vectorization("loop")]
@@ -298,7 +301,7 @@ class Search:
                 return
             if any(self._is_close(p, size) for p in self.passes):
                 self._attempt(other, {p.name: Vectorization() for p in self.passes})
-            if self._score(size) < STEP_GAIN * self._score(other):
+            if self._score(size) < MIN_STEP_SPEEDUP * self._score(other):
                 return
             size = other
 
@@ -312,7 +315,7 @@ class Search:
         """Times a choice if there is time; returns whether its times are known."""
         if all((name, size, way) in self.times for name, way in vectorizations.items()):
             return True
-        # Compiling dominates a trial and does not grow with the shard; only the runs do.
+        # Most of a trial is compilation, which takes no longer for larger shards; only runs do.
         shard = sum(self._best(p, self.last_size)[0] for p in self.passes)
         more = 3 * shard * max(0.0, size / self.last_size - 1)
         if self.left() < 1.2 * (self.last + more):

@@ -219,7 +219,7 @@ def test_explain_tells_the_padding_of_a_pass(monkeypatch):
     assert line.endswith("padded to: 1 of 16, 1 of 32.")
     whole = text(scaled(1.0), few())
     assert "members have unequal lengths. Their shards are padded to 8/16/32 rows" in whole
-    assert "2 executables more than one for each pass, 3 at most" in whole
+    assert "2 more executables than one for each pass, at most 3 in all" in whole
     taken = text(scaled(1.0), bj.take(few(), [0, 1, 2, 3]))
     assert "padded to: 1 of 8." in taken
     assert f"{1 - 14 / 32:.1%} of which is padding" in taken

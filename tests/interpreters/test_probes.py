@@ -65,7 +65,7 @@ def found_for(seconds, **changes):
 def test_the_faster_loop_is_chosen():
     found = found_for(lambda n, way: n * (1e-6 if way == LOOP else 1e-5))
     assert found.vectorizations == {"map_clients_0": LOOP}
-    assert found.gain == pytest.approx(10)
+    assert found.speedup == pytest.approx(10)
     ways = {"vmap": 3e-6, "loop": 2e-6, "batches": 1e-6}
     found = found_for(lambda n, way: n * ways[way.kind])
     assert found.vectorizations["map_clients_0"] == Vectorization("batches", 8)
@@ -80,10 +80,10 @@ def test_the_fastest_size_is_chosen():
 
 
 def test_what_is_hardly_faster_is_not_chosen():
-    for slower, chosen in ((1.1, VMAP), (planner.GAIN + 0.01, LOOP)):
+    for slower, chosen in ((1.1, VMAP), (planner.MIN_SPEEDUP + 0.01, LOOP)):
         found = found_for(lambda n, way, s=slower: n * 1e-6 * (1 if way == LOOP else s))
         assert found.vectorizations["map_clients_0"] == chosen
-        assert found.gain == pytest.approx(slower if chosen == LOOP else 1.0)
+        assert found.speedup == pytest.approx(slower if chosen == LOOP else 1.0)
 
 
 def test_passes_choose_their_own_loops_and_one_size():
@@ -113,7 +113,7 @@ def test_what_is_fixed_stays():
 def test_the_search_ends_in_time():
     found, machine = search([a_pass()], lambda name, n, way: 1e-9, spent=1.0, budget=3.0)
     assert len(machine.asked) <= 3
-    assert found.size == 32 or found.gain > 1
+    assert found.size == 32 or found.speedup > 1
 
 
 class Compiling(Machine):
@@ -162,7 +162,7 @@ def test_nothing_slower_than_the_rule_is_chosen(ways, call, square):
     found = found_for(seconds)
     chosen = seconds(found.size, found.vectorizations["map_clients_0"]) / found.size
     assert chosen <= seconds(32, VMAP) / 32 * (1 + 1e-9)
-    assert found.gain == 1 or found.gain >= planner.GAIN
+    assert found.speedup == 1 or found.speedup >= planner.MIN_SPEEDUP
 
 
 # --- programs
