@@ -1,4 +1,4 @@
-"""`diff`: where the results of two jobs differ, and why, from what their folders hold."""
+"""`diff`: finds where and why the results of two jobs differ, from their folders."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Difference:
     """How the results of two jobs compare, bit by bit.
 
     Attributes:
-      where: the first value that differs, as `result['loss'][3]`; "" if all bits are equal.
-      values: the two values there, as text; or the types of the leaves, where these differ.
-      ulp: how many representable numbers lie between two floats; None for others.
-      count: how many values of this leaf differ.
-      step: the first step whose values differ, with its round, as `loop_0[3]/map_rows_0`; "" if
-        that is not known.
-      value: the name of the first value of this step that differs, as in `explain`; "" if only
-        what came out of shards is known.
-      shard: the number of the first shard in which this step gave other bits; None if it is not
-        known. The jobs record the shards of a pass that give up to 64 KiB, 1,000 in all.
-      members: the first member of this shard, and the one after its last.
+      where: the first value that differs, such as `result['loss'][3]`; "" if all bits are equal.
+      values: the two values as text; or the types of the leaves, if these differ.
+      ulp: the number of representable numbers between two floats; None for other dtypes.
+      count: the number of values of this leaf that differ.
+      step: the first step whose values differ, with its round, such as `loop_0[3]/map_rows_0`; ""
+        if it is not known.
+      value: the name of the first value of this step that differs, as in `explain`; "" if it is
+        not known.
+      shard: the number of the first shard whose results in this step differ; None if it is not
+        known. A job records checksums of results up to 64 KiB, of at most 1,000 shards.
+      members: the first member of this shard, and the member after its last; None without a shard.
       reasons: the differences between the jobs that may change bits: in the plan, the machines and
         the dropped members. If all of these are equal, the inputs must differ.
     """
@@ -82,15 +82,17 @@ def diff(
 
     Args:
       first: a job that is done, or its folder.
-      second: likewise.
+      second: another job that is done, or its folder.
       like: a tree with the structure of the results, as for `Job.result`.
 
     Returns:
-      A `Difference`, which is true if there is one; `str()` of it is for people.
+      A `Difference`. It is true if the results differ, and `print` describes it.
 
     Raises:
-      JobError: a job is not done.
-      StructureError, ArrayFormatError, SourceError: a result can't be read.
+      JobError: a job is not done, or a folder has no job.
+      StructureError: the structure of a result can't be rebuilt without `like`.
+      ArrayFormatError: a file of a result is damaged.
+      SourceError: a file of a result can't be read.
     """
     jobs = [job if isinstance(job, Job) else open_job(job) for job in (first, second)]
     for job in jobs:

@@ -36,8 +36,13 @@ POLL = 0.2
 class JobState(enum.Enum):
     """What a job is doing, or how it ended.
 
-    `LOST` is a job whose launching process died. Workers of a cluster may still finish what they
-    were given, but no process collects the result.
+    Attributes:
+      RUNNING: the job has not ended.
+      DONE: the job has a result.
+      FAILED: the run raised an error.
+      CANCELLED: a caller, a signal or another process cancelled the job.
+      LOST: the launching process died. Workers of a cluster may still finish their work, but no
+        process collects the result.
     """
 
     RUNNING = "running"
@@ -48,13 +53,19 @@ class JobState(enum.Enum):
 
 
 class Job:
-    """A job, seen through its folder.
+    """A handle to a job, from `launch` or `open_job`.
+
+    As a context manager, it calls `close` at the end of the `with` block.
 
     Args:
-      folder: with a job in it.
+      folder: a folder with a job in it.
+
+    Attributes:
+      name: the name of the program.
+      runner: the name of the runner.
 
     Raises:
-      JobError: there is none.
+      JobError: there is no job in the folder.
     """
 
     def __init__(self, folder: JobFolder):
@@ -80,16 +91,18 @@ class Job:
 
     @property
     def dropped(self) -> tuple[Dropped, ...]:
-        """The members that were dropped so far, by placement and index."""
+        """The members that have been dropped so far, with placement, index, step and reason."""
         return self._folder.dropped()
 
     def report(self) -> Report:
-        """A report of the job, or of the job so far: `save(path)` makes a page of it.
-
-        During a run, it is a few seconds old.
+        """Reports on the job; `save(path)` makes a page of the report.
 
         Returns:
-          The report.
+          The report, which is a few seconds old during a run.
+
+        Raises:
+          JobError: the folder holds no job any more.
+          ArrayFormatError: a record in the folder is damaged.
         """
         return read_report(self._folder)
 
@@ -97,10 +110,10 @@ class Job:
         """Waits for the end of the job.
 
         Args:
-          timeout: seconds after which it returns in any case.
+          timeout: the most seconds to wait; None for no limit.
 
         Returns:
-          The state, `RUNNING` if the time was up.
+          The state; `RUNNING` if the job has not ended within the timeout.
         """
         end = None if timeout is None else time.monotonic() + timeout
         pause = POLL * self._folder.slowness
@@ -112,28 +125,29 @@ class Job:
         return state
 
     def cancel(self) -> None:
-        """Ends the job as soon as that is possible; a job that is over stays as it is.
+        """Cancels the job, unless it has ended.
 
-        Shards under way are finished. `wait()` says when the job has ended.
+        It returns at once. Workers finish the shards that they are computing; `wait()` waits for
+        the end of the job.
         """
         if self.state is JobState.RUNNING:
             self._folder.request_cancel()
 
     def result(self, *, like: Any = None) -> Any:
-        """Waits for the end of the job, and gives what the function returned.
+        """Waits for the end of the job, and returns the result of the function.
 
         Args:
-          like: a tree with the structure of the result, for a result that another process reads
-            and that holds more than dicts, lists, tuples, named tuples and None.
+          like: a tree with the structure of the result. It is needed if another process reads a
+            result with nodes other than dicts, lists, tuples, named tuples and None.
 
         Returns:
           The tree that the function returned, with the same leaves as from `run`.
 
         Raises:
-          Exception: what `run` would have raised.
+          Exception: any error that `run` would have raised.
           JobCancelledError: the job was cancelled.
           JobError: the launching process died before the job was done.
-          StructureError: the structure can't be rebuilt from the folder alone.
+          StructureError: the structure of the result can't be rebuilt without `like`.
           ArrayFormatError: a file in the folder was damaged.
           SourceError: a file in the folder can't be read.
         """
@@ -158,7 +172,7 @@ class Job:
         raise failed from records.WorkerTraceback(text)
 
     def close(self) -> None:
-        """Removes the folder once the job has ended, if it was a temporary one of this handle."""
+        """Removes the folder at the end of the job, if it is a temporary folder of this handle."""
 
     def _ended(self) -> tuple[str, dict[str, Any] | None]:
         state, error = self._folder.state()
@@ -180,19 +194,20 @@ class Job:
 
 
 def open_job(folder: str | os.PathLike[str]) -> Job:
-    """A job of any process, by its folder.
+    """Opens a job of any process by its folder.
 
     Args:
-      folder: path or URL; that of the option `job_folder`, or `job.folder`.
+      folder: the path or URL of the option `job_folder`, or `job.folder`.
 
     Returns:
-      A handle like that of `launch`. `cancel()` asks the launching process and the workers, which
-      look every second or so. A launching process on another machine that gives no sign for a
-      minute counts as lost.
+      A handle like that of `launch`. `cancel()` leaves a request in the folder, which the launching
+      process and the workers check about once a second. A job whose launching process is on another
+      machine and has written nothing for a minute counts as lost.
 
     Raises:
       JobError: there is no job in the folder.
-      ArrayFormatError: a file in it is not what was written.
+      ArrayFormatError: a file in the folder is damaged.
+      SourceError: a file in the folder can't be read.
     """
     return Job(JobFolder(os.fspath(folder)))
 
