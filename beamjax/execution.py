@@ -35,7 +35,7 @@ from beamjax.runtime.materialized_outputs import materialized_outputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage.snapshots import is_immutable
-from beamjax.tables.keyed_results import kept_numbers, keyed_outputs, with_tables
+from beamjax.tables.keyed_results import keyed_outputs, materialized_numbers, with_tables
 from beamjax.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def choose_runner(call: Call) -> Call:
     numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
     found = jax.tree_util.tree_flatten_with_path(numbered)[0]
     paths = [jax.tree_util.keystr(path) for path, _ in found]
-    kept = kept_numbers(keyed_outputs(tree, options))
+    kept = materialized_numbers(keyed_outputs(tree, options))
     results = materialized_outputs(call.plan, paths, options, kept)
     return replace(call, options=options, results=results)
 

@@ -1,4 +1,4 @@
-"""Members reduced by key, where the keys are not known beforehand."""
+"""Reduces members by key if the keys are not known in advance."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from beamjax.sources.source_base import LeafSpec, Source
 class KeyShuffle(Shuffle):
     """Members, sorted by a hash of their keys. A row is the reduction of some members of a key.
 
-    Its leaves are the key, the number of members, and the reduction of each leaf.
+    The leaves of a row are the key, the number of members, and the reduction of each leaf.
 
     Attributes:
-      op: of `reduce_by_key`.
+      op: the reduction of `reduce_by_key`.
       results: the types of the key and of each reduced leaf in the result.
     """
 
@@ -32,7 +32,7 @@ class KeyShuffle(Shuffle):
     def of(
         cls, source: Source, op: str, results: Sequence[LeafSpec], folder: str, scratch: str
     ) -> Self:
-        """For the members of a source, whose first leaf has the keys."""
+        """The shuffle of the members of a source. The first leaf of the source is the key."""
         key, *leaves = source.leaves
         totals = [
             LeafSpec(leaf.shape, widened(op, np.empty(0, leaf.dtype), result.dtype).dtype)
@@ -49,7 +49,7 @@ class KeyShuffle(Shuffle):
         )
 
     def ranges(self, source: Source) -> Iterator[tuple[int, int]]:
-        """Bytes of the members that make a block."""
+        """The ranges of members that make blocks."""
         size = max(self.block_bytes // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
         for start in range(0, len(source), size):
             yield start, min(start + size, len(source))
@@ -63,7 +63,8 @@ class KeyShuffle(Shuffle):
             folded(self.op, widened(self.op, leaf, result.dtype)[order], first)
             for leaf, result in zip(leaves, self.results[1:], strict=True)
         ]
-        # The rows of a key are reduced in the order of their members.
+        # The second word of a key is the first member of the block, so that the rows of a key are
+        # reduced in the order of their members.
         sorted_by = np.stack([hashed(names), np.full(len(names), start, np.uint64)], axis=1)
         return sorted_block(sorted_by, [names, counts.astype(np.int64), *totals])
 
@@ -73,7 +74,8 @@ class KeyShuffle(Shuffle):
         rows = self.rows_between(*hash_range(part, listed["parts"]), listed)
         if not len(rows):
             return
-        # The hash is a bijection: different keys have different hashes.
+        # A row begins a key if its hash differs from the one before; `prepend` differs from the
+        # first hash. The hash is a bijection, so different keys have different hashes.
         first = np.flatnonzero(np.diff(rows.keys[:, 0], prepend=~rows.keys[:1, 0]))
         counts = np.add.reduceat(rows.read(1), first)
         self.write_leaf(part, 0, self.results[0], [rows.read(0)[first]])
@@ -83,7 +85,7 @@ class KeyShuffle(Shuffle):
 
 
 def hashed(keys: np.ndarray) -> np.ndarray:
-    """Pseudorandom uint64[n], a different one for each integer.
+    """Pseudorandom uint64[n]; different integers have different hashes.
 
     The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014, figure 16.

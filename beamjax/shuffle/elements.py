@@ -1,4 +1,4 @@
-"""Elements of a PCollection, which has no order, as members in an order of their own."""
+"""Gives the elements of a PCollection, which has no order, an order as members."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from beamjax.sources.source_base import MAX_VALUES
 from beamjax.sources.streams.one_member import MemberType, shown
 
 INLINE_BYTES = 1 << 18
-"""Largest size of a block that travels as an element of Beam until it is merged with others."""
+"""Largest block, in bytes, that is an element of Beam until it is merged with others."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class ElementShuffle(Shuffle):
     """Elements, sorted by number or by a hash of their bytes.
 
     Attributes:
-      member: what each element must be.
+      member: the expected type of each element.
       indexed: whether the keys are the numbers of the members.
       drop: whether elements that are no members are left out.
-      inline_bytes: of a block that is no file.
+      inline_bytes: the largest block, in bytes, that is not written to a file at first.
     """
 
     member: MemberType
@@ -35,10 +35,14 @@ class ElementShuffle(Shuffle):
     inline_bytes: int
 
     def key(self, data: Sequence[bytes], index: Any = None) -> bytes:
-        """What a member, the bytes of each leaf, is sorted by: 16 bytes.
+        """The key of a member: 16 bytes.
+
+        Args:
+          data: the bytes of each leaf of the member.
+          index: the number of the member, if members are indexed.
 
         Raises:
-          StructureError: the number of an indexed member is none.
+          StructureError: `index` is no number of a member.
         """
         if self.indexed:
             known = isinstance(index, int | np.integer) and not isinstance(index, bool)
@@ -51,7 +55,7 @@ class ElementShuffle(Shuffle):
         return hashlib.blake2b(b"".join(data), digest_size=16).digest()
 
     def block(self, keys: Sequence[bytes], members: Sequence[Sequence[bytes]]) -> Block:
-        """Members, one or more, each the bytes of its leaves, as a block."""
+        """A block of one or more members, given by their keys and the bytes of their leaves."""
         found = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 2).astype(np.uint64)
         columns = [
             np.ndarray((len(keys), *leaf.shape), leaf.dtype, b"".join(data))
@@ -72,7 +76,7 @@ class ElementShuffle(Shuffle):
         """Writes the members of a part.
 
         Raises:
-          SourceError: a number is there twice, or missing; or a file can't be read or written.
+          SourceError: a number occurs twice or is missing, or a file can't be read or written.
         """
         listed = self.listed()
         low, high = self._range(part, listed)
@@ -86,11 +90,12 @@ class ElementShuffle(Shuffle):
                 self.write_leaf(part, number, leaf, rows.chunks(number))
 
     def _range(self, part: int, listed: dict[str, Any]) -> tuple[int, int]:
-        """Of the first words of the keys of a part."""
+        """The range of the first words of the keys of a part."""
         parts = listed["parts"]
         if not self.indexed:
             return hash_range(part, parts)
         size = listed["count"] + len(listed["dropped"])
+        # The last part also gets numbers that are too large, which `_check_numbers` refuses.
         last = MAX_VALUES if part == parts - 1 else size * (part + 1) // parts
         return size * part // parts, last
 

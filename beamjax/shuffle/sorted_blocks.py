@@ -1,11 +1,11 @@
-"""The shuffle: rows sorted by key, on disk, by any number of workers.
+"""The shuffle: any number of workers sort rows by key, on disk.
 
-Workers write the rows that they have in blocks, each sorted by key. When all blocks are listed, the
-range of keys is cut into parts. For each part, a worker reads the rows in its range from all
-blocks. So the files depend on the rows alone, and not on bundles, retries or the number of workers.
-Beam shuffles only the names of blocks, because several runners hold in memory what they shuffle.
+Workers write their rows in blocks, each of which is sorted by key. When all blocks are listed, the
+range of keys is divided into parts. For each part, a worker reads the rows in its range from all
+blocks. So the files depend only on the rows, not on bundles, retries or the number of workers. Beam
+shuffles only the names of blocks, because several runners hold shuffled data in memory.
 
-A worker has a block in memory, or a part of the keys and `BLOCK_BYTES` of the rows at a time.
+A worker has one block in memory, or the keys of one part and `BLOCK_BYTES` of its rows.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from beamjax.errors import SourceError
 from beamjax.sources.arrays.npy_source import part_path, restored, storable
 from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.streams.spool import GrowingFile
+from beamjax.storage import files
 
 BLOCK_BYTES = 1 << 24
 """Bytes of the rows of a block, which a worker sorts in memory."""
 PART_BYTES = 1 << 25
-"""Approximate bytes of the rows of a part, of which a worker has one leaf in memory at most."""
+"""Approximate bytes of the rows of a part. A worker has at most one leaf of them in memory."""
 MAX_PARTS = 4096
-"""Most parts. Each part reads the keys of all blocks, so more parts would cost more than they
-save."""
+"""Largest number of parts. Each part searches the keys of all blocks, so more parts would cost more
+than they save."""
 LIST = "blocks.json"
 
 Block = tuple[np.ndarray, list[np.ndarray]]
-"""uint64[rows, 2], the keys, ascending; and the leaves of the rows."""
+"""The keys, uint64[rows, 2], ascending, and the leaves of the rows."""
 
 
 @dataclass(frozen=True)
 class Shuffle(abc.ABC):
-    """What is shuffled, and where it is written. A subclass defines how a part is written.
+    """Describes the rows of a shuffle and its folders. A subclass defines how a part is written.
 
     Attributes:
-      folder: of the files of the parts. All workers see it.
+      folder: the folder of the files of the parts, which all workers see.
       scratch: a folder for the blocks, see `scratch_in`.
       leaves: one row of each leaf.
-      block_bytes: of the rows of a block, about.
-      part_bytes: of the rows of a part, about.
+      block_bytes: approximate bytes of the rows of a block.
+      part_bytes: approximate bytes of the rows of a part.
     """
 
     folder: str
@@ -70,7 +71,7 @@ class Shuffle(abc.ABC):
 
     @property
     def row_bytes(self) -> int:
-        """Of a row and its key."""
+        """Bytes of a row and its key."""
         return sum(leaf.nbytes for leaf in self.leaves) + 16
 
     def save(self, block: Block) -> tuple[str, int]:
@@ -96,7 +97,7 @@ class Shuffle(abc.ABC):
         """Writes the list of all blocks, and returns the number of parts to make of them.
 
         Args:
-          blocks: name and number of rows of each.
+          blocks: the name and the number of rows of each block.
           dropped: messages of the rows that were left out.
 
         Raises:
@@ -107,8 +108,7 @@ class Shuffle(abc.ABC):
         record = {"blocks": blocks, "parts": parts, "count": count, "dropped": dropped}
         path = os.path.join(self.scratch, LIST)
         try:
-            Path(f"{path}.tmp").write_text(json.dumps(record), encoding="utf-8")
-            os.replace(f"{path}.tmp", path)
+            files.write(path, json.dumps(record).encode(), make=False)
         except OSError as error:
             raise SourceError(f"{path}: cannot write the list of blocks ({error}).") from error
         return parts
@@ -130,12 +130,13 @@ class Shuffle(abc.ABC):
         return found
 
     def rows_between(self, low: int, high: int, listed: dict[str, Any]) -> SortedRows:
-        """The rows whose first word of the key is in [low, high), `high` being over `low`."""
+        """The rows of which the first word of the key is in [low, high); `low < high`."""
         names = [name for name, _ in listed["blocks"]]
         keys, blocks, rows = [np.empty((0, 2), np.uint64)], [], []
         for number, name in enumerate(names):
             found = self._load(name, "keys")
             start = int(np.searchsorted(found[:, 0], np.uint64(low)))
+            # `high` may be 2**64, which is no uint64.
             stop = int(np.searchsorted(found[:, 0], np.uint64(high - 1), side="right"))
             keys.append(np.array(found[start:stop]))
             blocks.append(np.full(stop - start, number, np.int32))
@@ -148,7 +149,7 @@ class Shuffle(abc.ABC):
     def write_leaf(
         self, part: int, number: int, leaf: LeafSpec, arrays: Iterable[np.ndarray]
     ) -> None:
-        """Writes the file of a leaf of a part: arrays one after the other.
+        """Writes the file of a leaf of a part: the concatenation of arrays.
 
         Raises:
           SourceError: it can't be written.
@@ -166,7 +167,7 @@ class Shuffle(abc.ABC):
     def _load(self, name: str, what: str) -> np.ndarray:
         path = self._block_path(name, what)
         try:
-            # `map_file` would keep the files open after they are removed.
+            # Not `map_file`: its cache would hold the files open after they are removed.
             found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise SourceError(
@@ -197,9 +198,9 @@ class SortedRows:
         """Use `Shuffle.rows_between`.
 
         Args:
-          shuffle: that reads the blocks.
-          names: of the blocks.
-          keys: of the rows.
+          shuffle: the shuffle, which reads the blocks.
+          names: the names of the blocks.
+          keys: the keys of the rows.
           blocks: the number of the block of each row.
           rows: the number of each row in its block.
         """
@@ -217,7 +218,7 @@ class SortedRows:
         return self._read(number, 0, len(self))
 
     def chunks(self, number: int) -> Iterator[np.ndarray]:
-        """A leaf of all rows, about the bytes of a block at a time."""
+        """A leaf of all rows, in chunks of about `block_bytes`."""
         leaf = self._shuffle.leaves[number]
         size = max(self._shuffle.block_bytes // max(leaf.nbytes, 1), 1)
         for start in range(0, len(self), size):
@@ -228,25 +229,25 @@ class SortedRows:
         blocks, rows = self._blocks[start:stop], self._rows[start:stop]
         found = np.empty((len(rows), *leaf.shape), leaf.dtype)
         for block in np.unique(blocks).tolist():
-            mine = blocks == block
+            is_in_block = blocks == block
             stored = self._shuffle._load(self._names[block], f"{number:03d}")
-            found[mine] = restored(stored[rows[mine]], leaf.dtype)
+            found[is_in_block] = restored(stored[rows[is_in_block]], leaf.dtype)
         return found
 
 
 def hash_range(part: int, parts: int) -> tuple[int, int]:
-    """Of the first words of keys that are hashes: those of a part, from and up to."""
+    """The range [low, high) of the first words of the keys of a part, if keys are hashes."""
     return (part << 64) // parts, ((part + 1) << 64) // parts
 
 
 def sorted_block(keys: np.ndarray, leaves: Sequence[np.ndarray]) -> Block:
-    """Rows as a block."""
+    """Sorts rows by key."""
     order = _order(keys)
     return keys[order], [leaf[order] for leaf in leaves]
 
 
 def merged(blocks: Iterable[Block], limit: int) -> Iterator[Block]:
-    """Merges small blocks to larger ones of about so many bytes."""
+    """Merges small blocks to larger ones of at least `limit` bytes; the last one may be smaller."""
     found: list[Block] = []
     size = 0
     for block in blocks:
@@ -261,7 +262,7 @@ def merged(blocks: Iterable[Block], limit: int) -> Iterator[Block]:
 
 @contextlib.contextmanager
 def scratch_in(folder: str) -> Iterator[str]:
-    """A folder for blocks inside of the folder of the parts, which loses parts of an earlier call.
+    """Makes a folder for blocks inside of the folder of the parts; removes parts of earlier calls.
 
     Raises:
       SourceError: the folder can't be written.

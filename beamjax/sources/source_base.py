@@ -487,6 +487,11 @@ def row_text(index: tuple[int, ...], name: str = "row") -> str:
     return f"{name} {index[0]}{f', at {list(index[1:])} of it' if len(index) > 1 else ''}"
 
 
+def first_of(names: Sequence[Any]) -> str:
+    """`name and 2 more`: the first of several names, at least one, for messages."""
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+
+
 def describe_source(source: Source, where: str) -> str:
     """`n members of leaf, leaf, ... (bytes) where`; without numbers if they are unknown."""
     leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])

@@ -1,4 +1,4 @@
-"""Replaces the `Keyed` members that a function returns by tables."""
+"""Replaces each `Keyed` in the result of a program by a table."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KeyedOutput:
     """A `Keyed` among the results.
 
     Attributes:
-      path: its path in the result.
-      leaves: numbers of the outputs that it holds: the keys, then the values.
+      path: the path in the result.
+      leaves: the numbers of the outputs of the keys, then of the values.
     """
 
     path: str
@@ -40,10 +40,10 @@ class KeyedOutput:
 
 
 def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
-    """The `Keyed` members in the tree of a result.
+    """Finds each `Keyed` in the tree of a result.
 
     Raises:
-      OptionsError: members may be dropped, and the tables would not know which.
+      OptionsError: members may be dropped; the tables would not know which.
     """
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
     nodes = jax.tree_util.tree_flatten_with_path(numbered, is_leaf=_is_keyed)[0]
@@ -65,13 +65,13 @@ def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options:
     """Replaces each `Keyed` of a result by a table.
 
     Args:
-      result: whose `Keyed` members hold handles to their members in files.
-      results: where these are.
-      runner: of Beam for the shuffle, or "local".
-      options: of the run.
+      result: the result, in which each `Keyed` holds handles to its members in files.
+      results: the folders of these files.
+      runner: a runner of Beam for the shuffle, or "local".
+      options: the options of the run.
 
     Raises:
-      StructureError: the members of one lie along another axis than the first.
+      StructureError: the members of a `Keyed` lie along another axis than the first.
       SourceError, WorkerError: files can't be read or written.
     """
     nodes, tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_keyed)
@@ -92,8 +92,9 @@ def _table(
     keyed: Keyed, path: str, results: MaterializedOutputs, runner: Any, options: Options
 ) -> KeyedTable:
     members = [keyed.keys, *jax.tree_util.tree_leaves(keyed.values)]
-    lost = [member for member in members if not isinstance(member, Placed)]
-    if any(np.ndim(member) == 0 for member in lost) or np.ndim(keyed.keys) != 1:
+    # `jax.vmap` over the program makes the members arrays with another first axis.
+    arrays = [member for member in members if not isinstance(member, Placed)]
+    if any(np.ndim(member) == 0 for member in arrays) or np.ndim(keyed.keys) != 1:
         raise StructureError(
             f"result{path}: found members with keys along another axis than the first, as jax.vmap "
             "gives; reduce_by_key without a number of keys is for programs that are run as they "
@@ -137,7 +138,7 @@ def _is_placed(node: Any) -> bool:
 
 
 def _folder(results: MaterializedOutputs, path: str) -> str:
-    """The folder of a table, beside the members that it is made of."""
+    """The folder of a table, next to the folders of its members."""
     folder = os.path.dirname(next(iter(results.folders.values())))
     if is_url(folder):
         raise OptionsError(
@@ -148,6 +149,6 @@ def _folder(results: MaterializedOutputs, path: str) -> str:
     return os.path.join(folder, "-".join(["keyed", *words]))
 
 
-def kept_numbers(outputs: Sequence[KeyedOutput]) -> frozenset[int]:
-    """The outputs whose members stay in files for the tables."""
+def materialized_numbers(outputs: Sequence[KeyedOutput]) -> frozenset[int]:
+    """The numbers of the outputs that are written to files, from which tables are made."""
     return frozenset(number for output in outputs for number in output.leaves)

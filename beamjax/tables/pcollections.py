@@ -1,4 +1,4 @@
-"""Placed inputs from a user's own Beam pipeline, which is run once and writes files."""
+"""Placed inputs from a Beam pipeline of the user, which runs once and writes files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from beamjax.sources.arrays.npy_source import Part, PartFiles, written_parts
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
 from beamjax.sources.streams.one_member import MemberType
+from beamjax.storage import files
 from beamjax.storage.treedefs import tree_to_json
 
 VERSION = 1
@@ -30,8 +31,8 @@ class CollectedMembers(PartFiles):
     """Members in files, made from the elements of a PCollection; see `beamjax.from_beam`.
 
     Attributes:
-      folder: of the files.
-      dropped: elements that were left out, with `on_error="drop"`.
+      folder: the folder of the files.
+      dropped: the elements that were left out with `on_error="drop"`.
     """
 
     def __init__(
@@ -134,13 +135,13 @@ def _checked(folder: str | os.PathLike[str]) -> str:
 
 
 def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
-    """The record that an earlier call wrote to a folder; None if there was none.
+    """The record that an earlier call wrote to a folder; None if there is none.
 
     Returns:
       The record, or None.
 
     Raises:
-      ArrayFormatError: its list can't be read.
+      ArrayFormatError: the record can't be read.
       OptionsError: the folder holds members of another kind.
     """
     path = os.path.join(folder, MANIFEST)
@@ -161,9 +162,16 @@ def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _write_manifest(folder: str, record: dict[str, Any]) -> None:
+    """Lists the members of a folder, which marks it as complete.
+
+    Raises:
+      SourceError: the list can't be written.
+    """
     path = os.path.join(folder, MANIFEST)
-    Path(f"{path}.tmp").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(f"{path}.tmp", path)
+    try:
+        files.write(path, json.dumps(record, indent=1).encode())
+    except OSError as error:
+        raise SourceError(f"{path}: cannot write the list of members ({error}).") from error
 
 
 def _collect(
@@ -174,7 +182,7 @@ def _collect(
     runner: Any,
     options: Options,
 ) -> dict[str, Any]:
-    """Runs the pipeline; gives the parts that its workers wrote, and the elements left out."""
+    """Runs the pipeline; returns the parts that workers wrote, and the elements left out."""
     from beamjax.pipelines.tables import shuffle as pipeline
 
     with scratch_in(folder) as scratch:
@@ -203,7 +211,7 @@ def _collect(
 
 
 def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
-    """The elements that were left out; raises WorkerError if there are too many."""
+    """The elements that were left out; WorkerError if there are too many."""
     letters = DeadLetters(options.drop_limit, options.dead_letters)
     letters.begin(anew=True)
     dropped = [
@@ -218,14 +226,14 @@ def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
 def _opened(
     folder: str, record: dict[str, Any], member: MemberType, treedef: PyTreeDef
 ) -> CollectedMembers:
-    """The members in a folder, if it is complete.
+    """Opens the members in a folder.
 
     Returns:
       The source.
 
     Raises:
-      ArrayFormatError: its list is damaged.
-      SourceError: a file is missing, or not what was written.
+      ArrayFormatError: the list of members is damaged.
+      SourceError: a file is missing or has changed.
     """
     path = os.path.join(folder, MANIFEST)
     try:

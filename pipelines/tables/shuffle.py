@@ -31,7 +31,7 @@ LIST, WRITE = "List blocks", "Write parts"
 
 
 class WriteParts(beam.PTransform):
-    """Writes the elements that `saved` gives, all of one key, to files."""
+    """Writes blocks as parts. Elements are what `saved` and `dropped` return, all with one key."""
 
     def __init__(self, store: Store, shuffle: Shuffle):
         super().__init__()
@@ -58,7 +58,7 @@ class ShuffleFn(StepFn):
 
 
 class ListBlocks(ShuffleFn):
-    """All blocks to the numbers of the parts that are made of them."""
+    """Lists all blocks; emits the numbers of the parts to write."""
 
     yields = int
 
@@ -70,7 +70,7 @@ class ListBlocks(ShuffleFn):
 
 
 class WritePart(ShuffleFn):
-    """Numbers of parts to files."""
+    """Writes the parts with these numbers."""
 
     yields = typehints.Any
 
@@ -79,7 +79,7 @@ class WritePart(ShuffleFn):
 
 
 def saved(shuffle: Shuffle, block: Block) -> bytes:
-    """Writes a block, and returns the element that says where it is."""
+    """Writes a block, and returns an element with its name."""
     name, rows = shuffle.save(block)
     return encode_arrays([], {"name": name, "rows": rows})
 
@@ -93,7 +93,7 @@ REDUCE = "Reduce blocks"
 
 
 def reduce_by_key(source: Source, shuffle: KeyShuffle, runner: Any, options: Options) -> None:
-    """Has workers reduce the members of each key into files.
+    """Runs a pipeline that reduces the members of each key into files.
 
     Raises:
       OptionsError: the runner is unknown.
@@ -119,12 +119,12 @@ def reduce_by_key(source: Source, shuffle: KeyShuffle, runner: Any, options: Opt
 
 
 class ReduceBlock(ShuffleFn):
-    """Ranges of members to blocks in files.
+    """Writes ranges of members as blocks.
 
     Args:
-      store: for errors.
-      shuffle: by their keys.
-      spec: of the members and their keys.
+      store: the store, for errors.
+      shuffle: the shuffle.
+      spec: the spec of the source of the keys and members.
     """
 
     yields = typehints.KV[int, bytes]
@@ -146,7 +146,7 @@ BLOCKS, MERGE = "Write blocks", "Merge blocks"
 _OWN = "beamjax"
 """Prefix of the labels of these steps, in a pipeline that has others."""
 _MERGERS = 16
-"""Most workers that merge small blocks."""
+"""Largest number of workers that merge small blocks."""
 
 Index = Callable[[Any], int] | None
 
@@ -158,7 +158,7 @@ def collect(
 
     Raises:
       OptionsError: the runner is unknown.
-      StructureError: the transform gives no bounded PCollection of members.
+      StructureError: the transform does not return a bounded PCollection of members.
       SourceError, WorkerError: elements can't be made or written.
     """
     connection = connect(runner, options)
@@ -170,7 +170,7 @@ def collect(
 
 
 class _Collect(beam.PTransform):
-    """Elements to files of members."""
+    """Writes elements to files of members."""
 
     def __init__(self, store: Store, shuffle: ElementShuffle, index: Index):
         super().__init__()
@@ -181,6 +181,7 @@ class _Collect(beam.PTransform):
     def expand(self, input_or_inputs: Any) -> Any:
         """Beam's name for what a transform does."""
         store, shuffle = self.store, self.shuffle
+        # A pipeline without elements would not run `ListBlocks`, which raises the error.
         begin = input_or_inputs.pipeline | "Impulse" >> beam.Impulse()
         blocks = (
             input_or_inputs
@@ -199,7 +200,7 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
     """The PCollection of a user.
 
     Raises:
-      StructureError: it is none, or unbounded, or in windows.
+      StructureError: it is no PCollection, is unbounded, or is windowed.
     """
     if isinstance(transform, beam.PCollection):
         raise StructureError(
@@ -236,12 +237,12 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
 
 
 class WriteElementBlocks(ShuffleFn):
-    """Elements to (merger, block): a block in files, or a small one itself.
+    """Collects elements in blocks; emits (merger, block), or the name of a large block in files.
 
     Args:
-      store: for errors.
-      shuffle: of the elements.
-      index: gives the number of an element.
+      store: the store, for errors.
+      shuffle: the shuffle of the elements.
+      index: returns the number of an element.
     """
 
     yields = typehints.KV[int, bytes]
@@ -283,6 +284,8 @@ class WriteElementBlocks(ShuffleFn):
     def _block(self) -> tuple[int, bytes]:
         shuffle = self.shuffle
         keys, leaves = block = shuffle.block(self.keys, self.members)
+        # Any even division among the mergers will do: the last byte of the number or of a word of
+        # the hash.
         merger = self.keys[0][7] % _MERGERS
         small = len(keys) * shuffle.row_bytes <= shuffle.inline_bytes
         self.start_bundle()
@@ -290,7 +293,7 @@ class WriteElementBlocks(ShuffleFn):
 
 
 class MergeBlocks(ShuffleFn):
-    """(merger, blocks) to blocks in files, all of one key."""
+    """Merges the small blocks of a merger; emits the names of the larger ones in files."""
 
     yields = typehints.KV[int, bytes]
 
@@ -303,7 +306,7 @@ class MergeBlocks(ShuffleFn):
 
 
 class NoBlock(StepFn):
-    """An impulse to an element that is no block, so that `ListBlocks` runs where there is none."""
+    """Emits an element that is no block, so that `ListBlocks` runs even if there is no block."""
 
     yields = typehints.KV[int, bytes]
 
@@ -312,7 +315,7 @@ class NoBlock(StepFn):
 
 
 def _small(elements: Iterable[bytes], others: list[bytes]) -> Iterator[Block]:
-    """The blocks that are here; what is elsewhere goes to `others`."""
+    """The blocks that elements hold; elements without a block are appended to `others`."""
     for data in elements:
         arrays, _ = decode_arrays(data)
         if arrays:

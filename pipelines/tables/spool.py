@@ -1,8 +1,7 @@
-"""Reads sources of unknown length once, into files of the store, from which passes read them."""
+"""Writes sources of unknown length to files of the store once, so that passes can read them."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 import json
@@ -25,30 +24,31 @@ from beamjax.pipelines.run import opened_streams, temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.sources import block_source
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
-    LeafSpec,
+    Leaves,
     PyTreeDef,
     Source,
     StreamSource,
-    field,
-    natural,
     open_spec,
 )
 from beamjax.sources.streams.chunk_source import ChunkSource
 from beamjax.sources.streams.chunks import blocks_of, check_count
 from beamjax.sources.streams.spool import spool
-from beamjax.storage import files
+from beamjax.storage import files, schema
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".members"
 
-Part = tuple[str, int]
+Part = tuple[str, Count]
 """The name of a file and the number of members in it."""
+Parts = tuple[Part, ...]
 
 
 def open_on_workers(sources: Sequence[StreamSource], runner: Any, options: Options) -> bool:
-    """Whether the workers of a runner can read sources themselves."""
+    """Whether the workers of a runner can read all sources themselves."""
     if not any(isinstance(source, ChunkSource) for source in sources):
         return True
     return connect(runner, options).shared
@@ -60,7 +60,7 @@ def spooled(
 ) -> Iterator[list[Source]]:
     """The members of sources in files that all workers see, while a run lasts.
 
-    Each piece is read once, by a worker; or by this process, if only it can.
+    A worker reads each piece once; this process does, if only it can read the source.
 
     Raises:
       SourceError: a source can't be read, or has no member.
@@ -81,7 +81,7 @@ def spooled(
 
 @contextlib.contextmanager
 def _folder_here(store: Store) -> Iterator[str]:
-    """A folder of this machine: that of a store, or one whose files are uploaded from here."""
+    """A local folder: that of the store, or a temporary one if the store is at a URL."""
     if not files.is_url(store.root):
         yield store.root
         return
@@ -90,7 +90,7 @@ def _folder_here(store: Store) -> Iterator[str]:
 
 
 def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Connection) -> None:
-    """Has workers write all pieces of sources to the store."""
+    """Runs a pipeline that writes all pieces of sources to the store."""
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
@@ -102,14 +102,14 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
 
 
 class WritePieces(StepFn):
-    """Pieces of sources, as (number of the source, number of the piece), to files of members.
+    """Writes pieces of sources, given as (number of the source, number of the piece), to files.
 
     The list of files is written last. If Beam retries a piece, all its files get new names, so a
     list never names files of an earlier attempt.
 
     Args:
-      store: where to write.
-      specs: of the sources.
+      store: the store to write to.
+      specs: the specs of the sources.
       x64: whether JAX computes with 64-bit types.
     """
 
@@ -140,88 +140,60 @@ def _list_name(number: int, piece: int) -> str:
 
 
 def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
-    """What `WritePieces` wrote of a source."""
+    """Opens the files that `WritePieces` wrote for a source."""
     parts: list[Part] = []
     for piece in range(source.pieces):
         path = files.join(store.root, _list_name(number, piece))
         try:
-            parts += _parts(json.loads(bytes(files.read(path))))
+            parts += schema.from_plain(Parts, json.loads(bytes(files.read(path))), path)
         except OSError as error:
             raise SourceError(
                 f"{path}: cannot read ({error}); do the launcher and the workers see the same "
                 "files under this path?"
             ) from error
-        except (RecursionError, TypeError, ValueError) as error:
+        except (RecursionError, ValueError) as error:
+            if isinstance(error, ArrayFormatError):
+                raise
             raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
     check_count(source, sum(count for _, count in parts))
-    return SpooledSource(store.root, parts, source.leaves, source.treedef)
-
-
-def _parts(listed: Any) -> list[Part]:
-    """Parts as JSON gives them back; TypeError or ValueError for anything else."""
-    if not all(isinstance(name, str) for name, _ in listed):
-        raise TypeError("the names of files are no texts")
-    return [(name, natural(count)) for name, count in listed]
+    return SpooledSource(store.root, tuple(parts), source.leaves, source.treedef)
 
 
 class SpooledSource(HoldsLeaves, kind="spooled"):
-    """Members in files that each hold consecutive ones, of all leaves.
+    """Members in files, each of which holds consecutive members of all leaves.
 
     Args:
-      folder: of the files.
+      folder: the folder of the files, a path or URL.
       parts: name and number of members of each file, in order.
       leaves: one member of each.
       treedef: the tree that they form; a tuple by default.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        parts: Sequence[Part],
-        leaves: Sequence[LeafSpec],
-        treedef: PyTreeDef | None = None,
-    ):
+    def __init__(self, folder: str, parts: Parts, leaves: Leaves, treedef: PyTreeDef | None = None):
         super().__init__(leaves, treedef)
-        self.folder = folder
-        self.parts = list(parts)
-        self._ends = list(itertools.accumulate(count for _, count in self.parts))
-        # Shards are read in order: the next one is often in the same file.
+        self._folder = folder
+        self._parts = tuple(parts)
+        self._ends = block_source.ends_of([count for _, count in self._parts])
+        # Consecutive shards are often in the same file. Threads may replace the pair at any time,
+        # so it is always read and written as a whole.
         self._last: tuple[int, list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        pieces = [[np.empty((0, *leaf.shape), leaf.dtype) for leaf in self._leaves]]
-        number = bisect.bisect_right(self._ends, start)
-        while start < stop:
-            first = self._ends[number] - self.parts[number][1]
-            end = min(stop, self._ends[number])
-            pieces.append([x[start - first : end - first] for x in self._members(number)])
-            start, number = end, number + 1
-        if len(pieces) == 2:
-            return pieces[1]
-        return [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
+        blocks = block_source.blocks_of(self._ends, start, stop)
+        return block_source.read_blocks(self._leaves, blocks, self._members, start, stop)
 
-    def to_spec(self) -> dict[str, Any]:
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        parts = [list(part) for part in self.parts]
-        return {**self.spec_head(), "folder": self.folder, "parts": parts, "leaves": leaves}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> SpooledSource:
-        leaves = [LeafSpec.from_json(record) for record in spec["leaves"]]
-        return cls(field(spec, "folder", str), _parts(spec["parts"]), leaves)
-
-    def _members(self, number: int) -> list[np.ndarray]:
+    def _members(self, block: block_source.SourceBlock) -> list[np.ndarray]:
         last = self._last
-        if last is None or last[0] != number:
-            last = self._last = number, self._load(*self.parts[number])
+        if last is None or last[0] != block.number:
+            last = self._last = block.number, self._load(*self._parts[block.number])
         return last[1]
 
     def _load(self, name: str, count: int) -> list[np.ndarray]:
-        path = files.join(self.folder, name)
+        path = files.join(self._folder, name)
         try:
             arrays = decode_arrays(files.read(path))[0]
         except OSError as error:

@@ -151,7 +151,7 @@ def test_columns_of_other_than_numbers():
 def test_which_columns_are_chosen():
     schema = pa.schema([(name, pa.int8()) for name in ("x", "weight", "a", "t", "t")])
     for columns, error, message in [
-        ("wieght", SourceError, "file: found no column 'wieght'; do you mean 'weight'. There are"),
+        ("wieght", SourceError, "file: found no column 'wieght'; did you mean 'weight'. There are"),
         (
             ["x", "qqq"],
             SourceError,

@@ -391,7 +391,7 @@ def test_files_of_a_table_that_do_not_agree(table, tmp_path):
     for columns, other, message in [
         (None, {"y": [1]}, "/b: found the column 'y', which /.*/a has not"),
         (None, {}, "/b: found no column 'x'. There are none"),
-        (["x"], {"xx": [1]}, "/b: found no column 'x'; do you mean 'xx'"),
+        (["x"], {"xx": [1]}, "/b: found no column 'x'; did you mean 'xx'"),
         (None, {"x": pa.array([1], pa.int32())}, "/b: .*'x' of the type int32, expected int64"),
         (None, {"x": [[1]]}, "/b: .*'x' of the type list.*expected int64 as in /.*/a"),
     ]:

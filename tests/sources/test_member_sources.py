@@ -109,7 +109,7 @@ def test_what_is_no_dataset():
         refused(error, message, bj.from_random_access, dataset)
     refused(StructureError, "found kwargs with a list", bj.from_random_access, [1], {})
     for kwargs in ({"n": np.int32(3)}, {"n": {3}}, {"n": (1, 2)}, {"n": {1: 2}}, {"n": np.nan}):
-        message = "expected what JSON can hold"
+        message = "expected values that JSON can hold"
         refused(StructureError, message, bj.from_random_access, source_files.open_members, kwargs)
     opener = bj.opens_dataset(not_at_the_top)
     refused(StructureError, "expected one at the top of a module", bj.from_random_access, opener)

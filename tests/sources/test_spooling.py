@@ -77,7 +77,7 @@ def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
     monkeypatch.setattr("beamjax.pipelines.tables.spool.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
-        assert len(numbers.parts) == 4
+        assert len(numbers.to_spec()["parts"]) == 4
         assert numbers.read(0, 11)[0].tolist() == list(range(11))
         again = open_spec(json.loads(json.dumps(numbers.to_spec())))
         assert again.read(3, 8)[0].tolist() == [3, 4, 5, 6, 7]

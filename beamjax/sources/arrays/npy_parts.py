@@ -22,6 +22,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     StreamSource,
     describe_source,
+    first_of,
     row_text,
 )
 
@@ -73,8 +74,7 @@ class NpyParts(HoldsLeaves, StreamSource, kind="npy-parts"):
         return f"{self._files[leaf][piece]}, {row_text(index)}"
 
     def describe(self) -> str:
-        more = f" and {self.pieces - 1} more" if self.pieces > 1 else ""
-        return describe_source(self, f"in {self._files[0][0]}{more}")
+        return describe_source(self, f"in {first_of(self._files[0])}")
 
 
 def from_npy_parts(paths: Any) -> NpyParts:

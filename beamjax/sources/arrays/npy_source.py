@@ -38,6 +38,7 @@ from beamjax.sources.source_base import (
     Leaves,
     PyTreeDef,
     describe_source,
+    first_of,
     row_text,
     starts_of,
 )
@@ -176,8 +177,7 @@ class NpySource(HoldsLeaves, kind="npy"):
                 file.array(leaf, checked)
 
     def describe(self) -> str:
-        first, *rest = dict.fromkeys(self.files)
-        return describe_source(self, f"in {first}{f' and {len(rest)} more' if rest else ''}")
+        return describe_source(self, f"in {first_of(list(dict.fromkeys(self.files)))}")
 
     def identity(self) -> tuple[Any, list[str]]:
         names = [[(file.name, file.rows) for file in series] for series in self._files]
@@ -294,8 +294,7 @@ def from_npy(paths: Any) -> NpySource:
             series.append(ArrayFile(file, array.shape[0], stamp=look(file)))
         files.append(tuple(series))
         sizes.append(sum(file.rows for file in series))
-        more = f" and {len(series) - 1} more" if len(series) > 1 else ""
-        names.append(f"{name} ({series[0].path}{more})")
+        names.append(f"{name} ({first_of([file.path for file in series])})")
     check_sizes(names, sizes)
     return NpySource(tuple(files), tuple(leaves), treedef)
 

@@ -12,7 +12,6 @@ import io
 import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +27,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     describe_source,
 )
+from beamjax.storage import files
 
 MANIFEST = "placed.json"
 
@@ -239,15 +239,10 @@ class Placed(MemberFiles, kind="placed"):
 
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
-        if data_files.is_url(self.folder):
-            from beamjax.storage import files
-
-            files.remove_files(self.folder, [*self.files, MANIFEST])
-            return
-        for name in (*self.files, MANIFEST):
-            Path(self.folder, name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(self.folder)
+        files.remove_files(self.folder, [*self.files, MANIFEST])
+        if not data_files.is_url(self.folder):
+            with contextlib.suppress(OSError):
+                os.rmdir(self.folder)
 
 
 def encode_part(members: np.ndarray) -> bytes:

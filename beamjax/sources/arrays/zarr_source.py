@@ -34,6 +34,7 @@ from beamjax.sources.source_base import (
     Positive,
     PyTreeDef,
     describe_source,
+    first_of,
     row_text,
 )
 from beamjax.storage.shared_cache import SharedCache
@@ -253,8 +254,7 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         return f"{self._arrays[leaf]}, {row_text(index)}"
 
     def describe(self) -> str:
-        more = f" and {len(self._arrays) - 1} more" if len(self._arrays) > 1 else ""
-        return describe_source(self, f"in {self._arrays[0]}{more}")
+        return describe_source(self, f"in {first_of(self._arrays)}")
 
     def identity(self) -> tuple[Any, list[str]]:
         found = [array.identity() for array in self._arrays]

@@ -14,7 +14,7 @@ from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, in
 
 CALLER = "from_array_record"
 MAX_OPEN = 64
-"""Files that a process keeps open, with their indices in memory."""
+"""Most files that are open in a process at a time; each has its index in memory."""
 
 
 class ArrayRecordSource(RecordSource, kind="array-record"):
@@ -28,19 +28,20 @@ def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
     """A placed input from ArrayRecord files: a member is a `tf.train.Example`, as a dict of arrays.
 
     It needs the package `array_record` (`pip install 'beamjax[array-record]'`), on the workers too.
-    Records of another kind: open them, and decode them, by an object for `from_random_access`.
+    For records of another kind, give `from_random_access` an object that reads and decodes them.
 
     Args:
-      paths: a path, a pattern, or a list of those, of files that the launcher and all workers see
-        under the same path. The records of one file come after those of another.
-      features: as of `from_tfrecord`.
+      paths: a path, a pattern, or a list of these, of files that the launcher and all workers see
+        under the same path. The members are the records of the first file, then those of the
+        second, and so on.
+      features: as for `from_tfrecord`.
 
     Returns:
       A `Source` of dictionaries whose keys are the names of the features.
 
     Raises:
-      SourceError: the package, or a file, is not there, or is none; or the first record has not
-        these features.
+      SourceError: the package is not installed, a file is missing or is no file of ArrayRecord, or
+        the first record does not have these features.
       StructureError: `features` are no types.
       PlacementError: the files hold no record.
     """
@@ -78,8 +79,8 @@ def _read_records(counted: Counted, first: int, last: int) -> list[bytes]:
     reader = _opened(file)
     if (found := reader.num_records()) != count:
         raise SourceError(
-            f"{file.path}: found {found} records, expected {count}; the source was not made from "
-            "this file."
+            f"{file.path}: found {found} records, expected {count}; the source was made from "
+            "another file."
         )
     try:
         return list(reader.read(first, last))
@@ -91,7 +92,8 @@ def _read_records(counted: Counted, first: int, last: int) -> list[bytes]:
 
 
 def _opened(file: DataFile) -> Any:
-    """A reader, which threads may share: they call nothing of it that changes it."""
+    """A reader, which threads may share: the calls here do not change its state."""
+    # `lru_cache` alone would open the file in several threads at the same time.
     with _LOCK:
         return _reader(file)
 
@@ -109,12 +111,13 @@ def _reader(file: DataFile) -> Any:
             "'beamjax[array-record]', here and on the workers."
         ) from error
     try:
+        # For random access: no readahead, no threads of the reader.
         reader = array_record_module.ArrayRecordReader(
             file.path, "readahead_buffer_size:0,max_parallelism:0"
         )
         if reader.ok():
             return reader
-        reason = "it is none, or was cut off"
+        reason = "it is another file, or was cut off"
     except Exception as error:  # of any kind, as above
         reason = str(error)
     raise SourceError(

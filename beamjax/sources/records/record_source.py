@@ -1,4 +1,4 @@
-"""Placed inputs whose members are records of several files, of `tf.train.Example`s."""
+"""Placed inputs, the members of which are records of `tf.train.Example` in several files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from beamjax.sources.source_base import (
     Leaves,
     PyTreeDef,
     describe_source,
+    first_of,
     starts_of,
 )
 
 Counted = tuple[DataFile, Count]
-"""A file, and how many records are in it."""
+"""A file, and the number of records in it."""
 
 
 class RecordSource(HoldsLeaves):
-    """Records of local files, one file after the other, read by their number.
+    """Records of local files, read by number. A subclass defines how they are read.
 
     Args:
-        files: at least one.
-        names: of the features.
-        leaves: what a member has of each.
-        treedef: of a dict of them; a tuple by default.
+        files: the files, at least one, in the order of their members.
+        names: the names of the features.
+        leaves: one member of each feature.
+        treedef: the tree of a dict of them; a tuple by default.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RecordSource(HoldsLeaves):
 
     @abc.abstractmethod
     def records(self, number: int, first: int, last: int) -> list[bytes]:
-        """Records [first, last) of a file, at least one, as they are.
+        """The bytes of records [first, last) of a file; `first < last`.
 
         Raises:
             SourceError: they can't be read.
@@ -88,24 +89,19 @@ class RecordSource(HoldsLeaves):
         return f"{self._where(index[0])}, feature {self._names[leaf]!r}"
 
     def describe(self) -> str:
-        return describe_source(self, files_for_people([file for file, _ in self._files]))
+        return describe_source(self, f"in {first_of([file.path for file, _ in self._files])}")
 
     def identity(self) -> tuple[Any, list[str]]:
         return self.to_spec() | {"files": None}, [file.path for file, _ in self._files]
 
     def _where(self, member: int) -> str:
-        """What a member is called in messages."""
+        """The name of a member in messages."""
         number = bisect.bisect_right(self._ends, member)
         file, count = self._files[number]
         return f"{file.path}, record {member - (self._ends[number] - count)}"
 
 
-def files_for_people(files: Sequence[DataFile]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"in {files[0].path}{more}"
-
-
 def check_features(names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
-    """TypeError unless there is a name for each leaf, and one at least."""
+    """Raises TypeError unless there is a name for each leaf, and at least one leaf."""
     if len(names) != len(leaves) or not names:
         raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")

@@ -1,7 +1,8 @@
 """Records of `tf.train.Example` as members, without TensorFlow.
 
-Packed floats lie in a record as they lie in memory, so they are parsed as bytes: an Example is
-read by message types whose lists of numbers are `repeated bytes`, which are the same on the wire.
+Packed floats have the same bytes in a record as in memory. So Examples are parsed with message
+types in which lists of numbers are `repeated bytes`, which have the same wire format. The bytes
+become arrays without a loop over values.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from beamjax.sources.source_base import LeafSpec, PyTreeDef
 FLOATS, INTS, BYTES = "float_list", "int64_list", "bytes_list"
 
 Where = Callable[[int], str]
-"""The name of a parsed record for messages, from its position."""
+"""Returns the name of a parsed record for messages, from its position."""
 
 
 def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
-    """The leaves of members that are a dict of features, in the order of their names.
+    """The leaves of a member, a dict of features, in the order of their names.
 
     Raises:
       StructureError: `features` is no mapping from names to `jax.ShapeDtypeStruct`.
@@ -40,7 +41,7 @@ def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDe
     leaves, treedef = member_leaves(dict(features), caller)
     if treedef != jax.tree_util.tree_structure(dict.fromkeys(features, 0)):
         raise StructureError(
-            f"{caller}: found a feature that is a tree, expected one type for each."
+            f"{caller}: found a feature that is a tree, expected a single type for each feature."
         )
     for leaf in leaves:
         if leaf.key_impl is not None or leaf.dtype.kind not in "biufcV" or not leaf.dtype.itemsize:
@@ -49,46 +50,46 @@ def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDe
 
 
 class ExampleParser:
-    """Parses records that hold an Example each.
+    """Parses records, each of which holds an Example.
 
     Args:
-      names: of the features that are requested.
-      leaves: what a member has of each.
+      names: the names of the requested features.
+      leaves: one member of each feature.
     """
 
     def __init__(self, names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
-        self._wanted = [_Feature(*pair) for pair in zip(names, leaves, strict=True)]
+        self._features = [_Feature(*pair) for pair in zip(names, leaves, strict=True)]
 
     def parse(self, records: Sequence[bytes], where: Where) -> list[np.ndarray]:
-        """The features of consecutive members, an array of shape (records, ...) each.
+        """The features of consecutive members, for each an array of shape (records, ...).
 
         Raises:
-          SourceError: a record is no Example, or has not the features that are requested.
+          SourceError: a record is no Example, or does not have the requested features.
         """
-        columns: list[list[_Packed]] = [[] for _ in self._wanted]
+        columns: list[list[_Packed]] = [[] for _ in self._features]
         for place, record in enumerate(records):
             found = _features_of(record, where, place)
-            for feature, column in zip(self._wanted, columns, strict=True):
+            for feature, column in zip(self._features, columns, strict=True):
                 column.append(feature.packed(found, where, place))
         return [
             feature.array(column, records, where)
-            for feature, column in zip(self._wanted, columns, strict=True)
+            for feature, column in zip(self._features, columns, strict=True)
         ]
 
 
 _Packed = tuple[str, bytes]
-"""The kind of a list, and its values as they lie in the record."""
+"""The kind of a list, and the bytes of its values in the record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Feature:
-    """A feature that is requested."""
+    """A requested feature."""
 
     name: str
     leaf: LeafSpec
 
     def packed(self, found: Any, where: Where, place: int) -> _Packed:
-        """Takes the feature from those of a record."""
+        """The feature, from all features of a record."""
         if self.name not in found:
             raise SourceError(
                 f"{where(place)}: found the features {sorted(found)}, expected {self.name!r} "
@@ -110,6 +111,7 @@ class _Feature:
         self, column: Sequence[_Packed], records: Sequence[bytes], where: Where
     ) -> np.ndarray:
         """The feature of all records."""
+        # An integer feature may be an int64_list in one record and a bytes_list in another.
         kinds = {kind for kind, _ in column}
         if len(kinds) < 2:
             return self._of_kind(next(iter(kinds), BYTES), column, records, where)
@@ -139,7 +141,7 @@ class _Feature:
     def _one_by_one(
         self, kind: str, count: int, records: Sequence[bytes], where: Where
     ) -> np.ndarray:
-        """Parses lists again as what they are: not all are packed, or one has another length."""
+        """Parses the lists again as numbers: some are not packed, or have another length."""
         found = []
         for place, record in enumerate(records):
             message = _parsed(record, False, where, place)
@@ -153,7 +155,7 @@ class _Feature:
         return np.concatenate(found)
 
     def _narrowed(self, values: np.ndarray, where: Where) -> np.ndarray:
-        """Integers of all records as the dtype that is requested, if it holds them."""
+        """Converts the integers of all records to the requested dtype, if they fit."""
         dtype = self.leaf.dtype
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         outside = np.flatnonzero((values < low) | (values > high))
@@ -182,10 +184,10 @@ def _misfit(kind: str | None, values: Any, leaf: LeafSpec) -> str:
 
 
 def infer_features(record: bytes, where: str) -> dict[str, Any]:
-    """The types of the features of a record; one with a single number is a scalar.
+    """The types of the features of a record. A list of a single number is a scalar.
 
     Raises:
-      SourceError: it is no Example, or has a list of unknown type.
+      SourceError: it is no Example, or the type of a list can't be inferred.
     """
     import jax
 
@@ -198,7 +200,7 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
         if not len(values) or (kind == BYTES and len(values) > 1):
             raise SourceError(
                 f"{where}, feature {name!r}: found {len(values)} values in {kind or 'no list'}, "
-                "of which no type is known; give the types of `features`."
+                "from which no type can be inferred; give the types as `features`."
             )
         shape = () if len(values) == 1 else (len(values),)
         shape = (len(values[0]),) if kind == BYTES else shape
@@ -229,7 +231,7 @@ def _parsed(record: bytes, packed: bool, where: Where, place: int) -> Any:
 
 @functools.cache
 def _example_type(packed: bool) -> Any:
-    """The message type `tf.train.Example`; with bytes for lists of numbers if they are packed."""
+    """The message type `tf.train.Example`; if `packed`, lists of numbers are parsed as bytes."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto
@@ -258,25 +260,27 @@ def _example_type(packed: bool) -> Any:
     add(entry, "value", 2, ".beamjax.Feature")
     add(features, "feature", 1, ".beamjax.Features.FeatureEntry", True)
     add(file.message_type.add(name="Example"), "features", 1, ".beamjax.Features")
-    pool = descriptor_pool.DescriptorPool()  # one of its own: TensorFlow's types are in the default
+    # Not the default pool, in which TensorFlow has types of these names.
+    pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("beamjax.Example"))
 
 
-# --- packed integers: seven bits a byte, the last byte of each below 128
+# --- packed integers (varints): seven bits in a byte, the last byte of each below 128
 
 MAX_BYTES = 10
+"""Most bytes of a 64-bit integer."""
 
 
 def decode_varints(lists: Sequence[bytes], count: int) -> np.ndarray | None:
-    """The numbers of many lists, one after the other, as int64.
+    """Decodes packed lists of integers to one int64 array.
 
     Args:
-      lists: each of them packed.
-      count: numbers that each has.
+      lists: the bytes of each list.
+      count: the number of integers in each list.
 
     Returns:
-      None if one has another number of them, or is none.
+      The integers of all lists; None if a list has another number of them, or is not packed.
     """
     data = np.frombuffer(b"".join(lists), np.uint8)
     last = data < 0x80
@@ -284,7 +288,7 @@ def decode_varints(lists: Sequence[bytes], count: int) -> np.ndarray | None:
     upto = np.concatenate([[0], np.cumsum(last)])
     if (np.diff(upto[stops], prepend=0) != count).any():
         return None
-    if len(data) == len(lists) * count:
+    if len(data) == len(lists) * count:  # All integers are below 128.
         return data.astype(np.int64)
     if not count or not last[stops - 1].all():
         return None

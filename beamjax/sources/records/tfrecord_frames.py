@@ -1,4 +1,4 @@
-"""Frames of TFRecord files: length, checksum of it, record, checksum of it."""
+"""Frames of TFRecord files: length, checksum of the length, record, checksum of the record."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from beamjax.sources.arrays.data_files import (
 )
 
 HEADER = 12
+"""Bytes of a length (8) and its checksum."""
 FOOTER = 4
+"""Bytes of the checksum of a record."""
 WINDOW = 1 << 16
-"""Bytes that are read together to find headers."""
+"""Bytes that are read at a time to find headers."""
 CHUNK = 1 << 22
-"""Bytes of a stream that are read together."""
+"""Bytes that are read from a stream at a time."""
 EXPECTED = "a file of TFRecord"
 
 _length_at = struct.Struct("<Q").unpack_from
@@ -44,24 +46,24 @@ def compression_of(path: str) -> str:
         data = opened.read(HEADER)
     found = compression_of_content(data)
     if found and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
-        return ""  # The length of a record has these bytes.
+        return ""  # These bytes are the length of a record, with a valid checksum.
     return found
 
 
 def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterator[np.ndarray]:
-    """Where the records of a file begin, found by their headers alone.
+    """Finds the positions at which records begin, by reading their headers only.
 
     Args:
-      file: not compressed.
-      start: where a record begins.
-      number: of that record.
-      stop: where another one begins, or the end of the file.
+      file: a file that is not compressed.
+      start: the position of a record.
+      number: the number of that record.
+      stop: the position of a later record, or the end of the file.
 
     Yields:
-      Those in one window of the file.
+      The positions in one window of the file.
 
     Raises:
-      SourceError: the file can't be read, or a header is none.
+      SourceError: the file can't be read, or a header is damaged.
     """
     path, position = file.path, start
     with readable(path, EXPECTED), open_file(path) as opened:
@@ -77,15 +79,17 @@ def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterat
             position += end
     if position != stop:
         raise SourceError(
-            f"{path}: found no record that begins after {stop} bytes; the source was not made from "
-            "this file."
+            f"{path}: found no record that begins after {stop} bytes; the source was made from "
+            "another file."
         )
 
 
 def headers(data: bytes, limit: int) -> tuple[list[int], int]:
-    """Where frames begin in bytes that begin with one, and where the last of them ends.
+    """Finds frames in bytes that begin with a frame. Nothing is checked.
 
-    Those that begin before `limit`, and whose header is there as a whole; nothing is checked.
+    Returns:
+      The positions of the frames that begin before `limit` and have a whole header, and the end of
+      the last one, which may lie after the bytes.
     """
     begins: list[int] = []
     position, last = 0, min(len(data) - HEADER, limit - 1)
@@ -98,8 +102,14 @@ def headers(data: bytes, limit: int) -> tuple[list[int], int]:
 def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) -> None:
     """Compares lengths with their checksums.
 
+    Args:
+      data: bytes of the file.
+      begins: positions of frames in them.
+      path: the file, for messages.
+      number: the number of the first record, for messages.
+
     Raises:
-      SourceError: one differs; `number` is that of the first record.
+      SourceError: a checksum differs.
     """
     if not begins:
         return
@@ -107,12 +117,12 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
     if len(wrong):
         raise SourceError(
             f"{path}, record {number + wrong[0]}: found a length with a wrong checksum, expected "
-            "a record of TFRecord; the file is damaged, or no such file."
+            "a record of TFRecord; the file is damaged, or has another format."
         )
 
 
 def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
-    """Marks the frames at these positions whose lengths differ from their checksums."""
+    """The indices of the frames at these positions in which the checksum of the length is wrong."""
     stored = b"".join([data[begin + 8 : begin + HEADER] for begin in begins])
     found = masked_checksums([data[begin : begin + 8] for begin in begins])
     return np.flatnonzero(found != np.frombuffer(stored, "<u4"))
@@ -121,10 +131,16 @@ def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
 def check_records(
     records: Sequence[bytes], stored: Sequence[bytes], path: str, number: int
 ) -> None:
-    """Compares records with their checksums, of four bytes each.
+    """Compares records with their checksums.
+
+    Args:
+      records: the records.
+      stored: the four bytes of each checksum.
+      path: the file, for messages.
+      number: the number of the first record, for messages.
 
     Raises:
-      SourceError: one differs; `number` is that of the first record.
+      SourceError: a checksum differs.
     """
     expected = np.frombuffer(b"".join(stored), "<u4")
     wrong = np.flatnonzero(masked_checksums(records) != expected)
@@ -136,34 +152,36 @@ def check_records(
 
 
 def truncated(path: str, number: int) -> SourceError:
+    """The error for a file that ends within a record."""
     return SourceError(f"{path}, record {number}: the file ends in it.")
 
 
 def frames_in(data: bytes, begins: Sequence[int], end: int) -> tuple[list[bytes], list[bytes]]:
-    """The records of frames that lie one behind the other, and their stored checksums."""
+    """The records of adjacent frames, and their stored checksums."""
     ends = [*begins[1:], end]
     records = [data[a + HEADER : b - FOOTER] for a, b in zip(begins, ends, strict=True)]
     return records, [data[b - FOOTER : b] for b in ends]
 
 
+# Shards that are read in order often begin in the block in which the one before ended.
 @functools.lru_cache(16)
 def block_offsets(file: DataFile, start: int, number: int, stop: int) -> np.ndarray:
-    """Where each record of a block of a file begins; the last entry is where the block ends."""
+    """The position of each record in a block of a file, then the end of the block."""
     return np.concatenate([*record_offsets(file, start, number, stop), [stop]])
 
 
 def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, list[bytes]]]:
-    """All records of a file of any kind.
+    """Reads all records of a file from its beginning.
 
     Args:
-      file: may be compressed, and at a URL.
-      chunk: bytes to be read together.
+      file: the file, which may be compressed, and at a URL.
+      chunk: bytes to read at a time.
 
     Yields:
-      The number of the first one, and the records.
+      The number of the first record of a chunk, and its records.
 
     Raises:
-      SourceError: the file can't be read, or has another frame than TFRecord's.
+      SourceError: the file can't be read, or is damaged.
     """
     number = 0
     compressed = compression_of(file.path)
@@ -186,12 +204,18 @@ def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, li
 
 
 def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
-    """As much of a file as is still missing of a record, but not much more than there was."""
+    """Reads the rest of the first record in `data`, or a chunk.
+
+    At most doubles `data`: a damaged length can't cause a large allocation.
+    """
     missing = _length_at(data)[0] + HEADER + FOOTER - len(data) if len(data) >= HEADER else 0
     return opened.read(min(max(missing, chunk), max(chunk, len(data))))
 
 
 def masked_checksums(records: Sequence[bytes]) -> np.ndarray:
-    """CRC-32C of each record, uint32, masked as in TFRecord, so that it may be data itself."""
+    """CRC-32C of each record, uint32, masked as in TFRecord.
+
+    A CRC over data that contains its own CRC would be degenerate, hence the mask.
+    """
     found = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
     return ((found >> 15) | (found << 17)) + np.uint32(0xA282EAD8)

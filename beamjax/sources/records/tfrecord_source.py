@@ -23,7 +23,6 @@ from beamjax.sources.records.record_source import (
     Counted,
     RecordSource,
     check_features,
-    files_for_people,
 )
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.records.tfrecord_frames import (
@@ -43,15 +42,18 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     StreamSource,
     describe_source,
+    first_of,
 )
 
 CALLER = "from_tfrecord"
 MARK_BYTES = 1 << 20
-"""Bytes, at least, between the records whose positions a source stores; it searches for others."""
+"""Smallest distance, in bytes, of the records of which a source stores the position. The positions
+of records in between are found when they are read."""
 MAX_MARKS = 1 << 13
+"""Approximate number of stored positions in all files together, which limits the size of a spec."""
 
 Mark = tuple[Count, Count]
-"""The number of a record in its file, and where it begins."""
+"""The number of a record in its file, and its position in bytes."""
 
 
 class TFRecordSource(RecordSource, kind="tfrecord"):
@@ -68,11 +70,11 @@ class TFRecordSource(RecordSource, kind="tfrecord"):
         """Use `from_tfrecord`, which checks.
 
         Args:
-            files: with the number of records in each.
-            marks: of each file, the first of which is (0, 0).
-            names: of the features.
-            leaves: what a member has of each.
-            treedef: of a dict of them; a tuple by default.
+            files: the files, with the number of records in each.
+            marks: the marks of each file, the first of which is (0, 0).
+            names: the names of the features.
+            leaves: one member of each feature.
+            treedef: the tree of a dict of them; a tuple by default.
         """
         super().__init__(files, names, leaves, treedef)
         self._marks = tuple(marks)
@@ -84,7 +86,7 @@ class TFRecordSource(RecordSource, kind="tfrecord"):
 
 
 class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
-    """Records of files that are read from their beginning, a piece each; see `from_tfrecord`."""
+    """Records of files, each of which is a piece; see `from_tfrecord`."""
 
     def __init__(
         self,
@@ -111,14 +113,15 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
         file.check()
         for number, records in stream_records(file):
             yield self._parser.parse(records, functools.partial(_record_of, file, number))
-        file.check()  # One that was cut between records meanwhile has a whole end.
+        # A file that was truncated meanwhile may end between two records, without an error.
+        file.check()
 
     def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
         where = _record_of(self._files[piece], index[0], 0)
         return f"{where}, feature {self._names[leaf]!r}"
 
     def describe(self) -> str:
-        return describe_source(self, files_for_people(self._files))
+        return describe_source(self, f"in {first_of([file.path for file in self._files])}")
 
 
 def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecordStream:
@@ -129,31 +132,32 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
             "label": jax.ShapeDtypeStruct((), "int32"),
         })
 
-    A `float_list` gives float32, an `int64_list` any integers that hold the values, or bool, with
-    as many values as the shape has. A `bytes_list` has one value: the bytes of an array of any
-    dtype, in C order and little-endian, as `tobytes()` of NumPy gives them. All checksums are
-    checked.
+    A `float_list` is read as float32, an `int64_list` as bool or as any integers that hold its
+    values. Both have as many values as the shape. A `bytes_list` has one value: the bytes of an
+    array of any dtype, in C order and little-endian, as returned by `tobytes()` of NumPy. All
+    checksums are verified.
 
-    Files of this machine that are not compressed are indexed now, and read by shards; their number
-    of members is known. If one is compressed (by gzip, bzip2 or xz) or at a URL, the workers read
-    all files from their beginning, a worker a file, and the number is found then: the size of the
-    placement has to be open, as for every `beamjax.StreamSource`.
+    Local files that are not compressed are indexed in this call and read by shards; the number of
+    members is known. If any file is compressed (by gzip, bzip2 or xz) or at a URL, workers read all
+    files from their beginning, each file in one worker, and count the members. The size of the
+    placement must then be open, as for every `beamjax.StreamSource`.
 
     Args:
-      paths: a path, a pattern, a URL, or a list of those. The records of one file come after those
-        of another, in the order of the names that a pattern finds.
-      features: a dict from the names that are requested to `jax.ShapeDtypeStruct`. None takes all
-        of the first record: a list of one number is a scalar, one of several a vector, and bytes
-        are uint8.
+      paths: a path, a pattern, a URL, or a list of these. The members are the records of the first
+        file, then those of the second, and so on; the files of a pattern are in the order of their
+        names.
+      features: a dict from the names of requested features to `jax.ShapeDtypeStruct`. None takes
+        all features of the first record: a list of one number is a scalar, one of several numbers
+        a vector, and bytes are uint8.
 
     Returns:
       A `Source` of dictionaries whose keys are the names of the features; a `StreamSource` if a
       file is compressed or at a URL.
 
     Raises:
-      SourceError: a file is not there or is damaged, or the first record has not these features.
+      SourceError: a file is missing or damaged, or the first record does not have these features.
       StructureError: `features` are no types.
-      PlacementError: the files that are indexed hold no record.
+      PlacementError: the files hold no record.
     """
     files = [look(path) for path in find_files(paths, CALLER)]
     first, where = _first_record(files)
@@ -175,15 +179,16 @@ def _record_of(file: DataFile, first: int, place: int) -> str:
 
 
 def _first_record(files: Sequence[DataFile]) -> tuple[bytes, str]:
-    """The first record of all, and what it is called in messages."""
+    """The first record of all files, and its name in messages."""
     for file in files:
         for _, records in stream_records(file, HEADER):
             return records[0], f"{file.path}, record 0"
-    raise PlacementError(f"{CALLER}: found no record {files_for_people(files)}, expected one.")
+    paths = [file.path for file in files]
+    raise PlacementError(f"{CALLER}: found no record in {first_of(paths)}, expected one.")
 
 
 def _indexed(file: DataFile, apart: int) -> tuple[int, tuple[Mark, ...]]:
-    """Counts the records of a file, and marks some that are so many bytes apart."""
+    """Counts the records of a file, and marks some that are at least `apart` bytes apart."""
     count = 0
     marks = [(0, 0)]
     for begins in record_offsets(file, 0, 0, file.nbytes):
@@ -206,7 +211,7 @@ def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int
         if len(found) != after - at + 1:
             raise SourceError(
                 f"{file.path}: found {len(found) - 1} records from record {at} on, expected "
-                f"{after - at}; the source was not made from this file."
+                f"{after - at}; the source was made from another file."
             )
         offsets.append(found[:-1])
         reached, number = after, number + 1
@@ -228,4 +233,6 @@ def _check_marks(counted: Counted, marks: Sequence[Mark]) -> None:
     if tuple(marks[:1]) != ((0, 0),) or not ordered:
         raise ValueError(f"found the marks {marks!r:.80}")
     if count < marks[-1][0] or file.nbytes < marks[-1][1]:
-        raise ValueError(f"found {count} records in {file.nbytes} bytes, behind their marks")
+        raise ValueError(
+            f"found marks beyond the end of the file, at {count} records or {file.nbytes} bytes"
+        )

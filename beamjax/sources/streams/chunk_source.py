@@ -1,4 +1,4 @@
-"""Placed inputs of unknown length from a function that gives their members in chunks."""
+"""Placed inputs of unknown length from a function that returns their members in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from beamjax.sources.source_base import (
 
 
 class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
-    """Chunks that a function of this process gives; see `from_chunks`."""
+    """Chunks that a function of this process returns; see `from_chunks`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
 
 
 def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> ChunkSource:
-    """A placed input of unknown length, from a function that gives its members in chunks.
+    """A placed input of unknown length, from a function that returns its members in chunks.
 
         def rows():
             for batch in cursor():
@@ -70,29 +70,29 @@ def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> Ch
 
         bj.run(fit, weights, bj.from_chunks(rows))
 
-    The function stays in this process, and is not pickled. Where workers are threads of it they
-    call the function; for workers elsewhere this process writes the members to files, a chunk at
-    a time.
+    The function stays in this process and is not pickled. Workers that are threads of this process
+    call it. For other workers, this process writes the members to files, one chunk at a time.
 
     Args:
-      function: takes nothing, and gives an iterable of chunks: trees of NumPy or JAX arrays of
-        shape (rows, ...), typed keys included. It is called anew each time that the members are
-        read, and must give the same ones, in the same order. The number of rows is free in each
-        chunk, and does not show in any result; 0 is allowed too.
-      member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member; None takes it
-        from the first chunk, for which the function is called once now.
+      function: takes no arguments, and returns an iterable of chunks: trees of NumPy or JAX arrays
+        of shape (rows, ...), typed keys included. It is called each time that the members are
+        read, and must return the same members in the same order. Chunks may have any number of
+        rows, including 0; the numbers do not affect any result.
+      member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), one member. None takes it
+        from the first chunk, for which this call calls the function.
 
     Returns:
       A `StreamSource` with the tree of a chunk.
 
     Raises:
       StructureError: `function` is no function, or a leaf has a dtype that JAX does not know.
-      SourceError: the function gives no chunk with a row now, or what is no chunk later.
+      SourceError: the function returns no chunk with a row. When the source is read: it returns
+        something else than chunks.
     """
     if not callable(function):
         raise StructureError(
             f"from_chunks: found a {type(function).__name__}, expected a function without "
-            "arguments that gives an iterable of chunks anew each time that it is called: "
+            "arguments that returns a new iterable of chunks each time that it is called: "
             "from_chunks(lambda: read_rows(path))."
         )
     if member is None:
@@ -106,16 +106,16 @@ def _first(function: Callable[[], Iterable[Any]]) -> ArraySource:
     trees = _trees(function)
     if iter(trees) is trees and _trees(function) is trees:
         raise SourceError(
-            "from_chunks: the function gives the same iterator each time that it is called, which "
-            "can be read only once; let it make a new one."
+            "from_chunks: the function returns the same iterator each time that it is called. This "
+            "can be read only once; let the function make a new one."
         )
     for number, tree in enumerate(trees):
         arrays = _arrays(tree, number)
         if arrays is not None:
             return arrays
     raise SourceError(
-        "from_chunks: found no chunk with a row in it, expected at least one member. If it is to "
-        "come later, give its type as `member`."
+        "from_chunks: found no chunk with a row in it, expected at least one member. If there are "
+        "none yet, give the type of one as `member`."
     )
 
 
@@ -123,14 +123,14 @@ def _trees(function: Callable[[], Iterable[Any]]) -> Iterable[Any]:
     found = function()
     if not isinstance(found, Iterable):
         raise SourceError(
-            f"from_chunks: the function gives a {type(found).__name__}, expected an iterable of "
+            f"from_chunks: the function returns a {type(found).__name__}, expected an iterable of "
             "chunks; write it with `yield`."
         )
     return found
 
 
 def _arrays(tree: Any, number: int) -> ArraySource | None:
-    """A chunk as a source, if it has a row."""
+    """A chunk as a source; None if it has no row."""
     import jax
 
     leaves = jax.tree_util.tree_leaves(tree)

@@ -1,4 +1,4 @@
-"""Chunks of streams, checked, and cut anew into blocks of the size of a shard."""
+"""Checks chunks of streams, and divides them into blocks of the size of a shard."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from beamjax.sources.source_base import Source, StreamSource
 from beamjax.storage.dtypes import dtype_name
 
 Arrays = list[np.ndarray]
-"""One array of consecutive members for each leaf of a source, or for some of them."""
-
+"""Arrays of consecutive members, one for each leaf of a source, or for each requested leaf."""
 
 WHOLE_BLOCK = 1 << 10
-"""Members that are read together where all of them are held."""
+"""Members of a block if a whole stream is read into memory."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class MemberBlock:
 
 @dataclass(frozen=True)
 class Streams:
-    """Sources of unknown length that have the same members, and are read side by side.
+    """Sources of unknown length that have as many members and are read together.
 
     Attributes:
-      sources: at least one.
-      where: for each placed input of the plan, the number of its source and of its leaf there.
+      sources: the sources, at least one.
+      where: for each placed input of the plan, the numbers of its source and of its leaf there.
       x64: whether the plan computes with 64-bit types.
     """
 
@@ -49,8 +48,8 @@ class Streams:
         """All members, `size` at a time; the last block may be short.
 
         Raises:
-          SourceError: there is no member, one source has more of them than another, or a chunk is
-            not what it should be.
+          SourceError: there is no member, a source has more members than another one, or a chunk
+            does not match the leaves.
         """
         requested = [sorted({leaf for i, leaf in self.where.values() if i == number})
                   for number in range(len(self.sources))]  # fmt: skip
@@ -73,21 +72,23 @@ class Streams:
 
 
 def check_count(source: StreamSource, count: int) -> None:
-    """Raises SourceError if a source has more members than a placement may have."""
+    """Raises SourceError if a source has no member, or more than a placement may have."""
     if not count:
         raise SourceError(
             f"{source!r}: found no member, expected at least one: without any, a mean or a maximum "
             "has no value."
         )
     if count > MAX_MEMBERS:
-        raise SourceError(f"{source!r}: found more than {MAX_MEMBERS} members, expected at most.")
+        raise SourceError(
+            f"{source!r}: found more than {MAX_MEMBERS} members, which is the limit of a placement."
+        )
 
 
 def _unequal(sources: Sequence[StreamSource], counts: Sequence[int], size: int) -> SourceError:
     low, high = counts.index(min(counts)), counts.index(max(counts))
     return SourceError(
         f"{sources[low]!r} has {counts[low]} members, but {sources[high]!r} has {counts[high]} or "
-        "more; expected as many in each, since they belong to the same placement."
+        "more; expected the same number in each, since they belong to the same placement."
     )
 
 
@@ -101,14 +102,14 @@ def blocks_of(
     """The members of a source, `size` at a time; the last block may be short.
 
     Args:
-      source: to be read.
-      size: of a block.
-      requested: the numbers of the leaves that are requested.
+      source: the source to read.
+      size: the number of members in a block.
+      requested: the numbers of the requested leaves.
       x64: whether JAX computes with 64-bit types.
-      pieces: of the source; None for all.
+      pieces: the pieces of the source to read; None for all.
 
     Yields:
-      The number of members in a block, and a new array for each leaf that is requested.
+      The number of members in a block, and a new array for each requested leaf.
     """
     leaves = [source.leaves[i] for i in requested]
     filled = 0
@@ -137,14 +138,14 @@ def checked_chunks(
     """The chunks of a piece, each with at least one member.
 
     Args:
-      source: to be read.
-      piece: of it.
+      source: the source to read.
+      piece: the piece to read.
       requested: the numbers of the leaves whose values are checked.
       x64: whether JAX computes with 64-bit types.
 
     Raises:
-      SourceError: a chunk has not the arrays that `source.leaves` says, or can't be read, or has an
-        integer that does not fit the dtype that JAX has for it.
+      SourceError: a chunk does not match `source.leaves`, can't be read, or has an integer that
+        would wrap in JAX.
     """
     start = 0
     where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
@@ -176,8 +177,8 @@ def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> A
     if not isinstance(chunk, list | tuple) or len(chunk) != len(source.leaves):
         found = f"{len(chunk)} arrays" if isinstance(chunk, list | tuple) else repr(chunk)
         raise SourceError(
-            f"{where}: found {found:.200}, expected a list of {len(source.leaves)} arrays, one a "
-            "leaf."
+            f"{where}: found {found:.200}, expected a list of {len(source.leaves)} arrays, one for "
+            "each leaf."
         )
     arrays: Arrays = []
     for leaf, value in zip(source.leaves, chunk, strict=True):
@@ -188,7 +189,7 @@ def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> A
             raise SourceError(
                 f"{where}{path}: found {array.dtype.name}{list(array.shape)}, expected rows of "
                 f"{dtype_name(leaf.dtype)}{list(leaf.shape)}; every chunk has an array of shape "
-                "(rows, ...) with the dtype and the shape of a member that `leaves` says."
+                "(rows, ...) for each leaf, with the dtype and the shape of a member in `leaves`."
             )
         arrays.append(array)
         if len(array) != len(arrays[0]):
@@ -203,12 +204,12 @@ def members_of(source: Source, x64: bool, requested: Sequence[int] | None = None
     """All members of a source of any kind, in memory.
 
     Args:
-      source: to be read.
+      source: the source to read.
       x64: whether JAX computes with 64-bit types.
-      requested: the numbers of the leaves that are requested; None for all.
+      requested: the numbers of the requested leaves; None for all.
 
     Raises:
-      SourceError: it can't be read, or an integer does not fit the dtype that JAX has for it.
+      SourceError: it can't be read, or an integer would wrap in JAX.
     """
     requested = range(len(source.leaves)) if requested is None else requested
     if not isinstance(source, StreamSource):

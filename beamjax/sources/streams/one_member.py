@@ -1,4 +1,4 @@
-"""Turns a member as users have it, a tree of arrays, numbers and lists, into arrays of a source."""
+"""Converts a member of a user, a tree of arrays, numbers and lists, to arrays of a source."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from beamjax.sources.leaf_checks import native_dtype
 from beamjax.sources.source_base import LeafSpec
 
 _WIDER = {"b": "b", "i": "iufVc", "u": "iufVc", "f": "fVc", "c": "c"}
-"""Kinds of dtypes that plain numbers of a kind may become; V are those of ml_dtypes."""
+"""Kinds of dtypes to which plain numbers of a kind may be converted; V are dtypes of ml_dtypes."""
 
 
 @dataclass(frozen=True)
 class MemberType:
-    """What each member must be.
+    """The expected type of each member.
 
     Attributes:
       caller: the caller, for messages: "from_beam".
-      template: a tree of the numbers of the leaves; structures of trees can't be pickled.
+      template: a tree of the numbers of the leaves: a PyTreeDef can't be pickled.
       leaves: one member of each.
     """
 
@@ -33,11 +33,11 @@ class MemberType:
     def arrays(self, member: Any) -> list[np.ndarray]:
         """The leaves of a member.
 
-        Rows of Beam and named tuples count as dicts where a dict is expected. Arrays have the
-        dtype that is expected; numbers of Python, and lists of them, take it.
+        Rows of Beam and named tuples count as dicts if a dict is expected. Arrays must have the
+        expected dtype; Python numbers, and lists of them, are converted to it.
 
         Raises:
-          StructureError: it is another tree, or a leaf has another shape or dtype.
+          StructureError: the member has another tree, or a leaf has another shape or dtype.
         """
         import jax
 
@@ -89,7 +89,7 @@ def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
         if array.dtype.newbyteorder("=") != leaf.dtype:
             raise _refused(f"{array.dtype}{list(array.shape)}", leaf)
         return array.astype(native_dtype(leaf.dtype), copy=False)
-    # An empty list is of no kind.
+    # NumPy makes an empty list float64, whatever it is meant to hold.
     if array.size and leaf.dtype.kind not in _WIDER.get(array.dtype.kind, ""):
         raise _refused(f"{array.dtype}{list(array.shape)}", leaf)
     with np.errstate(over="ignore"):
@@ -100,7 +100,7 @@ def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number of Python, or a list that may hold such."""
+    """Whether it is a Python number, or a list that may hold numbers."""
     return isinstance(value, bool | int | float | complex | Sequence) and not isinstance(
         value, str | bytes
     )

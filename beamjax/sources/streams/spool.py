@@ -1,4 +1,4 @@
-"""Sources that others can't read by index, read once into .npy files, a chunk at a time."""
+"""Writes sources that can't be read by index, or only by this process, to .npy files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from beamjax.sources.canonical import check_members
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import check_count, checked_chunks
 from beamjax.storage.dtypes import FLOAT0
+from beamjax.storage.files import is_url
 
 BLOCK_BYTES = 1 << 22
-"""Bytes of members that are read together."""
+"""Bytes of members that are read at a time."""
 
 
 @contextlib.contextmanager
@@ -35,14 +36,14 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
     """The members of sources in files of a temporary folder, which is removed at the end.
 
     Args:
-      sources: each is read once.
-      options: `work_folder`, in which the folder is made if it is a path.
+      sources: the sources, each of which is read once.
+      options: the options of the run; the folder is made in `work_folder`, if that is a path.
 
     Raises:
       SourceError: as `spool`, or the folder can't be made.
     """
     parent = options.work_folder
-    if parent is not None and "://" in parent:
+    if parent is not None and is_url(parent):
         parent = None
     try:
         folder = tempfile.mkdtemp(prefix="beamjax-", dir=parent)
@@ -58,7 +59,7 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
 
 
 def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
-    """Reads a source from its beginning to its end into files, one a leaf.
+    """Writes a source of unknown length to files, one for each leaf.
 
     Raises:
       SourceError: it can't be read or has no member, or a file can't be written.
@@ -72,7 +73,7 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
 
 
 def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
-    """Reads a source of known length into files, one a leaf, a few MiB at a time.
+    """Writes a source of known length to files, one for each leaf, a few MiB at a time.
 
     Raises:
       SourceError: it can't be read, or a file can't be written.
@@ -82,7 +83,7 @@ def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
 
 
 def _checked_blocks(source: Source) -> Iterator[list[np.ndarray]]:
-    """The same as `blocks_in_order`; values that do not fit are refused where they come from."""
+    """As `blocks_in_order`; refuses integers that would wrap, with their place in the source."""
     start, x64 = 0, bool(_compat.config.jax_enable_x64)
     for arrays in blocks_in_order(source):
         for leaf, array in enumerate(arrays):
@@ -101,7 +102,7 @@ def blocks_in_order(source: Source) -> Iterator[list[np.ndarray]]:
 def _written(
     source: Source, chunks: Iterable[Sequence[np.ndarray]], folder: str | os.PathLike[str]
 ) -> tuple[list[str], int]:
-    """Writes members to files, one a leaf; gives their paths and the number of members."""
+    """Writes members to files, one for each leaf; returns the paths and the number of members."""
     paths = [str(Path(folder).absolute() / f"{i:03d}.npy") for i in range(len(source.leaves))]
     count = 0
     try:
@@ -123,7 +124,10 @@ def _written(
 
 
 class GrowingFile:
-    """An .npy file to which rows are appended. Its header has room for any number of them."""
+    """An .npy file to which rows are appended.
+
+    The header is written again at the end. NumPy leaves space in it for any number of rows.
+    """
 
     def __init__(self, path: str, leaf: LeafSpec) -> None:
         self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
@@ -132,6 +136,7 @@ class GrowingFile:
         self._write_header()
 
     def append(self, array: np.ndarray) -> None:
+        """Writes rows at the end of the file."""
         self.file.write(np.ascontiguousarray(storable(np.asarray(array, self.leaf.dtype))).data)
         self.rows += len(array)
 
@@ -144,6 +149,7 @@ class GrowingFile:
             self._write_header()
 
     def _write_header(self) -> None:
+        # See `storable`: a float0 array is stored with a last axis of size 0.
         hidden = [0] if self.leaf.dtype == FLOAT0 else []
         header = {
             "descr": np.lib.format.dtype_to_descr(stored_dtype(self.leaf.dtype)),

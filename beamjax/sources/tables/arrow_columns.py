@@ -1,4 +1,4 @@
-"""Columns of Arrow as arrays with a row a member, views of Arrow's own memory where they can be."""
+"""Converts columns of Arrow to arrays with a row per member, which are views if possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from beamjax.sources.tables.arrow_types import axes_order, is_list, is_tensor, i
 
 
 class RowError(SourceError):
-    """A row is missing or has another shape; others of its row group can be read."""
+    """A row is missing or has another shape. Other rows of its row group can be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Batch:
 
     Attributes:
       file: path or URL.
-      kind: what they are there: "row group", "record batch".
-      number: of it in the file, from 0.
-      start: their first row in it.
-      first: their first row in the file.
+      kind: the kind of batch: "row group", "record batch".
+      number: the number of the row group or record batch in the file, from 0.
+      start: the number of the first row in it.
+      first: the number of the first row in the file.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Batch:
     first: int
 
     def at(self, column: str, row: int) -> str:
-        """For messages: where a row of the batch is."""
+        """The place of a row of the batch, for messages."""
         return (
             f"{self.file}: column {column!r}, {self.kind} {self.number}, row {self.start + row} of "
             f"it (row {self.first + row} of the file)"
@@ -48,25 +48,25 @@ class Batch:
 
 @contextlib.contextmanager
 def arrow_readable(path: str, expected: str) -> Iterator[None]:
-    """Makes errors of Arrow in the `with` block a SourceError that names the file."""
+    """Converts errors of Arrow in the `with` block to a SourceError that names the file."""
     import pyarrow as pa
 
     with readable(path, expected):
         try:
             yield
-        except pa.ArrowException as error:  # of which not all are a ValueError or an OSError
+        except pa.ArrowException as error:  # Some of these are neither ValueError nor OSError.
             raise ValueError(str(error)) from error
 
 
 def checked_schema(schema: Any) -> Any:
-    """The schema of a file; ValueError if it is damaged, which shows when it is looked at only."""
+    """The schema of a file; ValueError if it is damaged, which pyarrow finds only on use."""
     for name, kind in zip(schema.names, schema.types, strict=True):
         str(name), str(kind)
     return schema
 
 
 def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
-    """The rows of each row group of a file; ValueError if they can't be so many."""
+    """The numbers of rows of the row groups of a file; ValueError if they are out of range."""
     if any(count < 0 for count in rows) or sum(rows) >= MAX_VALUES:
         raise ValueError(f"found {rows!r:.80} rows")
     return tuple(rows)
@@ -75,12 +75,12 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
 def known_shape(values: Any, column: str, batch: Batch) -> tuple[int, ...]:
     """The shape of the first row of an array of Arrow, for columns of lists of any length."""
     _validate(values, column, batch)
-    rows = _Rows(column, batch, None, fill=0)  # which has no influence on shapes
+    rows = _Rows(column, batch, None, fill=0)  # The fill does not affect shapes.
     return rows.values(values.slice(0, 1), 0, 1).shape[1:]
 
 
 Fill = int | float | None
-"""What stands for a missing number; None refuses those."""
+"""The number that replaces missing ones; None refuses missing numbers."""
 
 
 def to_rows(
@@ -90,10 +90,10 @@ def to_rows(
 
     Args:
       column: a ChunkedArray or an Array of Arrow.
-      name: of the column.
-      shape: that each row must have.
-      batch: where the rows are.
-      fill: what stands for numbers that are missing (null).
+      name: the name of the column.
+      shape: the expected shape of each row.
+      batch: the place of the rows, for messages.
+      fill: the number that replaces missing ones (null).
 
     Raises:
       RowError: a row is missing, or a list has another length.
@@ -112,14 +112,14 @@ def to_rows(
 def to_padded(
     column: Any, name: str, shape: tuple[int, ...], batch: Batch, fill: Fill = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists of any length, with zeros after the short ones, and their lengths.
+    """Pads a column of lists of any length with zeros; returns the array and the lengths.
 
     Args:
       column: as for `to_rows`.
-      name: of the column.
-      shape: of a padded row.
-      batch: where the rows are.
-      fill: as for `to_rows`, for items.
+      name: the name of the column.
+      shape: the shape of a padded row.
+      batch: the place of the rows, for messages.
+      fill: the number that replaces missing items.
 
     Raises:
       RowError: a row or an item is missing (null), or a list is too long.
@@ -158,13 +158,26 @@ def to_padded(
 
 
 def _validate(array: Any, column: str, batch: Batch) -> None:
-    """Raises SourceError where a damaged file would end the process; free but for lists."""
+    """Raises SourceError for a damaged array, which could crash the process.
+
+    This takes time only for lists and texts.
+    """
     with arrow_readable(batch.file, f"{batch.kind} {batch.number} with sound lists as {column!r}"):
         array.validate(full=True)
 
 
 class _Rows:
-    """Turns arrays of Arrow to NumPy's, from the outermost list to the numbers."""
+    """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers.
+
+    Args:
+      column: the name of the column, for messages.
+      batch: the place of the rows, for messages.
+      shape: the expected shape of a row; None takes it from the first row.
+      fill: the number that replaces missing ones.
+
+    Attributes:
+      first: the number of the first row of the current chunk in the batch, for messages.
+    """
 
     def __init__(
         self, column: str, batch: Batch, shape: tuple[int, ...] | None, fill: Fill = None
@@ -176,7 +189,7 @@ class _Rows:
         self.first = 0
 
     def values(self, array: Any, depth: int, each: int) -> np.ndarray:
-        """An array of Arrow whose items are below `depth` axes, `each` of them in a row."""
+        """Converts an array, the items of which are below `depth` axes, `each` of them in a row."""
         import pyarrow.types as types
 
         if is_time(array.type):
@@ -213,7 +226,7 @@ class _Rows:
         return array.to_numpy(zero_copy_only=not types.is_boolean(kind))
 
     def _texts(self, array: Any, depth: int, each: int) -> np.ndarray:
-        """Texts as bytes with zeros up to the width of a row."""
+        """Texts as uint8, with zeros after them up to the expected width."""
         import pyarrow as pa
 
         width = self.shape[depth] if self.shape is not None else 0
@@ -232,7 +245,7 @@ class _Rows:
         return texts
 
     def _size(self, array: Any, depth: int, each: int) -> int:
-        """The length of all lists of an array."""
+        """The common length of all lists in an array."""
         import pyarrow.types as types
 
         if types.is_fixed_size_list(array.type):
@@ -257,7 +270,7 @@ class _Rows:
         return size
 
     def refuse_null(self, array: Any, each: int) -> None:
-        """RowError for the first missing row of an array whose items are `each` of a row."""
+        """Raises RowError for the first missing item; a row has `each` items."""
         import pyarrow.compute as compute
 
         null = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))

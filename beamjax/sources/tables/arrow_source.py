@@ -1,4 +1,4 @@
-"""Placed inputs from files of Arrow (IPC files, also known as Feather): a row a member.
+"""Placed inputs from files of Arrow (IPC files, also known as Feather): each row is a member.
 
 Reading needs no JAX, so that a worker can read ahead before JAX has started.
 """
@@ -36,6 +36,7 @@ class ArrowSource(TableSource, kind="arrow"):
     def _head(cls, path: str) -> tuple[TableFile, Any]:
         file = look(path)
         whole = _opened(file)
+        # Only batches say how many rows they have. Of a file that is not mapped, read one column.
         first = whole if whole.mapped or not whole.schema.names else _opened(file, [0])
         rows = [len(first.batch(number)) for number in range(first.count)]
         with readable(file.path, _EXPECTED):
@@ -45,6 +46,8 @@ class ArrowSource(TableSource, kind="arrow"):
     def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
         file.file.check()
         whole = _opened(file.file)
+        # A different number of batches is an error of `_check`. That of rows shows when the batch
+        # is decoded.
         found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
         cls._check(file, found, whole.schema, columns)
         if whole.mapped:
@@ -55,24 +58,30 @@ class ArrowSource(TableSource, kind="arrow"):
     def _block(self, block: SourceBlock) -> Arrays:
         file = self._place(block)[0].file
         if not is_url(file.path):
-            file.check()  # A map shows what is written to the file later.
+            file.check()  # A memory map shows what is written to the file later.
+            # Arrays of a mapped file are views, which need no cache.
             if _opened(file).mapped:
                 return self._checked(block)
         return super()._block(block)
 
 
 class _Reader:
-    """A file, mapped if it is a local one; of its columns all, or those of these numbers."""
+    """An open file, mapped if it is local.
+
+    Args:
+      file: the file.
+      fields: the numbers of the columns to read; all if empty.
+    """
 
     def __init__(self, file: DataFile, fields: Sequence[int]) -> None:
         import pyarrow as pa
 
         self._file = file
-        self._lock = threading.Lock()  # Dictionaries are read with the first batch.
+        self._lock = threading.Lock()  # The first batch also reads dictionaries into the reader.
         with self._readable():
             if is_url(file.path):
                 raw = open_file(file.path)
-                weakref.finalize(self, raw.close)  # when no thread reads it any more
+                weakref.finalize(self, raw.close)  # The cache may drop it while a thread reads.
                 source = pa.PythonFile(raw, "r")
             else:
                 source = pa.memory_map(file.path)
@@ -81,10 +90,10 @@ class _Reader:
             self.schema = checked_schema(self._reader.schema)
             self.count: int = self._reader.num_record_batches
             self.mapped = not is_url(file.path) and not fields and self._is_mapped(source)
-            """Whether batches are read without a copy; not if columns are chosen."""
+            """Whether batches are read without a copy, which choosing columns prevents."""
 
     def _is_mapped(self, source: Any) -> bool:
-        """Whether the first buffer with data is in the map of the file: it is not compressed."""
+        """Whether the first buffer with data is in the map of the file, so not decompressed."""
         source.seek(0)
         whole = source.read_buffer()
         for number in range(self.count):
@@ -104,7 +113,7 @@ class _Reader:
 
 
 _READERS: SharedCache[_Reader] = SharedCache(64, lambda _: 1)
-"""So many files are kept open: to read a footer again takes longer than a small record batch."""
+"""Open files, at most 64: reading a footer again takes longer than reading a small record batch."""
 
 
 def _opened(file: DataFile, fields: Sequence[int] = ()) -> _Reader:
@@ -120,17 +129,17 @@ def from_arrow(
     fill_null: int | float | None = None,
     times: bool = False,
 ) -> ArrowSource:
-    """A placed input from files of Arrow (IPC or Feather), whose rows are the members.
+    """A placed input from files of Arrow (IPC or Feather). Each row is a member.
 
-    As `from_parquet` with record batches in the place of row groups. Local files are mapped: where
-    they are not compressed, numbers are read without a copy, and a file must not be written anew
-    while it is read. The launcher reads the lengths of the record batches; of files
-    that are compressed or at URLs it reads a column for that.
+    As `from_parquet`, with record batches instead of row groups. Local files are mapped. Numbers of
+    files that are not compressed are read without a copy, so a file must not be written while it is
+    read. The launcher reads the lengths of the record batches; in files that are compressed or at
+    URLs, it has to read a column for that.
 
     Args:
-      paths: of files, patterns, folders, whose files that end in .arrow, .feather or .ipc are
-        taken, or URLs, as for `from_parquet`.
-      columns: a list of names; None for all; a single name for an array instead of a dictionary.
+      paths: as for `from_parquet`. The files in a folder are those that end in .arrow, .feather or
+        .ipc.
+      columns: as for `from_parquet`.
       text_bytes: as for `from_parquet`.
       buckets: as for `from_parquet`.
       fill_null: as for `from_parquet`.
@@ -141,9 +150,9 @@ def from_arrow(
       a single name.
 
     Raises:
-      SourceError: as `from_parquet`; also for a stream of Arrow, which has no footer.
-      StructureError: a column has other than numbers, such as times without `times`, or texts
-        without `text_bytes`.
+      SourceError: as for `from_parquet`, and for streams of Arrow, which have no footer.
+      StructureError: a column has elements other than numbers, such as times without `times`, or
+        texts without `text_bytes`.
       PlacementError: there are no rows.
     """
     conversion = Conversion(text_bytes, buckets, fill_null, times)

@@ -1,16 +1,16 @@
-"""Which columns of Arrow can be arrays: their names, and the shapes and dtypes of their rows."""
+"""Finds out which columns of Arrow can be arrays, and the shapes and dtypes of their rows."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import numpy as np
 
+from beamjax._text import hint
 from beamjax.errors import SourceError, StructureError
 
 Shape = tuple[int | None, ...]
-"""The shape of one row; None where the lists of a column may have any length."""
+"""The shape of one row; None for axes of lists of any length."""
 
 _NUMBERS = (
     "expected bool, integers, floats, fixed-size binary, tensors of a fixed shape, or lists of "
@@ -19,17 +19,17 @@ _NUMBERS = (
 
 
 def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
-    """The names of the columns that a user wants, in the order of a dictionary of JAX: sorted.
+    """The names of the columns that a user chose, sorted, as JAX orders dictionaries.
 
     Args:
-      schema: of the file.
+      schema: the schema of the file.
       columns: a name, a list of names, or None for all.
-      file: that is read.
+      file: the path of the file, for messages.
       caller: the caller, for messages: "from_parquet".
 
     Raises:
       StructureError: `columns` are no names.
-      SourceError: a column is not there, or is there twice.
+      SourceError: a column is missing, or occurs twice.
     """
     listed = [columns] if isinstance(columns, str) else columns
     if listed is None:
@@ -46,11 +46,10 @@ def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
         if count > 1:
             raise SourceError(f"{file}: found {count} columns named {name!r}, expected one.")
         if not count:
-            near = difflib.get_close_matches(name, schema.names, 1)
+            near = hint(name, schema.names) or "."
             names = ", ".join(map(repr, schema.names[:50])) or "none"
             raise SourceError(
-                f"{file}: found no column {name!r}"
-                f"{f'; do you mean {near[0]!r}?' if near else '.'} There are {names}"
+                f"{file}: found no column {name!r}{near} There are {names}"
                 f"{', ...' if len(schema.names) > 50 else ''}."
             )
     return sorted(set(listed))
@@ -62,14 +61,14 @@ def row_type(
     """Shape and dtype of a row of a column.
 
     Args:
-      schema: of the file.
-      column: the name of one that is there.
-      file: for messages.
-      text_bytes: of texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
-      times: whether times and dates are integers, in their unit.
+      schema: the schema of the file.
+      column: the name of the column.
+      file: the path of the file, for messages.
+      text_bytes: reads texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
+      times: whether times and dates are read as integers, in their unit.
 
     Raises:
-      StructureError: it has no numbers.
+      StructureError: the column does not hold numbers.
     """
     kind = schema.field(column).type
     found = _row_type(kind, text_bytes, times)
@@ -139,7 +138,7 @@ def _row_type(kind: Any, text_bytes: int | None, times: bool) -> tuple[Shape, np
 
 
 def is_time(kind: Any) -> bool:
-    """Whether values are times, dates or durations, each a count of a unit."""
+    """Whether values are times, dates or durations, each of which is a count of a unit."""
     import pyarrow.types as types
 
     return bool(types.is_temporal(kind)) and not types.is_interval(kind)
@@ -168,17 +167,17 @@ def is_tensor(kind: Any) -> bool:
 
 
 def axes_order(kind: Any) -> list[int] | None:
-    """Which axis of the memory of a tensor each of its axes is; None if that is unknown.
+    """The axis in memory of each axis of a tensor; None if that is ambiguous.
 
-    Of permutations that are not their own inverse pyarrow writes and reads others than Arrow's
-    specification says.
+    For permutations that are not their own inverse, pyarrow deviates from Arrow's specification,
+    which has the inverse.
     """
     order = list(kind.permutation or range(len(kind.shape)))
     return order if all(order[order[axis]] == axis for axis in order) else None
 
 
 def agree(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> bool:
-    """Whether rows of two columns can be of one array."""
+    """Whether two columns can be parts of one array."""
     (shape, dtype), (other_shape, other_dtype) = first, other
     return (
         dtype == other_dtype

@@ -1,4 +1,4 @@
-"""Results by key on disk: what `reduce_by_key` gives where the keys are not known beforehand."""
+"""Results by key on disk: the result of `reduce_by_key` if the keys are not known in advance."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.sources.arrays.npy_source import Part, PartFiles
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
+from beamjax.storage import files
 
 MANIFEST = "keys.json"
 VERSION = 2
 
 
 class KeyedTable(PartFiles):
-    """A key and what its members were reduced to, in a row each, in files of .npy.
+    """Rows of a key and the reduction of its members, in .npy files.
 
     Made by `beamjax.run` of a program that returns `reduce_by_key(x, keys)` without a number of
-    keys, or by `open_keyed`. It is a `Source` of `{"key": int[], "value": tree}`, so that another
-    program takes the rows as its members. They are in the order of the files, not of the keys.
+    keys, or by `open_keyed`. It is a `Source` of `{"key": int[], "value": tree}`, so another
+    program can take the rows as its members. They are in the order of the files, not of the keys.
 
     Attributes:
-      folder: of the files.
+      folder: the folder of the files.
     """
 
     @property
@@ -56,9 +57,7 @@ class KeyedTable(PartFiles):
 
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
-        for path in self.files:
-            Path(path).unlink(missing_ok=True)
-        Path(self.folder, MANIFEST).unlink(missing_ok=True)
+        files.remove_files(self.folder, [*self.files, MANIFEST])
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)
 
@@ -66,7 +65,7 @@ class KeyedTable(PartFiles):
 def write_keyed(
     folder: str, parts: list[Part], leaves: list[LeafSpec], treedef: PyTreeDef
 ) -> KeyedTable:
-    """Lists the files of a table, and opens it.
+    """Writes the list of the files of a table, and opens it.
 
     Returns:
       The table.
@@ -84,25 +83,24 @@ def write_keyed(
     }
     path = os.path.join(folder, MANIFEST)
     try:
-        Path(f"{path}.tmp").write_text(json.dumps(record), encoding="utf-8")
-        os.replace(f"{path}.tmp", path)
+        files.write(path, json.dumps(record).encode())
     except OSError as error:
         raise SourceError(f"{path}: cannot write the list of a table ({error}).") from error
     return KeyedTable(folder, parts, leaves, treedef)
 
 
 def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
-    """The handle to results by key on disk, in any process.
+    """Opens a table of results by key, in any process.
 
     Args:
-      folder: of the table, a local path: `table.folder`.
+      folder: the folder of the table, a local path: `table.folder`.
 
     Returns:
       The table, a `Source` of rows `{"key": int[], "value": tree}`.
 
     Raises:
-      SourceError: there is none.
-      ArrayFormatError: what is there is not what was written.
+      SourceError: there is no table.
+      ArrayFormatError: its list of files is damaged.
     """  # noqa: DOC501
     from beamjax.storage.treedefs import tree_from_json
 

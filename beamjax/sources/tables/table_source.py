@@ -24,6 +24,7 @@ from beamjax.sources.source_base import (
     Positive,
     PyTreeDef,
     describe_source,
+    first_of,
     natural,
     starts_of,
 )
@@ -269,8 +270,7 @@ class TableSource(BlockSource):
         return not any(is_url(file.file.path) for file in self._files)
 
     def describe(self) -> str:
-        more = f" and {len(self._files) - 1} more" if len(self._files) > 1 else ""
-        return describe_source(self, f"in {self._files[0].file.path}{more}")
+        return describe_source(self, f"in {first_of([file.file.path for file in self._files])}")
 
     def identity(self) -> tuple[Any, list[str]]:
         return self.to_spec() | {"files": None}, [file.file.path for file in self._files]
@@ -331,9 +331,8 @@ def from_tables(
     files = [file for file, _ in heads]
     filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
     if not filled:
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise PlacementError(
-            f"placed input ({found[0]}{more}): found 0 members, expected at least one."
+            f"placed input ({first_of(found)}): found 0 members, expected at least one."
         )
     ragged: list[str] = []
     if buckets is not None:
