@@ -407,7 +407,7 @@ def test_what_is_no_function_of_chunks():
     for error, message, *args in [
         (StructureError, "found a generator, expected a function", (x for x in [np.ones(3)])),
         (SourceError, "the same iterator", lambda: once),
-        (SourceError, "gives a int, expected an iterable", lambda: 3),
+        (SourceError, "returns a int, expected an iterable", lambda: 3),
         (SourceError, "no chunk with a row", lambda: [np.ones((0, 3))]),
         (StructureError, "without leaves", list, {}),
         (StructureError, "member.*found 3", list, 3),
