@@ -1,1 +1,1 @@
-"""The work of workers: DoFns, CombineFns, and how their errors travel."""
+"""The work of workers: DoFns, CombineFns, and the errors that they report."""

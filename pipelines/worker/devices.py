@@ -1,8 +1,8 @@
-"""Jobs distributed over the devices of a worker in turn, their results in order.
+"""Distributes jobs over the devices of a worker, and returns their results in order.
 
-An accelerator has one thread, for all bundles of this process: it computes one job at a time, so
-that one job has to fit into its memory, and others wait for it with what they read. On a CPU each
-bundle has a thread of its own, where that pays, so that it reads and adds up while it computes.
+An accelerator has one thread for all bundles of the process. It computes one job at a time, so only
+one job has to fit into the memory of the device; other jobs wait in host memory. On a CPU, a bundle
+gets its own threads where that is faster, and reads and adds up while they compute.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.runtime.ordered_pool import OrderedResults, Workers
 
 AHEAD = 2
-"""Jobs that a device has at most: one that it computes, and others that wait."""
+"""Largest number of jobs for each device: one that it computes, and others that wait."""
 
 T = TypeVar("T")
 
 
 class DeviceExecutor(Generic[T]):
-    """Runs jobs for devices.
+    """Runs jobs in the threads of devices.
 
     Args:
-      devices: one or more; None stands for the thread that adds the jobs, for any number of them.
-        Other threads have its settings of JAX.
+      devices: one or more keys of threads. None stands for the calling thread, which then computes
+        a job at once. Other threads get its JAX settings.
     """
 
     def __init__(self, devices: Sequence[Hashable | None]):
@@ -37,13 +37,13 @@ class DeviceExecutor(Generic[T]):
         self._results: OrderedResults[T] = OrderedResults(AHEAD * len(self.devices))
 
     def add(self, job: Callable[[int], T]) -> Iterator[T]:
-        """Takes a job, a function of the index of a device.
+        """Adds a job, a function of the index of a device.
 
         Yields:
-          The results of jobs that were added first, until few enough are left to wait.
+          The results of the oldest jobs, until fewer than `AHEAD` for each device are left.
 
         Raises:
-          Exception: whatever a job raises.
+          Exception: the error of a job.
         """
         index = next(self._turns)
         device = self.devices[index]
@@ -54,18 +54,19 @@ class DeviceExecutor(Generic[T]):
         yield from self._results.add(_thread(device).submit(call))
 
     def rest(self) -> Iterator[T]:
-        """The results of all jobs that are left; raises what they raise."""
+        """The results of all jobs that are left; raises their errors."""
         yield from self._results.rest()
 
     def cancel(self) -> None:
-        """Forgets all jobs; those that have not started never will."""
+        """Forgets all jobs. Jobs that no thread has started are cancelled."""
         self._results.cancel()
 
 
 class CpuTurn:
-    """Names a thread for the jobs of a bundle on a CPU: no other has it as long as this lives."""
+    """The key of a CPU thread that no other bundle uses as long as this object exists."""
 
     def __init__(self) -> None:
+        # The lowest free number, so threads are reused by later bundles.
         with _lock:
             number = next(n for n in itertools.count() if n not in _turns)
             _turns.add(number)
@@ -74,9 +75,10 @@ class CpuTurn:
 
 
 _turns: set[int] = set()
-
+"""The numbers of the threads that bundles use."""
 
 _threads: dict[Hashable, Workers] = {}
+"""The threads by key. They are never ended, as the next bundle uses them again."""
 _lock = threading.Lock()
 
 

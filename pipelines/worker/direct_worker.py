@@ -1,4 +1,4 @@
-"""A worker process of Beam's in-memory runner, which ends when the launcher does."""
+"""A worker process of Beam's in-memory runner, which ends when its launcher ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def end_with(launcher: int) -> None:
-    """Ends this process, in a while, once it is not a child of this process any more."""
+    """Ends this process soon after its parent, the launcher with this pid, has ended."""
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -22,8 +22,9 @@ def end_with(launcher: int) -> None:
 
 
 def main() -> None:
-    """Runs Beam's worker; the argument is the number of the launching process."""
+    """Runs Beam's worker; the argument is the pid of the launcher."""
     end_with(int(sys.argv[1]))
+    # After the watch has started: importing Beam takes seconds.
     from beamjax._beam_compat import sdk_worker_main
 
     sdk_worker_main([])

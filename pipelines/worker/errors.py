@@ -1,7 +1,7 @@
-"""Errors of workers, on runners that lose their types: records in the store.
+"""Passes errors of workers to the launching process, on runners that lose the types of errors.
 
-A worker records an error before it raises it. If the pipeline fails, the launching process looks
-for such records, and raises the first of them, whatever the runner says.
+A worker writes a record of an error to the store before it raises it. If the pipeline fails, the
+launching process looks for such records, and raises the first error, whatever the runner reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OFTEN = 3
 
 
 def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a DoFn, a generator or not, that leaves a record of its errors in the store."""
+    """Makes a method of a DoFn, generator or not, leave records of its errors in the store."""
 
     @functools.wraps(method)
     def generating(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -59,32 +59,31 @@ def _record_for(fn: Any, error: Exception) -> None:
 
 
 def record_error(store: Store, error: Exception, step: Any = None) -> None:
-    """Writes a record of an error; if that is not possible, the error itself is what counts.
+    """Writes a record of an error. Errors of writing it are ignored.
 
     Args:
-      store: where to.
-      error: as it is about to be raised.
-      step: of the plan, for errors that don't know theirs.
+      store: the store to write to.
+      error: the error, which the caller raises afterwards.
+      step: the step of the plan, for errors that do not name theirs.
     """
     record = records.error_record(error, getattr(step, "name", ""))
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a full disk must not hide the error itself
         store.write(f"{_STEM}{uuid.uuid4().hex}{records.SUFFIX}", records.encode(record))
 
 
 def recorded_error(store: Store) -> BeamjaxError | None:
-    """The first error that a worker left a record of; None if there is no record that can be read.
+    """The first error that a worker has recorded; None if there is no readable record.
 
-    Its `failure.others` counts the others, and its message says so.
+    Its `failure.others` is the number of other errors, which its message states as well.
     """
     return _first([_read(store, name) for name in _names(store)])
 
 
 class RepeatedError:
-    """Looks for a shard that fails repeatedly, so that a run does not wait until the runner gives
-    up.
+    """Looks for a shard that fails repeatedly, so a run ends before the runner stops retrying.
 
     Args:
-      store: of the run.
+      store: the store of the run.
     """
 
     def __init__(self, store: Store):
@@ -94,7 +93,7 @@ class RepeatedError:
         self._found: dict[str, BeamjaxError | None] = {}
 
     def __call__(self) -> BeamjaxError | None:
-        """The first error, if a shard, or a step without shards, failed often enough."""
+        """The first error, if a shard, or a step without shards, failed `OFTEN` times."""
         if time.monotonic() - self._looked < self._every:
             return None
         self._looked = time.monotonic()
@@ -145,17 +144,17 @@ def own_errors(
     here: bool,
     lost: Callable[[], BeamjaxError | None] = lambda: None,
 ) -> Iterator[None]:
-    """Makes errors of beamjax again of those that a runner raises.
+    """A context that replaces errors of a runner by the errors that workers raised.
 
     Args:
-      store: where workers leave records.
-      runner: its name, for messages.
-      steps: names of those in the pipeline, for messages.
-      here: whether workers are threads of this process, and errors have their causes.
-      lost: looks for a worker process that died before it could leave a record.
+      store: the store with the records of errors.
+      runner: the name of the runner, for messages.
+      steps: the names of the steps in the pipeline, for messages.
+      here: whether workers are threads of this process, so the error has its real cause.
+      lost: looks for a worker process that died before it could write a record.
 
     Raises:
-      BeamjaxError: of the type that was raised on the worker.
+      BeamjaxError: an error of the type that was raised on the worker.
       WorkerError: the runner failed for an unknown reason.
     """
     try:
@@ -170,6 +169,7 @@ def own_errors(
         died = lost()
         if died is not None:
             raise died from error
+        # Without a record, the runner's message may have the text of the traceback.
         raised = _RAISED.search(str(error))
         kind = getattr(errors, raised[1], None) if raised else None
         if raised is not None and kind is not None:
@@ -190,14 +190,14 @@ _WHILE = re.compile(r"((?:(?!\\n).)*?) ?\[while running '(.+?)'\]")
 
 @contextlib.contextmanager
 def transform_errors(where: str, own: str) -> Iterator[None]:
-    """Names the transform of a user's own pipeline that fails.
+    """A context that replaces the error of a user's transform by one that names the transform.
 
     Args:
       where: what the user called, for the message.
-      own: how the labels of beamjax's own transforms begin.
+      own: the prefix of the labels of beamjax's own transforms.
 
     Raises:
-      WorkerError: a transform of the user failed; its cause is the error that the runner raised.
+      WorkerError: a transform of the user failed. Its cause is the error that the runner raised.
     """
     try:
         yield

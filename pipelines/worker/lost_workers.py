@@ -1,4 +1,8 @@
-"""Finds what a worker process was doing when it died, from the file that it left."""
+"""Finds out what a worker process was doing when it died, from the file that it left.
+
+Each worker process on this machine has a file in the store that says what its threads are doing
+(`telemetry.working_files`). A dead process whose file does not say that it ended normally was lost.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,9 @@ from beamjax.telemetry.watchdog import WorkTable, placed_error
 from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
 
 MAX_TABLES = 64
+"""Runs whose tables a process holds. A pool of workers serves many runs."""
 MAX_TRACE = 16_000
-"""Bytes that are read of the stack trace of a crash."""
+"""Largest number of bytes that are read of the stack trace of a crash."""
 _TRACE_LINES = 8
 _CRASH = "crash-"
 
@@ -42,8 +47,8 @@ def table_of(store: Store, here: bool) -> WorkTable:
 
     Args:
       store: the store of the run.
-      here: whether this process has launched the run, and so sees the table itself. Any other
-        process writes a file into the store, and ends itself if something takes too long.
+      here: whether this process has launched the run and so sees the table itself. Any other
+        process also writes a file to the store, and ends itself if its work takes too long.
     """
     with _lock:
         if store.root not in _tables:
@@ -60,7 +65,9 @@ def _make_table(store: Store, here: bool) -> WorkTable:
 
     def end_process(error: BeamjaxError) -> None:
         record_error(store, error)
-        os._exit(1)  # The runner notices the dead worker, and some runners retry.
+        # A thread that hangs in native code can't be stopped. The runner notices the dead worker,
+        # and some runners retry.
+        os._exit(1)
 
     table = WorkTable(folder, end_process)
     if table.has_file:
@@ -70,18 +77,19 @@ def _make_table(store: Store, here: bool) -> WorkTable:
 
 @atexit.register
 def _leave() -> None:
+    """Records a normal end, so that this process does not count as lost."""
     for table in list(_tables.values()):
         table.leave()
 
 
-_trace: Any = None
+_trace: Any = None  # the open file of `faulthandler`
 
 
 def _trace_crashes(folder: str) -> None:
-    """Makes Python write its stack into the folder of the latest run if native code crashes."""
+    """Makes Python write its stack to the folder of the latest run if native code crashes."""
     global _trace
     if faulthandler.is_enabled() and _trace is None:
-        return  # the user has enabled it
+        return  # the user has enabled it, for a file of their own
     with contextlib.suppress(OSError):
         path = os.path.join(folder, f"{_CRASH}{os.getpid()}")
         former, _trace = _trace, open(path, "w")  # noqa: SIM115
@@ -94,11 +102,11 @@ def _trace_crashes(folder: str) -> None:
 
 
 def begin_pipeline(store: Store, here: bool) -> None:
-    """Asks workers to record what they do, and removes the records of dead ones.
+    """Asks workers to record what they do, and removes the files of dead workers.
 
     Args:
       store: the store of the run.
-      here: whether workers are threads of this process, which need no file.
+      here: whether workers are threads of this process, which need no files.
     """
     with _lock:
         _tables.pop(store.root, None)
@@ -110,14 +118,14 @@ def begin_pipeline(store: Store, here: bool) -> None:
 
 
 def end_pipeline(store: Store) -> None:
-    """Stops threads of this process that still work when a pipeline is over."""
+    """Stops threads of this process that still work after a pipeline has ended."""
     table = _tables.get(store.root)
     if table is not None:
         table.give_up()
 
 
 def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
-    """The error of a worker process on this machine that died while it worked; None if none did.
+    """The error of a worker process on this machine that was lost; None if none was.
 
     Args:
       store: the store of the run.
@@ -126,7 +134,7 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
     found = _lost(store)
     if not found:
         return None
-    # A runner that retries has given up after the last death.
+    # The last one: after its death, a runner that retries has given up.
     working = max(found, key=lambda working: max((e.since for e in working.entries), default=0))
     trace = _read_trace(store, working)
     error = _error_of(working, trace, steps)
@@ -143,13 +151,13 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
 
 
 class Look:
-    """Looks at the workers of a pipeline while it runs, see `waiting.Look`.
+    """Checks the workers of a running pipeline, see `launch.Look`.
 
     Args:
       store: the store of the run.
       steps: the steps of the pipeline.
-      keeps: whether one dead worker process is an error, since the runner starts no other; else
-        several that died at one shard are.
+      keeps: whether the runner keeps its first workers, and does not replace dead ones. One dead
+        worker is then an error; otherwise `OFTEN` deaths at the same shard are.
     """
 
     def __init__(self, store: Store, steps: Sequence[Step], keeps: bool):
@@ -170,13 +178,13 @@ class Look:
         if not self.keeps:
             return lost_worker(self.store, self.steps) if _deaths(self.store) >= OFTEN else None
         found = lost_worker(self.store, self.steps)
-        # Only at the second look, so that a runner that notices the death can end in its own way.
+        # Only at the second look, so that a runner that notices the death can report it first.
         lost, self._lost = self._lost, found is not None
         return found if lost else None
 
 
 def end_workers(store: Store) -> None:
-    """Kills the worker processes that this process has started and that have files in the store."""
+    """Kills the worker processes with files in the store that descend from this process."""
     for _, working in _processes(store):
         pid = working.process["pid"]
         if process_ids.is_alive(working.process) and process_ids.descends(pid):
@@ -212,7 +220,7 @@ def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
 
 
 def _read_trace(store: Store, working: WorkingProcess) -> str:
-    """The stack that Python wrote when a process crashed; "" if it did not."""
+    """The stack that Python wrote when a process crashed; "" if there is none."""
     path = os.path.join(store.root, f"{_CRASH}{working.process['pid']}")
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read(MAX_TRACE).decode(errors="replace")
@@ -232,8 +240,8 @@ def _error_of(working: WorkingProcess, trace: str, steps: Sequence[Step]) -> Bea
         text += ": " + "\n".join(_crashed_thread(trace).splitlines()[:_TRACE_LINES])
     else:
         text += (
-            ", as one does that is killed. Out of memory is the usual reason: the log of the "
-            "system says so then, and a smaller shard_size or fewer workers help"
+            ", as a killed process does. The usual reason is lack of memory: the system log then "
+            "says so, and a smaller shard_size or fewer workers help"
         )
     if entry is None:
         return WorkerError(text)
@@ -259,13 +267,13 @@ _CURRENT = re.compile(r"(?s)^(Fatal[^\n]*)?.*?^Current thread (0x[0-9a-f]+)[^\n]
 
 
 def _crashed_thread(trace: str) -> str:
-    """The reason of a crash, and the stack of the thread that crashed if Python knows it."""
+    """The reason of a crash, and the stack of the crashed thread if Python knows it."""
     found = _CURRENT.search(trace)
     return trace if found is None else f"{found[1] or 'a fatal error'}\n{found[3]}"
 
 
 def _culprit(entries: Sequence[WorkEntry], trace: str) -> WorkEntry | None:
-    """The work of the thread that crashed; if it is not known, the work that began first."""
+    """The work of the thread that crashed, or if it is unknown, the work that began first."""
     found = _CURRENT.search(trace)
     if found is not None:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""The DoFns that compute: a pass over shards, and a step on the server."""
+"""The DoFns that compute: `MapShards` for a pass over shards, `RunServer` for a server step."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DROPPED = "dropped"
 
 
 def combined(number: int) -> str:
-    """The tag of the partials of a combine."""
+    """The output tag of the partials of a combine."""
     return f"combined_{number}"
 
 
 class Ranges(StepFn):
-    """One element to ranges (first, last) of shard numbers, `width` shards each."""
+    """From one element to ranges [first, last) of shard numbers, of `width` shards each."""
 
     yields = typehints.Tuple[int, int]
 
@@ -58,22 +58,23 @@ class Ranges(StepFn):
 
 
 class MapShards(ComputeFn):
-    """One pass over shards: reads, computes, and reduces what one bundle holds.
+    """A pass over shards: reads and computes shards, and reduces the results within each bundle.
 
-    Elements are pairs (first, last) of shard numbers, or `MemberBlock`s that carry placed values of
-    earlier passes. Blocks with the results go out as the main output, partials of buffers as
-    `PARTIALS`, those of combine number i as `combined(i)`, and members that are dropped as
-    `DROPPED`. A worker with several devices distributes shards over them; what comes out, and in
-    which order, is the same.
+    Elements are ranges [first, last) of shard numbers, or `MemberBlock`s with placed values of
+    earlier passes. The main output has blocks with the placed results. The partials of buffers have
+    the tag `PARTIALS`, those of combine number i the tag `combined(i)`, and the dropped members the
+    tag `DROPPED`. A worker with several devices distributes shards over them; the outputs and their
+    order do not depend on that.
 
     Args:
-      task: with a `Map` as its step.
+      task: the task, whose step is a `Map`.
       sources: the placed inputs that are read here.
-      scattered: server values that are read by shards: name and member axis by placed name.
-      carried: names of placed values that go on in the blocks.
-      mode: of the accumulators, "exact" or "fast".
-      drop_limit: the share of the members that may be dropped.
-      whole: whether each shard is one block, as a later pass needs it.
+      scattered: server values that are read by shards: the name of the server value and the axis
+        of its members, by the name of the placed value.
+      carried: the names of operands that later passes need too, which are added to the blocks.
+      mode: the mode of the accumulators, "exact" or "fast".
+      drop_limit: the fraction of the members that may be dropped.
+      whole: whether a block must hold a whole shard, since a later pass computes on blocks.
     """
 
     yields = MemberBlock
@@ -95,7 +96,7 @@ class MapShards(ComputeFn):
         self.mode = mode
         self.drop_limit = drop_limit
         self.whole = whole
-        # Chosen where the graph is made, as is what merges its partials.
+        # Decided where the graph is built, as is the DoFn that merges the partials.
         self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
@@ -109,7 +110,7 @@ class MapShards(ComputeFn):
         self.letters = DeadLetters(self.drop_limit)
 
     def start_bundle(self) -> None:
-        """Forgets what belongs to another bundle, one that failed included."""
+        """Resets the state of a bundle, also after a bundle that failed."""
         if self.executor is not None:
             self.executor.cancel()
         self.executor = None
@@ -117,7 +118,7 @@ class MapShards(ComputeFn):
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[ValueRange, Any] | None = None
-        self.wide: LargeBuffers | None = None
+        self.large: LargeBuffers | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
@@ -151,7 +152,7 @@ class MapShards(ComputeFn):
                 yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
-        """Sends the last blocks and the partials of the bundle."""
+        """Emits the last blocks and the partials of the bundle."""
         for done in self.executor.rest() if self.executor else ():
             for made in self._finish(done):
                 if isinstance(made, beam.pvalue.TaggedOutput):
@@ -163,26 +164,27 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 partial = key_of(piece), send(self.task.store, accumulator)
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
-        if self.wide is not None:
+        if self.large is not None:
             with self.moving.measured():
-                sent = list(terms_of_bundle(self.wide, self.task.store, self.provenance))
+                sent = list(terms_of_bundle(self.large, self.task.store, self.provenance))
             for partial in sent:
                 yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             with self.moving.measured():
                 environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.wide, self.trees, self.turns = None, None, [], []
+        self.accumulators, self.large, self.trees, self.turns = None, None, [], []
         self.metrics.add(self.spent + self.moving.take())
         if self.recorder is not None:
             self.recorder.flush()
 
     def _choose_thread(self) -> None:
-        """Moves the computation of shards to other threads once shard times show that this pays."""
+        """Moves computing to other threads when shard times show that this is faster."""
         assert self.executor is not None
         alone = self.executor.devices == (None,) and not self.execute[0].calls_back
         body = self.task.step.body
         if alone and shard_times.pays_in_bundle(body):
+            # The old executor has no jobs left: its thread has computed them at once.
             count = shard_times.threads_in_bundle(body, self.task.threads)
             self.turns = [CpuTurn() for _ in range(count)]
             self.executor = DeviceExecutor([turn.device for turn in self.turns])
@@ -199,10 +201,10 @@ class MapShards(ComputeFn):
         arrays = [operands[name] for name in self.task.step.operands]
         begun = time.process_time()
         with self.task.at_work("computing", shard), with_settings(self.task.debugging):
-            # The threads of a CPU share its executor.
+            # All threads of a CPU share its one executor.
             found = self.execute[device % len(self.execute)](shard, arrays, lost)
         meter.lap("compute")
-        if not self.turns:
+        if not self.turns:  # `process_time` counts all threads, so only while there is one
             shard_times.learn(self.task.step.body, meter, begun)
         return _Done(shard, operands, meter, found)
 
@@ -255,10 +257,10 @@ class MapShards(ComputeFn):
     def _add(self, shard: Shard, found: Computed) -> None:
         buffers = self.task.step.buffers
         if self.in_files:
-            if self.wide is None:
-                self.wide = LargeBuffers(self.task.step, self.mode, scratch_of(self.task.store))
+            if self.large is None:
+                self.large = LargeBuffers(self.task.step, self.mode, scratch_of(self.task.store))
             with self.task.at_work("merging", shard):
-                self.wide.add(shard.index, found.partials[: len(buffers)], found.left_out)
+                self.large.add(shard.index, found.partials[: len(buffers)], found.left_out)
             self.accumulators = {}
         if self.accumulators is None:
             self.accumulators = {
@@ -277,7 +279,7 @@ class MapShards(ComputeFn):
 
 
 def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
-    """The devices to distribute shards over; one CPU computes in the thread of the bundle."""
+    """The devices to distribute shards over. A single CPU computes in the thread of the bundle."""
     first = executors[0]
     alone = len(executors) == 1 and (first.calls_back or not first.copies)
     return [None if alone else execute.device for execute in executors]
@@ -285,7 +287,7 @@ def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Done:
-    """A shard that was computed."""
+    """A computed shard."""
 
     shard: Shard
     operands: Mapping[str, np.ndarray]
@@ -301,7 +303,7 @@ def _windowed(value: Any) -> WindowedValue:
 class RunServer(ComputeFn):
     """Runs a `Server` step, once: from the server values of earlier steps to its outputs.
 
-    The element is an `Environment` of them, or says nothing where the step needs none.
+    The element is an `Environment` with such values. If the step needs none, it has no meaning.
     """
 
     yields = Environment

@@ -1,4 +1,4 @@
-"""How partials of shards become server values: merged in pieces of bounded size, in any order."""
+"""Merges partials of shards to server values, by ranges of bounded size and in any order."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ from beamjax.telemetry.meters import Reports
 
 
 class AccumulatorCoder(Coder):
-    """Coder of what `MergeAccumulators` holds: None, a live accumulator, or its bytes.
+    """Coder of the accumulators of `MergeAccumulators`: None, an `Accumulator`, or its bytes.
 
     Args:
-      store: where large accumulators go, so that no element is large; None encodes them whole.
+      store: the store that large accumulators are written to, so that no element is large; None
+        encodes all of them as elements.
     """
 
     def __init__(self, store: Store | None = None):
@@ -68,14 +69,15 @@ class AccumulatorCoder(Coder):
 
 
 class MergeAccumulators(beam.CombineFn):
-    """Merges encoded accumulators of one piece.
+    """Merges encoded accumulators of one range of a buffer.
 
-    An accumulator of the CombineFn is None, a live accumulator, or its bytes.
+    The accumulator of this CombineFn is None, an `Accumulator`, or its bytes. A single input stays
+    bytes, so it is not decoded and encoded for nothing.
 
     Args:
-      step: that it is a part of.
-      reports: where the job reads the seconds that it takes; None if nothing does.
-      store: where large accumulators are on their way; None if all travel as elements.
+      step: the name of the pass.
+      reports: for the seconds that it takes; None for no reports.
+      store: the store that large accumulators are written to; None if all travel as elements.
     """
 
     def __init__(self, step: str, reports: Reports | None = None, store: Store | None = None):
@@ -108,13 +110,13 @@ class MergeAccumulators(beam.CombineFn):
         return self._reported(accumulator)
 
     def _reported(self, accumulator: Any) -> bytes:
-        """The bytes of an accumulator; its seconds are reported to Beam."""
+        """The bytes of an accumulator. Reports the measured seconds to Beam."""
         if isinstance(accumulator, bytes):
             encoded = accumulator
         else:
             with self.times.measured(), transferring():
                 encoded = _encoded(accumulator, self.store)
-        self.times.tell_beam()
+        self.times.report_to_beam()
         return encoded
 
     def _merge(self, accumulator: Any, other: Any) -> Any:
@@ -123,16 +125,16 @@ class MergeAccumulators(beam.CombineFn):
         if accumulator is None:
             return other
         with self.times.measured():
-            live = _live(accumulator, self.store)
-            live.merge(_live(other, self.store))
-        return live
+            merged = _decoded(accumulator, self.store)
+            merged.merge(_decoded(other, self.store))
+        return merged
 
 
 class AssignGroups(StepFn):
-    """Assigns the partials of each key to groups, whose keys are `key|group`.
+    """Assigns the partials of each key to groups, which have the keys `key|group`.
 
-    Beam's own `with_hot_key_fanout` has no coder for what goes between its two merges and pickles
-    whole accumulators, of any size.
+    This is the first half of `with_hot_key_fanout`. Beam's own has no coder for the accumulators
+    between its two merges, and pickles them whole, whatever their size.
     """
 
     yields = typehints.KV[str, bytes]
@@ -141,7 +143,7 @@ class AssignGroups(StepFn):
         self.groups = groups
 
     def start_bundle(self) -> None:
-        """Starts with a random group, as most bundles have one partial of each key."""
+        """Chooses a random first group, since most bundles have one partial of each key."""
         self.next = int(np.random.default_rng().integers(self.groups))
 
     def process(self, element: tuple[str, bytes]) -> Iterator[tuple[str, bytes]]:
@@ -151,7 +153,7 @@ class AssignGroups(StepFn):
 
 
 class MergeGroup(StepFn):
-    """The accumulators of a group to one, for the last merge of the key."""
+    """From the accumulators of a group to one, for the last merge of the key."""
 
     yields = typehints.KV[str, bytes]
 
@@ -164,7 +166,7 @@ class MergeGroup(StepFn):
         yield key, self.merging.extract_output(merged)
 
 
-def _live(accumulator: Any, store: Store | None) -> Any:
+def _decoded(accumulator: Any, store: Store | None) -> Any:
     if not isinstance(accumulator, bytes):
         return accumulator
     with transferring():
@@ -172,9 +174,10 @@ def _live(accumulator: Any, store: Store | None) -> Any:
 
 
 class FinishPieces(StepFn):
-    """Merged accumulators to the values of the reductions.
+    """From merged accumulators to the values of the reductions.
 
-    If the step has one piece, this gives all its results; else each comes in parts, `name|offset`.
+    If the buffers of the step are one range, the outputs are whole results; otherwise parts, named
+    `name|offset`.
     """
 
     yields = Environment
@@ -190,7 +193,7 @@ class FinishPieces(StepFn):
         plan, step = plan_with_size(self.task, served), self.task.step
         buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
         with self.times.measured():
-            accumulator = _live(data, self.task.store)
+            accumulator = _decoded(data, self.task.store)
             provenance = self.task.accept(accumulator.provenance)
             found = finish_buffer(plan, step, buffer, accumulator, where)
             values = {}
@@ -204,12 +207,12 @@ class FinishPieces(StepFn):
         yield Environment(values, provenance)
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()
 
 
 def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
-    """The plan of a pass, with the number of members also where it is found in the pipeline."""
+    """The plan of a pass, with the number of its members, which the pipeline may have counted."""
     plan, placement = task.plan, task.step.placement
     if plan.sizes[placement] is not None:
         return plan
@@ -218,11 +221,11 @@ def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
 
 
 class FinishCombine(ComputeFn):
-    """Partials of bundles to the results of a combine, in one place, in any order.
+    """From the partials of all bundles, in any order, to the results of a combine.
 
     Args:
-      task: the pass.
-      number: of the combine in it.
+      task: the task of the pass.
+      number: the index of the combine in it.
     """
 
     yields = Environment
@@ -255,25 +258,30 @@ class FinishCombine(ComputeFn):
         yield Environment(refs, provenance)
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()
 
 
 def partials_of_tree(
     tree: DyadicTree[list[np.ndarray]], store: Store, provenance: Provenance
 ) -> Environment:
-    """What a bundle sends of a combine: its ranges of shards, named `level|index`."""
+    """The partials of a bundle for a combine: nodes of its tree, named `level|index`."""
     nodes = tree.in_order()
     refs = {f"{level}|{i}": store.put(arrays, "partial") for level, i, arrays in nodes}
     return Environment(refs, provenance)
 
 
 class Assemble(StepFn):
-    """Parts of values, named `name|offset`, to whole server values.
+    """From parts of values, named `name|offset`, to whole server values.
+
+    Parts are consecutive along their first axis. If a bundle was retried, a part may be there
+    twice; either is used, as they are equal.
 
     Args:
-      types: of the whole values, by name. Parts follow one another along their first axis.
-      axes: where that axis goes in the whole value, by name. Other values have flat parts.
+      store: the store with the parts.
+      types: the types of the whole values, by name.
+      axes: the axis of the whole value that is the first axis of its parts, by name. Values that
+        are not listed have flat parts.
     """
 
     yields = Environment
@@ -295,6 +303,7 @@ class Assemble(StepFn):
         for name, refs in parts.items():
             value = self.types[name]
             in_order = [refs[offset] for offset in sorted(refs)]
+            # Parts in files need not be read: a reference to all files stands for the whole value.
             held = any(map(self.store.is_held, in_order))
             if not self.axes.get(name) and not held and all(r.kind == "file" for r in in_order):
                 whole[name] = self.store.joined(in_order, value.shape, np.dtype(value.dtype))
@@ -310,7 +319,7 @@ class Assemble(StepFn):
 
 
 class PartsOfBlocks(StepFn):
-    """The members of the placed value of a `Gather` in each block, as parts to be assembled."""
+    """From blocks to parts of the result of a `Gather`, for `Assemble`."""
 
     yields = Environment
 
@@ -326,18 +335,18 @@ class PartsOfBlocks(StepFn):
         yield Environment({f"{self.step.result}|{block.start}": ref}, block.provenance)
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()
 
 
 class PartsOfSource(StepFn):
-    """The same of an input, which is read here; elements are ranges of shards.
+    """From ranges of shards to parts of the result of a `Gather` of an input, for `Assemble`.
 
     Args:
-      store: where the parts go.
-      sources: the one that has the operand.
+      store: the store that parts are written to.
+      sources: the source of the operand.
       step: the `Gather`.
-      shards: of the placement of its operand.
+      shards: the shards of the placement of its operand.
     """
 
     yields = Environment
@@ -362,12 +371,12 @@ class PartsOfSource(StepFn):
             yield Environment({f"{step.result}|{shard.start}": ref})
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays along their first axis, where JAX takes them without a copy."""
+    """Concatenates arrays along their first axis, with an alignment that JAX needs no copy for."""
     first = arrays[0]
     room = aligned.empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
     return np.concatenate(arrays, out=room)
@@ -381,11 +390,14 @@ def _encoded(accumulator: Any, store: Store | None = None) -> bytes:
 
 
 _NAMES_BYTES = 1 << 13
-"""An upper bound of the bytes of an element that names files; a larger one is an accumulator."""
+"""Upper bound of the bytes of an element that refers to an accumulator. Larger elements are encoded
+accumulators, so `receive` need not decode their header first."""
 
 
 def send(store: Store, accumulator: Accumulator) -> bytes:
-    """The element for an accumulator; the caller must not use the accumulator afterwards.
+    """The element for an accumulator: the accumulator itself, or a reference if it is large.
+
+    The caller must not use the accumulator afterwards.
 
     Raises:
       SourceError: the store can't be written.
@@ -399,17 +411,17 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
     limit = stores.REMOTE_BYTES if files.is_url(store.root) else stores.LOCAL_BYTES
     if len(data) <= limit:
         return data
-    # A name of its own, so that no worker waits for, or removes, the file of another one.
+    # With a unique name: two workers that send equal accumulators must not share a file.
     whole = np.frombuffer(data, np.uint8)
     ref = store.put([whole], "sums", inline=False, hashed=False)
     return encode_arrays([], {"spilled": ref.to_json()})
 
 
 def receive(store: Store, element: bytes) -> Accumulator:
-    """The accumulator of an element; one in memory can be received once.
+    """The accumulator of an element of `send`. One that is in memory can be received only once.
 
     Raises:
-      SourceError: a file is gone, or can't be read.
+      SourceError: a file is missing or can't be read.
       ArrayFormatError: the element or the file is damaged.
     """
     if len(element) > _NAMES_BYTES:
@@ -434,29 +446,29 @@ def _taken(store: Store, name: str) -> Accumulator:
 
 
 MAX_OPEN = 64
-"""Partials of a section that are merged at once: each is a file that is open."""
+"""Largest number of partials of a section that are merged at once. Each is an open file."""
 
 
 def scratch_of(store: Store) -> Scratch:
-    """Where the partials of a bundle wait: beside the store, if that is a local folder."""
+    """Temporary files for the partials of a bundle: in the store if it is a local folder."""
     return Scratch(None if files.is_url(store.root) else store.root)
 
 
 def terms_of_bundle(
-    wide: LargeBuffers, store: Store, provenance: Provenance = UNKNOWN
+    large: LargeBuffers, store: Store, provenance: Provenance = UNKNOWN
 ) -> Iterator[tuple[str, bytes]]:
-    """What a bundle sends of buffers that are too large for memory."""
-    for section, terms in wide.terms():
+    """The elements that a bundle emits for buffers that are too large for memory."""
+    for section, terms in large.terms():
         terms.provenance = provenance
         yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
 
 
 class MergeSections(StepFn):
-    """What merges the terms of a section.
+    """The base of DoFns that merge the terms of a section.
 
     Args:
-      task: the pass.
-      mode: of the accumulators.
+      task: the task of the pass.
+      mode: the mode of the accumulators, "exact" or "fast".
     """
 
     def __init__(self, task: Task[Map], mode: Any):
@@ -465,28 +477,28 @@ class MergeSections(StepFn):
         self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def load(self, ref: Ref) -> np.ndarray:
-        """A partial, or an encoded accumulator."""
+        """Loads a partial, or an encoded accumulator."""
         return self.task.store.array(ref, cache=False)
 
     def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
-        """All terms of a section; those that are too many to be open at once are merged."""
+        """All terms of a section. If they are too many to be open at once, they are merged."""
         buffer, terms = self.task.step.buffers[section.buffer], Terms[Any]()
         for data in elements:
             terms += _received(data)
             if len(terms.rows) >= MAX_OPEN:
-                terms = merge_terms(section, buffer, self.mode, terms, self._array, _kept)
+                terms = merge_terms(section, buffer, self.mode, terms, self._array, _in_memory)
         return terms
 
     def _array(self, where: Ref | np.ndarray) -> np.ndarray:
         return self.load(where) if isinstance(where, Ref) else where
 
     def finish_bundle(self) -> None:
-        """Tells how long it took."""
+        """Reports the seconds of this bundle."""
         self.times.report()
 
 
 class MergeSectionGroup(MergeSections):
-    """The terms of a group, merged: what is left for the last merge."""
+    """From the terms of a group to merged terms, for the last merge of the section."""
 
     yields = typehints.KV[str, bytes]
 
@@ -503,7 +515,7 @@ class MergeSectionGroup(MergeSections):
 
 
 class FinishSections(MergeSections):
-    """The terms of a section to parts of the results, `name|offset`."""
+    """From the terms of a section to parts of the results, named `name|offset`."""
 
     yields = Environment
     whole = False
@@ -544,7 +556,8 @@ def _save(store: Store, array: np.ndarray) -> Ref:
     return store.put([array], "partial", inline=False, hashed=False)
 
 
-def _kept(array: np.ndarray) -> np.ndarray:
+def _in_memory(array: np.ndarray) -> np.ndarray:
+    """Saves nothing: the merged terms stay arrays."""
     return array
 
 

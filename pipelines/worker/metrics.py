@@ -1,4 +1,4 @@
-"""The work of a step as metrics of Beam, which every runner shows."""
+"""The work of a step as Beam metrics, which every runner shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepMetrics:
     Unlike `Progress`, they also count work that a runner repeats.
 
     Args:
-      step: name of the step; a metric is called `step/members`.
+      step: the name of the step, which metric names begin with, as in `step/members`.
     """
 
     def __init__(self, step: str):
@@ -28,7 +28,7 @@ class StepMetrics:
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in SECONDS}
 
     def add(self, bundle: Tally) -> None:
-        """The work of one bundle."""
+        """Adds the work of one bundle."""
         for name, counter in self._counters.items():
             counter.inc(getattr(bundle, name))
         for name, distribution in self._times.items():
@@ -36,15 +36,15 @@ class StepMetrics:
 
 
 class StepTimes:
-    """Seconds of a step that are not those of a shard, reported to Beam and to the job.
+    """Measures the seconds of a step outside of shards, and reports them to Beam and to the job.
 
-    The metrics have the names of those of the shards, and count in other transforms of Beam.
+    The metrics have the same names as those of `StepMetrics`, but belong to other Beam transforms.
 
     Args:
-      step: name of the step.
-      kind: what they are, "compute", "merge" or "transfer". Compiling and
-        transfers are counted apart.
-      reports: where the job reads them; None if nothing does.
+      step: the name of the step.
+      kind: the kind of work: "compute", "merge", "read" or "transfer". The parts of it that are
+        compilation and transfers are counted separately.
+      reports: the reports of the job; None for no reports to the job.
     """
 
     def __init__(self, step: str, kind: str, reports: Reports | None):
@@ -57,28 +57,28 @@ class StepTimes:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """What is done here counts."""
+        """A context whose time is measured."""
         meter = Meter(self.step, recorder_for(self.reports))
         yield
         meter.lap(self.kind)
         meter.apart()
         self.spent += meter.total
 
-    def tell_beam(self) -> None:
-        """Adds what was measured since the last time to the metrics, if it is anything."""
+    def report_to_beam(self) -> None:
+        """Adds the seconds since the last report to the metrics, if there are any."""
         spent = self.take()
         if spent != Tally():
             for name, distribution in self._times.items():
                 distribution.update(round(1000 * getattr(spent, name)))
 
     def take(self) -> Tally:
-        """What was measured since the last time, for those that report to Beam by other means."""
+        """Returns the work since the last report, and resets it; the caller reports it."""
         spent, self.spent = self.spent, Tally()
         return spent
 
     def report(self) -> None:
-        """The same, and writes the record of this process; for the end of a bundle."""
-        self.tell_beam()
+        """Reports to Beam and writes the record of this process. Called at the end of a bundle."""
+        self.report_to_beam()
         recorder = recorder_for(self.reports)
         if recorder is not None:
             recorder.flush()

@@ -1,7 +1,7 @@
-"""The description of a step for workers, and the executors that each process makes of it once.
+"""The description of a step for workers, and the executors that each process makes from it once.
 
-A DoFn is pickled by Beam, so it holds plain values only: steps as data, bodies and server values as
-references into the store, sources as specs.
+Beam pickles DoFns, so they hold plain values only: steps as data, bodies and server values as
+references into the store, and sources as specs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AnyStep = TypeVar("AnyStep", Map, Server)
 
 @dataclass(frozen=True)
 class StoredBody:
-    """A body whose bytes are in the store: its artefacts, or the program that it is made from."""
+    """A body whose bytes are in the store: its artefacts, or the program of a Python body."""
 
     body: Body
     artefacts: Mapping[str, Ref]
@@ -65,7 +65,7 @@ class StoredBody:
 
 
 def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
-    """Puts the artefacts of a body into the store; `program` is there for those that are Python."""
+    """Writes the artefacts of a body to the store; `program` is there already for Python bodies."""
     refs = {
         platform: store.put([np.frombuffer(data, np.uint8)], "body")
         for platform, data in body.artefacts.items()
@@ -78,18 +78,18 @@ def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
 
 @dataclass(frozen=True)
 class Task(Generic[AnyStep]):
-    """A step, with references to all that a worker needs for it.
+    """A step, with references to everything that a worker needs for it.
 
     Attributes:
-      plan: what the step needs of the plan: sizes, and the types of the values it reduces to.
-      step: what to do.
-      bodies: those of the step, in the store.
+      plan: the parts of the plan that the step needs: sizes, and the types of its results.
+      step: the step.
+      bodies: the bodies of the step, in the store.
       static: server values that are known before the pipeline starts.
-      store: where references lead.
-      machine: what a worker must be that computes it.
-      limit: seconds that a shard may take; None for any time.
-      debugging: settings of JAX with which it is computed, from the launching process.
-      threads: that compute the shards of a bundle on a CPU, at most.
+      store: the store with the bodies and server values.
+      machine: the requirements on a worker.
+      limit: seconds that a shard may take; None for no limit.
+      debugging: JAX's debugging settings in the launching process, which apply on workers too.
+      threads: the largest number of threads that compute the shards of a bundle on a CPU.
     """
 
     plan: Plan
@@ -110,31 +110,31 @@ class Task(Generic[AnyStep]):
         return {name: known[name] for name in names}
 
     def arrays(self, refs: Mapping[str, Ref]) -> dict[str, np.ndarray]:
-        """The server values behind references."""
+        """Loads the server values of references."""
         return {name: self.store.array(ref) for name, ref in refs.items()}
 
     @property
     def device(self) -> Any:
-        """What to compute on that is done once and not for shards; None for JAX's default."""
+        """The device for work that is not on shards; None for JAX's default."""
         return compute_device(self.machine.xla_threads)
 
     def provenance(self, served: Iterable[Environment] = ()) -> Provenance:
-        """That of what this process computes from server values of earlier steps."""
+        """The provenance of values that this process computes from those of earlier steps."""
         here = provenance_here(self.machine.xla_threads)
         return merged([here, *(environment.provenance for environment in served)])
 
     def accept(self, provenance: Provenance) -> Provenance:
-        """The provenance of a value that others can build on.
+        """Checks and returns the provenance of a value that later steps read.
 
         Raises:
-          WorkerError: it is mixed, and the run is strict.
+          WorkerError: the run is strict, and the value mixes machines with different bits.
         """
         if self.machine.strict:
             provenance.check()
         return provenance
 
     def at_work(self, doing: str, shard: Shard | None = None) -> Any:
-        """A context in which this thread does something for the step; see `Table.at`."""
+        """A context in which this thread works for the step; see `WorkTable.at`."""
         table = table_of(self.store, self.machine.is_here)
         return table.at(doing, self.step, shard, self.limit)
 
@@ -145,13 +145,13 @@ class Task(Generic[AnyStep]):
 
 
 def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, ...]:
-    """The executors of a pass, one for each device, shared by the threads of this process.
+    """The executors of a pass, one for each device, which the threads of this process share.
 
-    A CPU has one for all its threads, and so has a body that calls back to the host.
+    A CPU has one for all its threads, as has a body that calls back to the host.
 
     Args:
-      task: the pass.
-      refs: to all server values that it reads, by name.
+      task: the task of the pass.
+      refs: references to all server values that it reads, by name.
     """
     step = task.step
     machine = task.machine
@@ -179,11 +179,12 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
 
 
 def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[str, jax.Array]:
-    """Server values on a device, where they are once as long as any step has them."""
+    """Server values on a device. All executors that use a value share one copy of it."""
     found = {}
     for name, ref in refs.items():
         key = ref.key, task.plan.x64, device
 
+        # The defaults bind the values of this iteration.
         def put(ref: Ref = ref, key: Any = key) -> jax.Array:
             (value,) = task.store.get(ref)
             with with_x64(task.plan.x64), transferring():
@@ -195,20 +196,27 @@ def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[st
 
 
 _broadcasts: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
+"""Server values on devices, as long as an executor holds them."""
 _transfers: SingleFlight[jax.Array] = SingleFlight()
+"""Lets one of several threads put a value on a device, while the others wait for it."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Placed inputs as plain data: specs of the sources, and which leaf is which input."""
+    """Placed inputs as plain data.
+
+    Attributes:
+      specs: the specs of the sources.
+      where: the index of its source and the index of its leaf there, by the name of the input.
+      x64: whether the plan computes with 64-bit types.
+    """
 
     specs: tuple[dict[str, Any], ...]
     where: Mapping[str, tuple[int, int]]
     x64: bool
-    """Whether the plan computes with 64-bit types."""
 
     def open(self) -> Reader:
-        """A reader of them in this process."""
+        """Opens the sources in this process."""
         return Reader(tuple(map(open_spec, self.specs)), self.where, self.x64)
 
 
@@ -216,8 +224,10 @@ _Found = tuple[list[str], list[Any]]
 
 
 def remember_signatures(cls: type) -> None:
-    """Has Beam find the parameters of the methods of a class, and their defaults, where they are
-    remembered: it calls `_inspect_NAME` of the object that has it.
+    """Caches the parameters of the methods of a class, and their defaults, for Beam.
+
+    Beam inspects the methods of a DoFn many times for each pipeline. If an object has a method
+    `_inspect_NAME`, Beam calls that instead.
     """
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
@@ -243,10 +253,10 @@ def _asked(method: Callable[..., Any]) -> Callable[[], _Found]:
 
 
 class StepFn(beam.DoFn):
-    """A DoFn that says what it yields, and leaves a record of its errors in its store, if any.
+    """A DoFn that states its output type as `yields`, and records its errors in its store.
 
-    Beam would infer the type from the byte code of `process`, which takes longer than a small run,
-    and from annotations misreads variable arguments.
+    Otherwise Beam would infer the type from the byte code of `process`, which takes longer than a
+    small run, or from annotations, with which it misreads variable arguments.
     """
 
     yields: ClassVar[Any]
@@ -259,17 +269,17 @@ class StepFn(beam.DoFn):
         remember_signatures(cls)
 
     def default_type_hints(self) -> IOTypeHints:
-        """What Beam asks for."""
+        """The type hints that Beam uses."""
         return IOTypeHints.empty().with_output_types(self.yields)
 
 
 class ComputeFn(StepFn):
-    """A DoFn that computes with JAX; it fails when it starts where its task can't be computed."""
+    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it."""
 
     task: Task[Any]
 
     def setup(self) -> None:
-        """Starts JAX."""
+        """Checks the worker, which starts JAX, and sets the limits of its caches."""
         machine = self.task.machine
         table_of(self.task.store, machine.is_here)
         machine.check()
@@ -279,12 +289,12 @@ class ComputeFn(StepFn):
 
 @contextlib.contextmanager
 def caching_for(store: Store) -> Iterator[None]:
-    """Frees at the end what this process keeps for the further bundles of a run.
+    """A context at whose end this process frees the executors and cached values of a run.
 
-    That is its executors and server values, but for those that other runs use, too.
+    Those that other runs use as well are not freed.
 
     Args:
-      store: of the run.
+      store: the store of the run.
     """
     for cache in (_executors, _checked):
         cache.open(store.root)
@@ -300,4 +310,4 @@ def caching_for(store: Store) -> Iterator[None]:
 _executors: SharedCache[tuple[ShardExecutor, ...]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
 
 _checked: SharedCache[set[str]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
-"""For the store of a run, the bodies that are known not to read the padding of members."""
+"""For the store of each run, the keys of the bodies that are known not to read padding."""

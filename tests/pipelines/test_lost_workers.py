@@ -89,7 +89,7 @@ def test_a_killed_worker(store):
     assert type(error) is WorkerError
     assert re.match(r"step 'map_0' \(f\), shard 0 .*, members 0 to 7: while reading", str(error))
     assert f"the worker process {worker.pid} on" in str(error)
-    assert "Out of memory is the usual reason" in str(error)
+    assert "The usual reason is lack of memory" in str(error)
     assert "its other threads were at 'map_0' shard 1" in str(error)
     assert str(worker.pid) in error.failure.worker
     assert (error.failure.shard, error.failure.members) == (0, (0, 7))
