@@ -265,8 +265,8 @@ def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[...,
     if len(found) < body.devices:
         raise WorkerError(
             f"{body.name}: the body computes on a mesh of {body.devices} devices, but this worker "
-            f"has {len(found)}. Give workers as many, or the mesh fewer; on CPUs set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={body.devices} in their environment"
+            f"has {len(found)}. Give each worker more devices, or use a smaller mesh; on CPUs set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={body.devices} in their environment"
         )
     mesh = jax.sharding.Mesh(np.array(found[: body.devices]), ("devices",))
     each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

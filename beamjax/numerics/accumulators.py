@@ -326,7 +326,7 @@ class OrderedProduct(Accumulator):
         nodes = len(arrays[0]) if arrays and arrays[0].ndim == 2 else 0
         found = [(array.dtype.name, array.shape) for array in arrays]
         if found != [("int64", (nodes, 2)), ("float64", (nodes, *shape))]:
-            fail(f"the arrays {found}", f"as many int64 (2,) as float64 {shape}")
+            fail(f"the arrays {found}", f"equally many int64 (2,) and float64 {shape}")
         for (level, index), value in zip(arrays[0].tolist(), arrays[1], strict=True):
             if not 0 <= level <= _MAX_LEVEL or not 0 <= index < 1 << (_MAX_LEVEL - level):
                 fail(f"shards {index} of level {level}", f"levels up to {_MAX_LEVEL}")

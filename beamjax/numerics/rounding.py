@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 Pair = tuple[np.ndarray, np.ndarray | None]
-"""Head and tail; the tail is None where it is zero everywhere."""
+"""Head and tail; the tail is None if it is zero everywhere."""
 
 DIVISOR_LIMIT = 1 << 26
 """`divide` is correct for smaller divisors: their product with half of the bits of a double is a

@@ -60,7 +60,7 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digi
 
     Args:
         arrays: `index`, `data` and `flagged`.
-        length: of the whole vector.
+        length: length of the vector.
         lowest: as in `Digits`.
 
     Returns:

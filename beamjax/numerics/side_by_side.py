@@ -21,7 +21,7 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
 
     Args:
       count: the number of parts that may be divided among threads.
-      values: the length of the whole vector; this thread computes a short one alone.
+      values: length of the vector; this thread computes a short one alone.
       work: may be called in several threads at once; its first error is raised here.
     """
     threads = min(_threads(), count)

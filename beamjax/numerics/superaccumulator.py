@@ -232,7 +232,7 @@ class Digits:
             self.held = head
 
     def _settle_flags(self, flags: np.ndarray) -> None:
-        """Reduces the flags of a number to those of its sum: one infinity, or NaN.
+        """Reduces the flags of each coordinate to those of its sum: one infinity, or NaN.
 
         Before, the flags depend on the order: an infinity in `held` absorbs what is added to it.
         """

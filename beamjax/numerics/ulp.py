@@ -10,17 +10,18 @@ NAN_DISTANCE = int(np.iinfo(np.uint64).max)
 
 
 def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How many representable numbers lie from each element of `a` to that of `b`.
+    """The number of steps between representable numbers from each element of `a` to that of `b`.
 
     Both zeros count as one number, and infinity follows the largest finite number. Two NaNs are
     0 apart, whatever their payloads; NaN and a number are `NAN_DISTANCE` apart.
 
     Args:
-      a: floats of any width, also those of ml_dtypes, or complex numbers.
-      b: of the same shape and dtype.
+      a: floats of NumPy or ml_dtypes, or complex numbers.
+      b: an array of the same shape and dtype.
 
     Returns:
-      uint64, of the arrays' shape; for complex numbers the worse of real and imaginary part.
+      uint64, with the shape of the arrays. For complex numbers, the larger distance of the real and
+      the imaginary parts.
     """
     x, y = real_parts(a), real_parts(b)
     distance = unsigned_difference(_ordered(x), _ordered(y))
@@ -32,7 +33,7 @@ def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def real_parts(x: np.ndarray) -> np.ndarray:
-    """The real numbers of an array, along a new last axis: one of a real, two of a complex one."""
+    """The parts of an array along a new last axis: one of a real array, two of a complex one."""
     return (
         np.stack([np.real(x), np.imag(x)], axis=-1) if x.dtype.kind == "c" else x[..., np.newaxis]
     )
@@ -49,6 +50,6 @@ def _ordered(x: np.ndarray) -> np.ndarray:
 
 
 def unsigned_difference(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """|x - y| of 64-bit integers as uint64, where it can't overflow."""
+    """|x - y| of 64-bit integers as uint64, in which it can't overflow."""
     larger = np.maximum(x, y).astype(np.uint64)
     return larger - np.minimum(x, y).astype(np.uint64)

@@ -41,7 +41,7 @@ _OPERATIONS = dict.fromkeys(
 _OPERATIONS |= {"threefry2x32": 60.0, "random_bits": 60.0, "random_gamma": 400.0, "igamma": 400.0}
 _OPERATIONS |= dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul"), 40.0)
 _OPERATIONS |= {"gather": 6.0, "sort": 40.0, "top_k": 40.0}
-"""Arithmetic operations per element of the result, for primitives where it is not 1."""
+"""Arithmetic operations per element of the result; 1 for all other primitives."""
 
 _BY_OPERAND = dict.fromkeys((name for name in _OPERATIONS if name.startswith("scatter")), -1)
 _BY_OPERAND |= {"sort": 0, "top_k": 0}

@@ -32,7 +32,7 @@ faster in a single process."""
 INPUT_RATE = 1e9
 """Bytes per second at which inputs are read again."""
 USUAL_SHARD = 64
-"""Assumed shard size: the overhead of starting an operation is shared by so many members."""
+"""Assumed shard size: the number of members that share the overhead of starting an operation."""
 CLEARLY = 3.0
 """Factor by which the other way must be faster than the default. Predictions are rough, and a
 small difference must not change which passes a program has."""

@@ -88,7 +88,7 @@ MASKED_SECONDS = 1e-9
 EXECUTABLE_SECONDS = 0.3
 """Assumed seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
-"""Assumed number of members where it is unknown."""
+"""Assumed number of members if it is unknown."""
 
 
 def lower(
@@ -139,7 +139,7 @@ class _Lowering:
     """Makes the steps of one plan.
 
     Attributes:
-      costs, values, bodies: those of the plan, to which each step adds.
+      costs, values, bodies: the tables of the plan, to which each step adds.
       served_inputs, placed_inputs: the inputs that steps read as server or as placed values.
       counts: for each kind of name, the number of the last one.
       reasons: by name of the step, why a step runs as Python that JAX could not export.

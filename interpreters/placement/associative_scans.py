@@ -379,7 +379,7 @@ def _verified(eqns: Sequence[Eqn], scan: _Scan, atoms: Sequence[Atom], count: in
 
     Args:
       eqns: the equations from the first one of the scan on.
-      scan: what they may be.
+      scan: the scan that they may be.
       atoms: the leaves, then the server values that the function reads.
       count: the number of leaves.
     """

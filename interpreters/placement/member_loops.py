@@ -193,7 +193,7 @@ class _Check:
                 continue
             if atom in self.outside:
                 self.operands[atom, along] = None
-                # A server value may be read whole and by shards, a placed one only at one place.
+                # A server value may be read both whole and by shards, a placed value at one place.
                 if self.program.place(atom) and sum(var is atom for var, _ in self.operands) > 1:
                     return False
             elif self.program.place(atom) != along:

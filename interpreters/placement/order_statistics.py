@@ -30,7 +30,7 @@ MOST_RANKS = 16
 with it."""
 WIDE_COUNTS, MOST_COUNTS = 1 << 18, 1 << 20
 """Largest number of counts (int32) that a shard sends in a pass with digits of 16 bits, and in any
-pass. Digits of 16 bits halve the number of passes, at 256 times as many counts."""
+pass. Digits of 16 bits halve the number of passes, but need 256 times as many counts."""
 
 
 def order_statistics(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:

@@ -175,7 +175,7 @@ class _Placing:
 
     Attributes:
       program: the program; places, rules and replacements are added to it.
-      rewriter: that of the current block; None inside a loop or a branch without placed operators,
+      rewriter: rewrites the current block; None inside a loop or a branch without placed operators,
         whose equations are not rewritten.
       gathering_loops: first results of the loops without placed operators that gather members, with
         whether their rounds are passes nevertheless.
@@ -286,7 +286,7 @@ class _Placing:
         return True
 
     def note_creations(self, eqn: Eqn) -> None:
-        """Records server values with as many entries as members that shards can compute."""
+        """Records for which axes with one entry per member shards can compute the results."""
         creations = self.program.creations
         for placement, n in self.program.sizes.items():
             for out, var in enumerate(eqn.outputs):

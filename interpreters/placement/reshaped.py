@@ -165,7 +165,7 @@ def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
         return None  # No members are reduced together.
     width = inner // math.prod(to[k] for k in inside)
     shape = (*(to[k] for k in front), n, width, *(to[k] for k in inside))
-    # The axes of `shape` to reduce besides those of the members: two stand for the mixed ones.
+    # The other axes of `shape` to reduce. In `shape`, `n` and `width` replace the mixed axes.
     gone = sorted(reduced.difference(mixed))
     others = tuple(k if k in front else k - len(mixed) + 2 for k in gone)
     member, result = len(front), shape_of(eqn.outputs[0])

@@ -36,7 +36,7 @@ class Rewrite:
 
     Attributes:
       function: maps the values of `atoms` to the results, one for each output of the equation.
-      atoms: what it reads.
+      atoms: the values that it reads.
       is_view: whether the results are views of new placed values.
     """
 

@@ -367,7 +367,7 @@ def _merged(
 ) -> Labels:
     """The labels of the result of a gather, or of the updates of a scatter.
 
-    Its axes `dims` are the windows of the operand, the others are those of the indices.
+    Its axes `dims` run over the windows of the operand, the others over the indices.
     """
     of_windows, rest = iter([operand[k] for k in windows]), iter(index)
     return [next(of_windows if k in dims else rest) for k in range(len(shape_of(atom)))]

@@ -185,7 +185,7 @@ def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
 
     Args:
       rows: the rows.
-      axes: their axes that are those of the masks.
+      axes: for each axis of the masks, the axis of `rows`.
       mask: bools, which rows this shard holds.
       left_out: bools, which rows are dropped members; they become NaN, or 0 if the dtype has none.
     """

@@ -60,7 +60,7 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
 
     Args:
       name: a key of `SCANS`.
-      x: ints, or floats of at least 16 bits; those of 16 bits are added up in float32.
+      x: ints, or floats of at least 16 bits. Floats of 16 bits are added up in float32.
       reverse: whether the totals run from the last member to the first.
       block: members per range.
     """
@@ -156,7 +156,7 @@ def with_neighbours(
         last = others[len(served) :]
 
         def put(outside: Any, table: Any, range_: Any, index: Any, rows: Any) -> Any:
-            """`rows`, with those that are `outside` of the shard from a table."""
+            """`rows`, in which a table replaces the rows that are `outside` of the shard."""
             found = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
             return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), found, rows)
 

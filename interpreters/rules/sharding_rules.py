@@ -249,7 +249,7 @@ def evaluate(
     env: dict[Var, Any],
     shard: TracedShard | None,
 ) -> None:
-    """Adds the results of equations to `env`; those with a rule are on the members of a shard."""
+    """Adds the results of equations to `env`; an equation with a rule is evaluated for a shard."""
     for eqn, rule in eqns:
         args = [read(env, atom) for atom in eqn.inputs]
         # Without a rule there may be no shard.

@@ -107,7 +107,7 @@ class Inliner:
 
     def continued(self, flat: FlatProgram) -> Inliner:
         """An inliner that adds to `flat`, a copy of the program of this one."""
-        # Shallow: names must stay unique, and what is known of the values holds in the copy too.
+        # A shallow copy: names must stay unique, and the facts about values hold in the copy too.
         inliner = copy.copy(self)
         inliner.flat = inliner.block = flat
         constants = flat.inputs[len(flat.arguments) :]
@@ -194,7 +194,8 @@ class Inliner:
     ) -> tuple[dict[str, Any], list[Atom]]:
         """Parameters and operands of a map that reads server values instead of their broadcasts.
 
-        vmap then computes what is the same for all members once, and holds shared weights once.
+        Under vmap, equations of server values are then evaluated once for all members, and shared
+        weights are held once.
         """
         served, body = params["num_broadcast"], params["jaxpr"].jaxpr
         found: dict[int, Atom] = {}
@@ -258,7 +259,7 @@ class Inliner:
     # ---------------------------------------------------------------- values
 
     def fresh(self, variables: Sequence[Any]) -> list[Var]:
-        """New variables of the types of those of a jaxpr."""
+        """New variables with the types of these variables of a jaxpr."""
         return [Var(next(self.names), v.aval) for v in variables]
 
     def named(self, atom: Atom) -> Var:

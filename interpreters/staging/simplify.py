@@ -43,9 +43,9 @@ def hoist(
     wholes = {var for var in served if var.aval.shape[:1] == (n,)}
     if not wholes:
         return None
-    # `known` are values that can be computed before the map; `tainted` are those of them that
-    # depend on whole placed values. Only equations that compute tainted values leave the body; the
-    # others that they need are computed twice.
+    # `known` values can be computed before the map, and `tainted` ones also depend on whole placed
+    # values. Only equations with tainted results leave the body; the other equations that they
+    # need are evaluated before the map and in the body.
     known, tainted, first, rest = set(served), set(wholes), [], []
     for eqn in jaxpr.eqns:
         read = _variables(eqn.invars)

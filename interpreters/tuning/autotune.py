@@ -238,7 +238,7 @@ def _probed(
     options: Options,
     budget: float,
 ) -> Choices:
-    """The choices by a probe; those of the rules, with the reason, where it finds none."""
+    """The choices of the rules, changed where a probe finds faster ones."""
     sizes, vectorizations = dict(rule.shard_sizes), dict(rule.passes)
     tried: list[Trial] = []
     reasons: list[str] = []

@@ -258,7 +258,7 @@ class Search:
         self._time(first, rule)
         try:
             self._try_all(first)
-        except Exception as error:  # Other choices may fail; that of the rules did not.
+        except Exception as error:  # The choice of the rules did not fail, which is enough.
             self.stopped = error
         size = min(self._sizes(), key=self._score)
         before = sum(
@@ -288,7 +288,7 @@ class Search:
         return [*ways, Vectorization("batches", MULTIPLE)] if size >= 4 * MULTIPLE else ways
 
     def _climb(self, factor: float) -> None:
-        """Tries shards of so many times the size as long as they are faster."""
+        """Multiplies the best shard size by a factor, as long as this makes shards faster."""
         largest = min(p.largest for p in self.passes)
         size = min(self._sizes(), key=self._score)
         while True:
@@ -306,7 +306,7 @@ class Search:
             size = other
 
     def _is_close(self, a_pass: SearchedPass, size: int) -> bool:
-        """Whether vmap over the whole shard is slower at this size, but close to the best."""
+        """Whether vmap over the shard is not the best way at this size, but close to it."""
         together = self.times.get((a_pass.name, size, Vectorization()))
         best, way = self._best(a_pass, size)
         return way != Vectorization() and together is not None and together < CLOSE * best
