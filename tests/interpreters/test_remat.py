@@ -133,7 +133,7 @@ def test_calls_to_the_host_are_not_rematerialized(monkeypatch):
     (found,) = (c for c in bj.explain(program, X).facts.choices if c.option == "recompute")
     assert found.chosen.endswith("stored")
     assert found.others == ()
-    assert "cannot be rematerialized" in found.why
+    assert "cannot rematerialize" in found.why
     bj.run(program, X[:16], runner="local", options={"shard_size": 8})
     assert len(seen) == 16
 
@@ -196,7 +196,7 @@ def test_a_saved_plan_for_other_values(tmp_path):
     with pytest.raises(bj.OptionsError, match=r"for 2 values that cross .* but the program has 1"):
         crossing(quick, FEW, plan=str(path))
     path.write_text(json.dumps({**record, "rematerialized": "no"}))
-    with pytest.raises(bj.OptionsError, match="found 'no' as 'rematerialized'"):
+    with pytest.raises(bj.OptionsError, match="found 'no' as Choices.rematerialized"):
         crossing(quick, FEW, plan=str(path))
     del record["rematerialized"]  # as an earlier version wrote it
     path.write_text(json.dumps(record))
