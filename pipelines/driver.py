@@ -262,9 +262,17 @@ class Driver(ControlFlow[Value]):
             )
         else:
             # `MergeGroup` expects keys that end in the number of a group.
-            groups = [(f"{key}|0", parts) for key, parts in elements]
             merge = self._program(step, self._merging, use="merge")
-            elements = [element for _, element in run(merge, step, groups)]
+            for groups in (fan.groups, 1) if fan.groups > 1 and run == self._there else (1,):
+                grouped = [
+                    (f"{key}|{i}", parts[i::groups])
+                    for key, parts in pieces.items()
+                    for i in range(min(groups, len(parts)))
+                ]
+                pieces = collections.defaultdict(list)
+                for _, (key, data) in run(merge, step, grouped):
+                    pieces[key].append(data)
+            elements = [(key, data) for key, (data,) in pieces.items()]
             finish = self._program(
                 step, lambda plain: FinishPieces(self._tasks.task(plain)), use="finish"
             )
@@ -348,7 +356,7 @@ class Driver(ControlFlow[Value]):
 
         def current(number: int) -> Pass:
             nonlocal stem
-            stem = f"pass-{number}"
+            stem = f"pass-{number}-{uuid.uuid4().hex}"
             return Pass(number, program.name, step.name, stem, served, sources, results)
 
         outputs = self.job.run(program, current, elements, self._check, self.monitor)

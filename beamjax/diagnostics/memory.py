@@ -143,6 +143,9 @@ class _Estimation:
         if self.workers.beam:
             served = {x for s in maps for x in s.broadcasts}
             yield "broadcasts on devices", device_broadcasts(self.plan)
+            if self.in_loops:
+                made = self.members({x for s in maps for x in s.results})
+                yield "placed values for later steps", min(made, store_budget(limit))
             again = MAX_EXECUTORS if self.in_loops else 1
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
             if self.workers.shared:

@@ -119,6 +119,23 @@ class SharedCache(Generic[T]):
                     entry.owners.add(owner)
         return entry.value
 
+    def find(self, key: Hashable) -> T | None:
+        """The value of a key; None if it is not cached."""
+        entry = self._find(key, None)
+        return None if entry is None else entry.value
+
+    def put(self, key: Hashable, value: T, owner: Hashable = None) -> None:
+        """Caches a value that was made elsewhere; arguments as for `get`."""
+        self.discard([key])
+        self.get(key, lambda: value, owner=owner)
+
+    def discard(self, keys: Iterable[Hashable]) -> None:
+        """Removes the values of these keys, where they are cached."""
+        with self._lock:
+            for key in keys:
+                if key in self._values:
+                    self._drop(key)
+
     def open(self, owner: Hashable) -> None:
         """Starts to track which values an owner, such as a run, requests."""
         with self._lock:

@@ -90,15 +90,25 @@ class WritePlaced(StepFn):
       name: the name of the value.
       stem: the stem of the file names.
       results: the materialized results; if the value is one of them, it is written there instead.
+      cached: whether to cache what is written, for later passes in this process. The stem must
+        then be unique among all runs.
     """
 
     yields = Any
 
-    def __init__(self, store: Store, name: str, stem: str, results: MaterializedOutputs = NOTHING):
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        stem: str,
+        results: MaterializedOutputs = NOTHING,
+        cached: bool = False,
+    ):
         self.store = store
         self.name = name
         self.stem = stem
         self.results = results
+        self.cached = cached
         self.times = StepTimes(f"write {name}", "transfer", store.reports)
 
     def start_bundle(self) -> None:
@@ -140,7 +150,10 @@ class WritePlaced(StepFn):
             self.results.write(self.name, start, members)
             return
         name = MembersSource.file_name(self.stem, start, len(members))
-        self.store.write(name, encode_arrays([members], {"value": self.name}))
+        if self.cached:
+            self.store.write_members(name, members)
+        else:
+            self.store.write(name, encode_arrays([members]))
 
 
 def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:

@@ -110,7 +110,7 @@ class _TaskRunner:
         fn.setup()
         store = fn.store if task is None else task.store
         self._writers = [
-            WritePlaced(store, name, f"{current.stem}-placed-{number}", current.results)
-            for number, name in enumerate(program.written)
+            WritePlaced(store, name, f"{current.stem}-placed-{i}", current.results, cached=True)
+            for i, name in enumerate(program.written)
         ]
         self._current = current

@@ -231,6 +231,23 @@ class Store:
         (array,) = self.get(ref, cache=cache)
         return array
 
+    def write_members(self, name: str, array: np.ndarray) -> None:
+        """Writes members of a placed value to a file, and keeps them in the cache of this process.
+
+        A worker computes the same shards in each round, so it mostly reads what it has written.
+
+        Args:
+            name: of the file. No other file of any run has the name, as other processes may have
+                cached what was in it.
+            array: the members; nothing may change them afterwards.
+
+        Raises:
+            SourceError: if the folder cannot be written.
+        """
+        self.write(name, wire.encode_arrays([array]))
+        array.flags.writeable = False
+        _CACHE.put(file_io.join(self.root, name), [array], owner=self.root)
+
     def sweep(self, live: Container[str]) -> None:
         """Removes all values except those in files of these names.
 
@@ -244,6 +261,7 @@ class Store:
             memory.sweep(live)
         try:
             gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(_SUFFIXES)]
+            _CACHE.discard(file_io.join(self.root, name) for name in gone)
             file_io.remove_files(self.root, gone)
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
@@ -320,6 +338,12 @@ _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)
 def set_cache_bytes(limit: int) -> None:
     """Sets how many bytes of values this process caches, 1 GiB by default; 0 keeps the last."""
     _CACHE.limit = limit
+
+
+def written_members(path: str) -> np.ndarray | None:
+    """What `Store.write_members` wrote to a file, if this process still has it."""
+    found = _CACHE.find(path)
+    return None if found is None else found[0]
 
 
 def open_cache(store: Store) -> None:

@@ -13,6 +13,9 @@ import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.resident.job import ResidentJob
+from beamjax.pipelines.values import store as stores
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.store import written_members
 from beamjax.storage import files
 
 N = 21
@@ -213,3 +216,44 @@ def test_an_error_in_this_process_names_the_rounds(monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
     with pytest.raises(WorkerError, match=r"^loop_0, round 0: step 'server_\d': broken$"):
         bj.run(until, X, W, 3, options=OPTIONS)
+
+
+# --- what stays in workers, and how they merge
+
+
+@bj.program(clients=N)
+def carried(x):
+    step = lambda _, p: bj.map_fn(lambda p, v: p + v, (p, x))
+    return bj.reduce_sum(jax.lax.fori_loop(0, 4, step, x * 0))
+
+
+def test_workers_read_what_they_wrote_from_memory(monkeypatch):
+    read, load = [], MembersSource.load
+
+    def spy(self, path):
+        read.append(written_members(path) is not None)
+        return load(self, path)
+
+    monkeypatch.setattr(MembersSource, "load", spy)
+    assert_same_bits(bj.run(carried, X, options={**OPTIONS, **THREADS}), 4 * X.sum(axis=0))
+    assert len(read) >= 9
+    assert all(read)
+    assert stores._CACHE._total == 0  # nothing stays after a run
+
+
+def test_files_are_read_where_their_worker_has_died(monkeypatch):
+    """Any worker computes any shard, as the files have all members."""
+    monkeypatch.setattr("beamjax.pipelines.values.members.written_members", lambda path: None)
+    for more in (THREADS, PROCESSES):
+        assert_same_bits(bj.run(carried, X, options={**OPTIONS, **more}), 4 * X.sum(axis=0))
+
+
+@pytest.mark.parametrize(("groups", "merges"), [(1, 1), (2, 2)])
+def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, merges):
+    monkeypatch.setattr("beamjax.pipelines.driver.WORKER_MERGE_BYTES", 0)
+    options = {**OPTIONS, **PROCESSES, "merge_fan_out": groups}
+    assert_same_bits(
+        bj.run(until, X, W, 2, options=options), bj.run(until, X, W, 2, runner="local")
+    )
+    one_round = [name for name in names(passes) if "[0]" in name]
+    assert len(one_round) == 1 + merges + 1
