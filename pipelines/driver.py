@@ -263,7 +263,7 @@ class Driver(ControlFlow[Value]):
         else:
             # `MergeGroup` expects keys that end in the number of a group.
             merge = self._program(step, self._merging, use="merge")
-            for groups in (fan.groups, 1) if fan.groups > 1 and run == self._there else (1,):
+            for groups in (fan.groups, 1) if fan.groups > 1 and on_workers else (1,):
                 grouped = [
                     (f"{key}|{i}", parts[i::groups])
                     for key, parts in pieces.items()
