@@ -16,7 +16,7 @@ def _load() -> list[str]:
 
 
 def __dir__() -> list[str]:
-    # Submodules become attributes when they are imported; they are no part of the API.
+    # Without submodules, which become attributes when they are imported: they are not public.
     return [*(name for name in globals() if name.startswith("__")), *_load()]
 
 
@@ -25,7 +25,7 @@ if _typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _typing.Any:
-        """Imports what is named, and JAX with it: the command `beamjax` starts without."""
+        """Imports public names at first use, so that the command `beamjax` starts without JAX."""
         if name == "__all__":  # of `from beamjax import *`
             return _load()
         if not name.startswith("__"):

@@ -1,13 +1,13 @@
-"""The one file that uses what Beam does not document: modules of its runners and workers, and
+"""The only file that uses undocumented parts of Beam: modules of its runners and workers, and
 attributes that start with `_`.
 
-Checked on Beam 2.77.0. `tests/pipelines/test_beam_compat.py` checks each of these names: an
-upgrade of Beam that removes or changes one fails there. The file is in the lowest layer, as
-`_compat` is for JAX, because `storage` needs one of the names, and only the lowest layer can be
-imported from everywhere.
+Tested on Beam 2.77.0. `tests/pipelines/test_beam_compat.py` checks each of these names, so it fails
+if an upgrade of Beam removes or changes one. The end of each description, after the semicolon, says
+what no longer works in that case. The file is in the lowest layer, like `_compat` for JAX, because
+`storage` needs one of the names.
 
-Beam is imported only when one of the names is used: `log_filters` must run before that, and a
-worker that starts needs few of them.
+Beam is imported only when one of the names is used. `log_filters` must run before that, and a
+starting worker needs few of the names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The one file that names `jax.interpreters`, `jax._src` or a JAX version.
+"""The only file that uses `jax.interpreters`, `jax._src` or differs by JAX version.
 
-Checked on JAX 0.10.2 and 0.12.0.1. Everything else in beamjax uses public `jax`, `jax.extend`
-and the names below.
+Tested on JAX 0.10.2 and 0.12.0.1. All other files of beamjax use public `jax`, `jax.extend` and the
+names below.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
 config: Any = jax.config
-"""JAX's settings; type checkers see none of their names in `jax.config`."""
+"""JAX's settings, whose names type checkers do not know."""
 
 
 DIM_AS_VALUE = "dim_as_value"
-"""The name of the primitive that gives a symbolic dimension as a number."""
+"""The name of the primitive that returns a symbolic dimension as a number."""
 
 
 CALLING_CONVENTIONS = (
@@ -54,29 +54,32 @@ def versions() -> dict[str, str]:
 
 
 def minor(version: str) -> tuple[int, ...]:
-    """The major and minor number of a version of JAX."""
+    """The major and minor numbers of a version of JAX."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
 def backends_started() -> bool:
-    """Whether JAX has opened its devices; it reads the environment when it does."""
-    # Without the lock of JAX, which may be held forever in a process that was forked.
+    """Whether JAX has opened its devices, which is when it reads the environment."""
+    # Read without JAX's lock, which may be held forever in a forked process.
     return bool(xla_bridge._backends)
 
 
 def cpu_client(threads: int, devices: int) -> Any:
-    """A client of XLA besides those of JAX, for CPU devices; `jax.default_device` takes them.
+    """Makes another XLA client for CPU devices, which `jax.default_device` accepts.
 
     Args:
-      threads: that XLA divides one computation among, whatever the machine has.
-      devices: how many.
+      threads: the number of threads among which XLA divides one computation.
+      devices: the number of devices.
+
+    Returns:
+      The client.
     """
-    # XLA reads the number when it makes a client, and only here: it compiles with all cores.
+    # XLA reads this number when it makes a client. Compilation does not use it, but all cores.
     before = os.environ.get(_XLA_THREADS)
     os.environ[_XLA_THREADS] = str(threads)
     try:
-        # An asynchronous client computes in its own threads, which would compute sequentially for
-        # all threads of Python.
+        # An asynchronous client has its own threads, which would run the computations of all Python
+        # threads sequentially.
         return xla_client.make_cpu_client(asynchronous=False, num_devices=devices)
     finally:
         if before is None:
@@ -89,16 +92,16 @@ _XLA_THREADS = "PJRT_NPROC"
 
 
 def folders_of(*names: str) -> list[str]:
-    """The folders of packages, each with a separator at its end."""
+    """The folders of packages, each with a trailing separator."""
     found = [str(spec.origin) for name in names if (spec := find_spec(name)) is not None]
     return [os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in found]
 
 
 OWN_FOLDERS = folders_of("beamjax", "beamjax.interpreters", "beamjax.pipelines")
-"""In a checkout, the last two lie beside the first one and not in it."""
+"""The folders of beamjax. In a checkout, the last two are not inside the first one."""
 
-# JAX then attributes equations to the lines of the user, and the bytes of an exported body do not
-# depend on the lines of beamjax that led to it.
+# With this, JAX attributes equations to the lines of the user, and the bytes of an exported body do
+# not depend on lines of beamjax.
 for _folder in OWN_FOLDERS:
     source_info_util.register_exclusion(_folder)
 
@@ -111,9 +114,12 @@ def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None
 
 @contextlib.contextmanager
 def callback_errors() -> Iterator[list[BaseException]]:
-    """Collects the errors of functions that compiled code calls on the host.
+    """Collects the exceptions of functions that compiled code calls on the host.
 
-    XLA passes on only their text, but JAX logs them before.
+    XLA passes on only their text, but JAX logs them first.
+
+    Yields:
+      The exceptions so far.
     """
     found: list[BaseException] = []
 
@@ -137,7 +143,11 @@ def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
 
 
 def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr, list[bool]]:
-    """Drops the outputs of a jaxpr without consts that are not `used`, and what only they need.
+    """Drops the outputs of a jaxpr that are not `used`, and the equations that only they need.
+
+    Args:
+      closed: a jaxpr without consts.
+      used: a mark for each output.
 
     Returns:
       The smaller jaxpr and, for each input of the given one, whether it is still an input.
@@ -147,10 +157,17 @@ def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr,
 
 
 def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
-    """One member of a tree of batches, made of its leaves, as `vmap` makes it.
+    """Builds one member of a tree of batches from its leaves, as `vmap` does.
 
-    Types that JAX batches in their own way, such as `BCOO`, hold more than arrays that depends on
-    the batch: their shape.
+    Types that JAX batches in their own way, such as `BCOO`, also hold a shape, which differs
+    between a batch and its members.
+
+    Args:
+      batch: a tree of batches.
+      leaves: the leaves of the member.
+
+    Returns:
+      The tree of the member.
     """
     handlers: Any = jax_batching.to_elt_handlers
     return _with_leaves(
@@ -159,7 +176,7 @@ def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
 
 
 def batch_of(member: Any, leaves: Sequence[Any], size: Any) -> Any:
-    """A tree of batches of `size` members like this one, made of its leaves, as `vmap` makes it."""
+    """Builds a tree of batches of `size` members like `member` from its leaves, as `vmap` does."""
     handlers = jax_batching.from_elt_handlers
     return _with_leaves(
         member,
@@ -169,7 +186,7 @@ def batch_of(member: Any, leaves: Sequence[Any], size: Any) -> Any:
 
 
 def _with_leaves(value: Any, leaves: Sequence[Any], make: Callable[..., Any]) -> Any:
-    """A tree like `value` of other leaves, by `make(node, new_leaf)` where batches are special."""
+    """A tree like `value` with other leaves; `make(node, new_leaf)` builds nodes of batch types."""
     rest = iter(leaves)
 
     def replaced(node: Any) -> Any:
@@ -189,7 +206,11 @@ def register_jet(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
 def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
     """Registers `rule(errors, *operands, **params) -> (error, results)` for `checkify`.
 
-    The rule gives the error of its own checks, of the categories `errors`.
+    The rule returns the error of its own checks, which are those of the categories `errors`.
+
+    Args:
+      primitive: the primitive.
+      rule: the rule.
     """
 
     def check(*args: Any, **params: Any) -> tuple[Any, Any]:
@@ -208,10 +229,17 @@ def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> 
 
 
 def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.Error:
-    """Changes an error by `function(failed, code, payload)`, which returns the same three.
+    """Changes an error by `function(failed, code, payload)`, which returns new values of the three.
 
-    It is called for each kind of check: whether one failed, which one, and the arrays of its
+    It is called for each kind of check with whether one failed, which one, and the arrays of its
     message.
+
+    Args:
+      function: the function.
+      error: the error.
+
+    Returns:
+      The changed error.
     """
     fields = ("_pred", "_code", "_payload")
     by_field = [getattr(error, field) for field in fields]
@@ -221,7 +249,10 @@ def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.
 
 
 def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Turns the consts of a jaxpr, and of calls to jit in it, into leading inputs.
+    """Turns the consts of a jaxpr, and of calls of `jit` in it, into leading inputs.
+
+    Args:
+      closed: the jaxpr.
 
     Returns:
       The jaxpr and the values of these inputs.
@@ -249,10 +280,17 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
 
 
 def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex.ClosedJaxpr:
-    """Replaces each NumPy array that a jaxpr holds, as a const or a literal, by `change(array)`.
+    """Replaces each NumPy array that is a const or a literal of a jaxpr by `change(array)`.
 
-    Jaxprs inside equations are treated the same. One that holds no array that changes stays as it
-    is, so that what JAX caches by its identity is still found.
+    This includes jaxprs inside equations. A jaxpr in which nothing changes remains the same object,
+    since JAX caches by the identity of a jaxpr.
+
+    Args:
+      closed: the jaxpr.
+      change: returns the same array, or another one of the same type.
+
+    Returns:
+      The jaxpr with these arrays.
     """
     changed: dict[int, Any] = {}
 
@@ -297,7 +335,7 @@ def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex
 
 
 def copied_constant(array: np.ndarray) -> np.ndarray:
-    """A copy of an array that a jaxpr holds, of the same type: it may be one of JAX's own."""
+    """A copy of an array in a jaxpr, of the same type, which may be JAX's own array type."""
     aval = getattr(array, "aval", None)
     copy = np.array(array)
     copy.flags.writeable = False
@@ -314,7 +352,10 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Replaces the primitives of hijax, such as that of `jnp.searchsorted`, by what they mean.
+    """Replaces primitives of hijax, such as that of `jnp.searchsorted`, by their definitions.
+
+    Args:
+      closed: the jaxpr.
 
     Returns:
       A jaxpr without consts, and the values of its new leading inputs.
@@ -324,7 +365,7 @@ def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
 
 
 def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
-    """What an equation of a primitive of hijax computes; None for any other equation."""
+    """The definition of a hijax primitive in an equation; None for any other equation."""
     if eqn.primitive.name != "call_hi_primitive":
         return None
     meaning = functools.partial(eqn.primitive.to_lojax, **eqn.params)
@@ -332,12 +373,12 @@ def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
 
 
 def without_references(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Replaces mutable references that are made in a jaxpr by the values that they hold."""
+    """Replaces mutable references that are created in a jaxpr by values."""
     return discharge.discharge_state(closed, lower=False)
 
 
 def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Registers how `primitive` is bound again once its jaxprs must be free of hijax."""
+    """Registers the rule that binds `primitive` again with jaxprs without hijax primitives."""
     primitive.to_lojax = rule
 
 
@@ -345,7 +386,7 @@ _new_var = jex.gensym()
 
 
 def _with_leading_inputs(eqn: Any, inner: jex.ClosedJaxpr, new_vars: list[Any]) -> Any:
-    """A call to jit of `inner`, with `new_vars` before the inputs that it has."""
+    """A call of `jit` for the jaxpr `inner`, with `new_vars` before its other inputs."""
     params = {**eqn.params, "jaxpr": inner}
     for key, default in _jit_input_params().items():
         params[key] = (*default * len(new_vars), *params[key])
@@ -354,30 +395,33 @@ def _with_leading_inputs(eqn: Any, inner: jex.ClosedJaxpr, new_vars: list[Any]) 
 
 @functools.cache
 def _jit_input_params() -> dict[str, tuple[Any, ...]]:
-    """The parameters of a call to jit that hold an entry for each input, for one plain input."""
+    """The parameters of a call of `jit` that have an entry per input, for one plain input."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns
     return {key: eqn.params[key] for key in ("donated_invars", "in_shardings", "in_layouts")}
 
 
 def symbols_of(dim: Any) -> set[str]:
-    """The names of the variables in a symbolic dimension; those in an int are none."""
+    """The names of the variables in a symbolic dimension; empty for an int."""
     return set() if isinstance(dim, int) else set(dim._get_vars())
 
 
 def constraints_of(dim: Any) -> list[str]:
-    """What was promised of the variables of a symbolic dimension, such as `n >= 8`."""
+    """The constraints on the variables of a symbolic dimension, such as `n >= 8`."""
     return [constraint.debug_str for constraint in dim.scope._explicit_constraints]
 
 
 def evaluate_dim(dim: Any, values: Mapping[str, Any]) -> Any:
-    """A symbolic dimension as a number, or as an array, for these values of its variables."""
+    """The value of a symbolic dimension for these values of its variables: a number or an array."""
     return dim._evaluate(dict(values))
 
 
 def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any, Any]]]:
     """Turns the symbolic dimensions that a jaxpr reads as values into leading inputs.
 
-    Those in calls to jit are, too; those in other jaxprs inside of equations are left.
+    This includes calls of `jit`, but no other jaxprs inside equations.
+
+    Args:
+      closed: the jaxpr.
 
     Returns:
       A jaxpr, and the dimension and the type of each new input.
@@ -409,25 +453,31 @@ def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any
 
 
 def outer_effects(effects: Iterable[Any]) -> set[Any]:
-    """The effects that a caller of a jaxpr sees: not those on references made inside of it."""
+    """The effects that a caller of a jaxpr sees: all except those on references inside of it."""
     return {e for e in effects if type(e).__name__ != "InternalMutableArrayEffect"}
 
 
 def node_types(module: str) -> dict[type, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """The classes of a module that are nodes of pytrees, and how they are taken apart and made."""
+    """The pytree node classes of a module, with their flatten and unflatten functions."""
     known = getattr(tree_util, "_registry", {})
     return {t: (e.to_iter, e.from_iter) for t, e in known.items() if t.__module__ == module}
 
 
 def is_ordered(effect: Any) -> bool:
-    """Whether what has this effect must happen in the order of the program."""
+    """Whether equations with this effect must run in the order of the program."""
     return bool(jax_effects.ordered_effects.contains(effect))
 
 
 def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Drops the equations that have an effect, but no results, such as prints.
+    """Drops equations that have an effect but no results, such as prints.
 
-    Writing to a reference is not one of them. Jaxprs inside equations are treated the same.
+    Writes to references are kept. Jaxprs inside equations are treated in the same way.
+
+    Args:
+      closed: the jaxpr.
+
+    Returns:
+      The jaxpr without these equations.
     """
     jaxpr = closed.jaxpr
     if not jaxpr.effects:
@@ -462,13 +512,13 @@ def _strip_eqn(eqn: Any) -> Any:
 
 @contextlib.contextmanager
 def context_of(eqn: Any) -> Iterator[None]:
-    """Gives what is traced inside the settings, and the lines of the user, of an equation."""
+    """A context that traces with the settings and the user's source line of an equation."""
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         yield
 
 
 def bind(primitive: jex.Primitive, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Applies a primitive with the parameters of an equation, as evaluating a jaxpr does."""
+    """Binds a primitive with the parameters of an equation, as in evaluating a jaxpr."""
     bound = primitive.get_bind_params(params)
     # JAX 0.10 gives (functions, params), 0.12 params alone.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)

@@ -1,4 +1,4 @@
-"""Text for people: suggestions for mistyped names, sizes with units, aligned columns."""
+"""Text for messages: suggestions for mistyped names, sizes with units, aligned columns."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _SHOWN = 12
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name that is most like this one, if any has at least this ratio of `difflib` to it."""
+    """The most similar name, if its `difflib` ratio is at least `cutoff`; otherwise None."""
     known = {other.lower(): other for other in names}
     found = difflib.get_close_matches(name.lower(), known, 1, cutoff)
     return known[found[0]] if found else None
 
 
 def hint(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?`, or nothing."""
+    """`; did you mean 'x'?` for the most similar name, or ""."""
     found = closest(name, names, cutoff)
     return f"; did you mean {found!r}?" if found else ""
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a message, the first dozen of them; `none` if there are none."""
+    """The first dozen names as text for a message; "none" if there are no names."""
     found = list(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{', '.join(found[:_SHOWN])}{more}" if found else "none"
@@ -39,7 +39,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class MemberBytes:
-    """Bytes for each member, where the number of members is unknown, and `fixed` ones besides."""
+    """A number of bytes that depends on an unknown number n of members: `n * each + fixed`."""
 
     each: int
     fixed: int = 0
@@ -56,7 +56,7 @@ Bytes: TypeAlias = int | MemberBytes
 
 
 def human_bytes(count: Bytes) -> str:
-    """A number of bytes with a unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
+    """A number of bytes with its unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
     if isinstance(count, MemberBytes):
         fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
         return f"n x {human_bytes(count.each)}{fixed}"

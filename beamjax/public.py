@@ -1,4 +1,4 @@
-"""The public names of beamjax. The package `beamjax` imports them when one is first used."""
+"""The public names of beamjax. The package `beamjax` imports them at the first use of one."""
 
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
