@@ -416,8 +416,8 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
       options: as for `run`; Beam's own options are those of the pipeline.
 
     Returns:
-      A transform. If there are abstract arguments, apply it to a PCollection of `(index, member)`:
-      the index runs from 0 to n - 1, each once, and the member is a tree like the abstract argument
+      A transform. If there are abstract arguments, apply it to a PCollection of `(index, member)`.
+      The index runs from 0 to n - 1, each once, and the member is a tree like the abstract argument
       without the leading axis (a tuple of trees if there are several abstract arguments).
       Otherwise apply it to a pipeline. Its result is the tree that `fn` returns, with PCollections
       as leaves: a server value is one array, a placed value is `(index, member array)`.

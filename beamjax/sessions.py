@@ -112,7 +112,7 @@ def session(
         starts another job.
 
     Returns:
-      A `Session`: a context manager with a method `run`.
+      A `Session`, which is a context manager with a method `run`.
 
     Raises:
       OptionsError: the runner or an option is unknown, an option has an impossible value or belongs

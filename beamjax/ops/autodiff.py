@@ -22,6 +22,7 @@ from beamjax.ops.primitives import (
     REDUCE_PRIMITIVES,
     bind_map,
     broadcast_p,
+    is_differentiable,
     map_members,
     map_p,
     reduce_max_p,
@@ -65,10 +66,6 @@ def _put(values: Sequence[Any], marks: Sequence[bool], others: Sequence[Any]) ->
     """Merges two lists: `values` at the marked places and `others` at the unmarked ones."""
     marked, unmarked = iter(values), iter(others)
     return [next(marked) if mark else next(unmarked) for mark in marks]
-
-
-def _is_differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, np.inexact)
 
 
 def _derived(params: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -116,11 +113,11 @@ def _map_jvp(
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
     moving = [
-        type(t) is not ad.Zero and _is_differentiable(aval)
+        type(t) is not ad.Zero and is_differentiable(aval)
         for t, aval in zip(tangents, jaxpr.in_avals, strict=True)
     ]
     moving_out = [
-        mark and _is_differentiable(aval)
+        mark and is_differentiable(aval)
         for mark, aval in zip(depends(jaxpr, moving), jaxpr.out_avals, strict=True)
     ]
     results = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]

@@ -29,7 +29,7 @@ from beamjax import _compat
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError
 from beamjax.ops import sharding
-from beamjax.ops.primitives import trace_body
+from beamjax.ops.primitives import is_differentiable, trace_body
 
 Leaves = Sequence[Any]
 Combine = Callable[[Leaves, Leaves], Leaves]
@@ -139,10 +139,6 @@ _compat.register_to_lojax(reduce_p, _reduce_to_lojax)
 # --- forward mode: a reduction of pairs
 
 
-def _is_differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, np.inexact)
-
-
 def _reduce_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -161,10 +157,10 @@ def _reduce_jvp(
         return outs, results
     served, leaves = primals[:num_served], primals[num_served:]
     is_moving = [
-        _is_differentiable(jax.typeof(x)) and type(t) is not ad.Zero
+        is_differentiable(jax.typeof(x)) and type(t) is not ad.Zero
         for x, t in zip(served, tangents[:num_served], strict=True)
     ]
-    floats = [i for i, x in enumerate(leaves) if _is_differentiable(jax.typeof(x))]
+    floats = [i for i, x in enumerate(leaves) if is_differentiable(jax.typeof(x))]
     moving = [i for i, mark in enumerate(is_moving) if mark]
     jaxpr, consts = _pair_jaxpr(params["jaxpr"], len(leaves), moving, floats)
     moved = bind_reduce(

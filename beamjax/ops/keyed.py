@@ -50,8 +50,8 @@ class Keyed:
         """Reduces the members of each key, in memory.
 
         Returns:
-          `{"key": keys, "value": values}` with NumPy arrays: the distinct keys in ascending order,
-          int[k], and a tree of arrays of shapes (k, ...).
+          A dictionary of NumPy arrays. "key" has the distinct keys in ascending order, int[k], and
+          "value" a tree of arrays of shapes (k, ...).
         """
         keys = np.asarray(self.keys)
         leaves, tree = jax.tree_util.tree_flatten(self.values)

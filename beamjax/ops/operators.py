@@ -332,8 +332,8 @@ def reduce_argmax(x: Any, *, placement: str | None = None) -> Any:
       placement: as for `reduce_sum`.
 
     Returns:
-      A tree like `x`, with leaves of shapes `leaf.shape[1:]`: for each element of a member, the
-      index of a member as the default int.
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the default int as dtype. For each
+      element of a member, they have the index of a member.
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.
@@ -354,8 +354,8 @@ def reduce_argmin(x: Any, *, placement: str | None = None) -> Any:
       placement: as for `reduce_sum`.
 
     Returns:
-      A tree like `x`, with leaves of shapes `leaf.shape[1:]`: for each element of a member, the
-      index of a member as the default int.
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the default int as dtype. For each
+      element of a member, they have the index of a member.
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.

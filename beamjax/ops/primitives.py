@@ -45,6 +45,12 @@ reduce_max_p = REDUCE_PRIMITIVES["max"]
 reduce_min_p = REDUCE_PRIMITIVES["min"]
 reduce_prod_p = REDUCE_PRIMITIVES["prod"]
 
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether values of this type have tangents."""
+    return jnp.issubdtype(aval.dtype, np.inexact)
+
+
 # --- bodies
 
 

@@ -168,7 +168,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
         up to eight multiples of 8, each about half of the next, down from the longest member.
 
     Returns:
-      A `Source` of n dictionaries: the leaves of `rows`, padded to (length, ...), and "mask",
+      A `Source` of n dictionaries with the leaves of `rows`, padded to (length, ...), and "mask",
       bool[length].
 
     Raises:
