@@ -445,8 +445,8 @@ def standard_error(
       placement: the placement of the members; None if `fn` has only one.
 
     Returns:
-      A function with the arguments of `fn`. It returns the result of `fn` and, as a tree like it, the
-      standard errors, of the same shapes and dtypes. The errors of ints and bools,
+      A function with the arguments of `fn`. It returns a pair of the result of `fn` and the
+      standard errors, a tree like it with the same shapes and dtypes. The errors of ints and bools,
       which have no derivative, are NaN.
 
     Raises:
