@@ -51,16 +51,20 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
       example: a tree of arrays, scalars or `jax.ShapeDtypeStruct`: the type of one element.
       model_path: the path or URL of a file that `save_model` wrote, instead of the other three.
       batch_sizes: the batch sizes for which XLA compiles the model; by default those in the file,
-        or `BATCH_SIZES`. Beam's batches have at most as many examples as the largest.
+        or 1, 8 and 64. Beam's batches have at most as many examples as the largest.
       platforms: the platforms of the workers: "cpu", "cuda", "rocm" or "tpu"; by default that of
         this process.
-      min_batch_size, max_batch_duration_secs, large_model, model_copies, env_vars: see Beam's
-        `ModelHandler`.
+      min_batch_size: see Beam's `ModelHandler`.
+      max_batch_duration_secs: see Beam's `ModelHandler`.
+      large_model: see Beam's `ModelHandler`.
+      model_copies: see Beam's `ModelHandler`.
+      env_vars: see Beam's `ModelHandler`.
 
     Raises:
       OptionsError: neither or both of a model and a path are given, or a batch size is no int >= 1.
-      StructureError: the model does not fit the example, or is over 8 MiB; save a larger one with
-        `save_model`.
+      StructureError: the model does not fit the example, or is larger than 8 MiB; save a larger one
+        with `save_model`.
+      ArrayFormatError: the file at `model_path` holds no model.
 
     Example::
 
@@ -165,8 +169,20 @@ def save_model(
 ) -> None:
     """Writes a model to a file for `JaxModelHandler(model_path=path)`.
 
-    The file is written atomically, so model updates by a side input may watch for it. See
-    `JaxModelHandler` for the other arguments and the errors.
+    The file is written atomically, so model updates by a side input may watch for it.
+
+    Args:
+      path: the local path or URL of the file.
+      fn: as for `JaxModelHandler`.
+      params: as for `JaxModelHandler`.
+      example: as for `JaxModelHandler`.
+      batch_sizes: as for `JaxModelHandler`; by default 1, 8 and 64.
+      platforms: as for `JaxModelHandler`.
+
+    Raises:
+      OptionsError: a batch size is no int >= 1.
+      StructureError: the model does not fit the example.
+      Exception: any error of the file system.
     """
     files.write(path, encode_model(fn, params, example, batch_sizes, platforms))
 

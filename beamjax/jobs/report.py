@@ -75,7 +75,7 @@ class History:
 
 @dataclass(frozen=True, repr=False)
 class Report(Setup, History):
-    """What a run did, or has done so far.
+    """A report of a job, up to now or to its end.
 
     Attributes:
       program: the name of the program.
@@ -84,7 +84,9 @@ class Report(Setup, History):
       began: seconds since the epoch at which the run began.
       progress: the progress at the end, or now.
       samples: the progress over time, a column for each of `beamjax.telemetry.timeline.COLUMNS`.
-      round_ends, checkpoints: seconds since the beginning, evenly thinned if they are many.
+      round_ends: the ends of rounds in seconds since the beginning; if they are many, a sample of
+        them at even distances.
+      checkpoints: the times of checkpoints, like `round_ends`.
       curves: results with one float for each round of a loop.
       dropped: the dropped members.
       warnings: the warnings of beamjax during the run.
@@ -96,7 +98,8 @@ class Report(Setup, History):
       fingerprint: hashes of the parts of the plan. Equal plans have equal hashes.
       provenance: the processors, versions and numbers of threads that computed the results. The
         same fingerprint, inputs and provenance give the same bits, unless `provenance.is_mixed`.
-      events: the shards that were computed, with their times; evenly thinned if they are many.
+      events: the shards that were computed, with their times; if they are many, a sample of them at
+        even distances.
     """
 
     program: str

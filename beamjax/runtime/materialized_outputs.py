@@ -195,7 +195,7 @@ def _writing(path: str, nbytes: int) -> Iterator[None]:
 
 
 def open_placed(folder: str | os.PathLike[str]) -> Placed:
-    """The handle to a placed result in files, in any process.
+    """Opens a placed result in files, in any process.
 
     Args:
       folder: the path or URL of the folder of one result, `placed.folder`.

@@ -40,13 +40,15 @@ MAX_NDIM = 62
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """One member of one leaf.
+    """The type of one member of one leaf of a source.
 
     Attributes:
-        shape: of a member; for typed keys, of its key data, which has one axis more than the key.
-        dtype: in native byte order; of typed keys, uint32.
-        key_impl: for typed keys, what `jax.random.wrap_key_data(..., impl=key_impl)` needs.
-        path: where the leaf is in the tree, as `jax.tree_util.keystr` writes it.
+        shape: the shape of a member; for typed keys, the shape of its key data, which has one axis
+            more than the key.
+        dtype: the dtype in native byte order; uint32 for typed keys.
+        key_impl: for typed keys, the argument of `jax.random.wrap_key_data(..., impl=key_impl)`;
+            None for other leaves.
+        path: the path of the leaf in the tree, as `jax.tree_util.keystr` writes it.
         ragged: whether members have up to `shape[0]` rows, and are padded to that many.
     """
 
@@ -58,11 +60,11 @@ class LeafSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a member."""
+        """Number of bytes of a member."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Returns JSON values from which `from_json` makes an equal `LeafSpec`."""
         return {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -73,7 +75,19 @@ class LeafSpec:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LeafSpec:
-        """Undoes `to_json`; KeyError, TypeError or ArrayFormatError for anything else."""
+        """Makes a `LeafSpec` from the result of `to_json`.
+
+        Args:
+            record: the result of `to_json`.
+
+        Returns:
+            The `LeafSpec`.
+
+        Raises:
+            KeyError: the record has missing entries.
+            TypeError: the record has other types or impossible values.
+            ArrayFormatError: the record has an unknown dtype or an impossible shape.
+        """
         dtype = dtype_from_name(record["dtype"])
         shape = wire.checked_shape("leaf of a source", record["shape"], dtype)
         if math.prod(max(size, 1) for size in shape) > MAX_VALUES or len(shape) > MAX_NDIM:
@@ -97,11 +111,12 @@ class LeafSpec:
 
 
 class Source(abc.ABC):
-    """Members 0..n-1 of a pytree of placed arrays, read by index range.
+    """Members 0 to n - 1 of a pytree of placed arrays, read by index range.
 
-    A subclass gives its `kind`, a name under which `open_spec` finds it, as a class argument
-    (`class MySource(Source, kind="mine")`), and the methods below. Its module must be importable
-    on the workers. `read` is called by several threads at once.
+    A subclass gives its `kind`, a name under which beamjax finds it, as a class argument
+    (`class MySource(Source, kind="mine")`). It must define `leaves`, `__len__`, `read`, `to_spec`
+    and `from_spec`; all other methods have defaults. Its module must be importable on the workers.
+    Several threads may call `read` at the same time.
     """
 
     kind: ClassVar[str] = ""
@@ -115,7 +130,7 @@ class Source(abc.ABC):
     @property
     @abc.abstractmethod
     def leaves(self) -> tuple[LeafSpec, ...]:
-        """One member of each leaf, in the order of the tree."""
+        """The type of one member of each leaf, in the order of the tree."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -123,10 +138,17 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        """Members start..stop-1 of each leaf, as arrays of shape (stop - start, *leaf.shape).
+        """Reads consecutive members.
+
+        Args:
+            start: the first member.
+            stop: the member after the last one, up to n.
+
+        Returns:
+            For each leaf, an array of shape (stop - start, *leaf.shape) and of the leaf's dtype.
 
         Raises:
-            SourceError: if the range is not in 0..n, or the data has changed.
+            SourceError: the range is not within 0 to n, or the data has changed.
         """
 
     @property
@@ -155,14 +177,14 @@ class Source(abc.ABC):
         return None
 
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        """As `read`, but ragged leaves are padded to the first of `buckets` that is long enough."""
+        """Like `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
         return self.read(start, stop)
 
     @property
     def file_starts(self) -> tuple[int, ...]:
-        """The index of the first member of each file but the first.
+        """The index of the first member of each file except the first one.
 
-        There are none if the source does not read several files in sequence.
+        Empty if the source does not read several files in sequence.
         """
         return ()
 
@@ -180,7 +202,7 @@ class Source(abc.ABC):
 
         Args:
             leaf: the number of the leaf.
-            index: of the value in the array of all members, the member first.
+            index: the index of the value in the array of all members, with the member first.
 
         Returns:
             The source, and the leaf and the index there.
@@ -254,16 +276,26 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def to_spec(self) -> dict[str, Any]:
-        """Plain JSON values from which `open_spec` opens the source in another process.
+        """Describes the source, so that another process can open it.
 
-        The tree is not part of it: a re-opened source is a tuple of leaves. The result must have
-        `"kind"` and `"module"`, as `spec_head` gives them.
+        The tree is not part of the description, so a source that is opened from it has a tuple of
+        leaves.
+
+        Returns:
+            JSON values, including those of `spec_head`.
         """
 
     @classmethod
     @abc.abstractmethod
     def from_spec(cls, spec: dict[str, Any]) -> Source:
-        """Undoes `to_spec`."""
+        """Opens the source that `to_spec` describes.
+
+        Args:
+            spec: the result of `to_spec`.
+
+        Returns:
+            A source with the same members.
+        """
 
     def identity(self) -> tuple[Any, list[str]]:
         """Describes what the members depend on, to detect a changed source.
@@ -307,7 +339,7 @@ class Source(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all members of all leaves."""
+        """Number of bytes of all members of all leaves."""
         return len(self) * sum(leaf.nbytes for leaf in self.leaves)
 
     def describe(self) -> str:
@@ -322,7 +354,7 @@ class Source(abc.ABC):
         return open_spec, (self.to_spec(),)
 
     def spec_head(self) -> dict[str, Any]:
-        """The head of every spec, by which `open_spec` finds the class."""
+        """Returns the entries "kind" and "module" of a spec, by which beamjax finds the class."""
         return {"kind": self.kind, "module": type(self).__module__}
 
     def check_range(self, start: int, stop: int) -> None:
@@ -343,7 +375,7 @@ class StreamSource(Source):
     """Members of a pytree of placed arrays that are read in order and counted as they are read.
 
     For data that can't be read by index: compressed files, rows of a query, a generator of records.
-    `beamjax.run` takes it where the size of the placement is open (`placements={"clients": None}`).
+    The size of its placement must be open (`placements={"clients": None}`).
 
     A subclass gives its `kind` like any source, and `leaves`, `chunks`, `to_spec` and `from_spec`,
     but no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and
@@ -375,7 +407,7 @@ class StreamSource(Source):
         """
 
     def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
-        """As `where`, with `index[0]` counted from the beginning of a piece."""
+        """Like `where`, with `index[0]` counted from the beginning of a piece."""
         path, part = self.leaves[leaf].path, f"piece {piece}, " if self.pieces > 1 else ""
         text = row_text(index)
         return f"{self.describe()}, {part}{f'leaf {path}, ' if path else ''}{text}"

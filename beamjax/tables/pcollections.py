@@ -57,7 +57,7 @@ def from_beam(
     runner: Any = "DirectRunner",
     options: Any = None,
 ) -> CollectedMembers:
-    """Members that a pipeline of Beam makes: an element of a bounded PCollection is a member.
+    """A placed input from a bounded PCollection, each element of which is a member.
 
         rows = beam.io.ReadFromText("rows-*.csv") | beam.Map(parse)  # {"x": [...], "y": 1.5}
         like = {"x": np.zeros(3, np.float32), "y": np.float32(0)}  # or jax.ShapeDtypeStruct
@@ -78,7 +78,7 @@ def from_beam(
 
     Args:
       transform: a PTransform to apply to a pipeline (`beam.io.ReadFrom... | beam.Map(...)`), or a
-        function that takes the pipeline and gives the PCollection.
+        function that takes the pipeline and returns the PCollection.
       like: one member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...). Each element is
         such a tree of arrays, or of Python numbers and lists, which are converted to the dtype.
         Beam rows and named tuples count as dicts.
@@ -97,7 +97,8 @@ def from_beam(
         PCollection is unbounded or windowed.
       SourceError: there is no element, an index is missing or occurs twice, or the folder can't be
         written.
-      OptionsError: the runner is unknown, or the folder holds other members.
+      OptionsError: the runner is unknown or "local", or the folder holds other members.
+      ArrayFormatError: the list of members in the folder is damaged.
       WorkerError: the pipeline failed, or too many elements were dropped.
     """
     parsed = parsed_options(options, runner)

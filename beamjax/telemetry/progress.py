@@ -82,22 +82,23 @@ SECONDS = ("read", "transfer", "compile", "compute", "merge")
 
 @dataclass(frozen=True, repr=False)
 class Progress:
-    """How far a job is.
+    """The progress of a job.
 
     Attributes:
-      done: what was done so far, on all workers together.
-      members: of all passes together, or None where a loop or a branch decides while it runs.
-      shards: likewise.
-      rounds: of loops around placed operators that are over.
-      rounds_total: how many there will be, or None if a condition decides.
-      dropped: members that were dropped, of all placements.
-      step: name of the step that a worker last worked on.
-      workers: processes that have written records.
-      seconds: since the job began.
-      steps: what was done of each step, by name; of all rounds of it together.
-      predicted: predicted seconds of each step, of the runner itself as "(runner)" and of all as
-        "(total)", without compilation. Empty without a prediction.
-      advice: a sentence if another runner is predicted to be clearly faster.
+      done: the work of all workers so far.
+      members: the number of members to compute in all passes together; None if a loop or a branch
+        decides it while the job runs.
+      shards: the number of shards to compute in all passes together, or None as for `members`.
+      rounds: the number of complete rounds of loops around placed operators.
+      rounds_total: the number of rounds of the job; None if a condition decides it.
+      dropped: the number of dropped members of all placements.
+      step: the name of the step on which a worker has last worked.
+      workers: the number of processes that have written records.
+      seconds: seconds since the job began.
+      steps: the work so far for each step, by name, in all of its rounds together.
+      predicted: predicted seconds for each step by name, for the runner itself as "(runner)" and in
+        total as "(total)", without compilation. Empty without a prediction.
+      advice: a sentence if another runner is predicted to be clearly faster; otherwise "".
     """
 
     done: Tally = Tally()
@@ -122,10 +123,10 @@ class Progress:
 
     @property
     def measured(self) -> dict[str, float]:
-        """The measured seconds for the entries of `predicted`, by the same names.
+        """Measured seconds for the entries of `predicted`, by the same names.
 
-        Of a step these are reading, transfers, computing and merging, on all workers together; the
-        total is the time since the job began. Compiling is left out.
+        The time of a step is that of reading, transfers, computing and merging on all workers
+        together. The total is the time since the job began. Compilation is not included.
         """
         found = {name: _busy(tally) for name, tally in self.steps.items()}
         total = max(self.seconds - self.done.compile, 0.0)
@@ -134,7 +135,7 @@ class Progress:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The ratio of measured to predicted seconds, by the names that are in both."""
+        """The ratio of measured to predicted seconds, for names that have both."""
         measured = self.measured
         return {
             name: measured[name] / seconds
@@ -156,12 +157,12 @@ class Progress:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each kind of work of `Tally` in the measured time of the workers."""
+        """The share of each kind of work in the measured time of the workers, from 0 to 1."""
         total = sum(getattr(self.done, name) for name in SECONDS)
         return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON values."""
+        """Returns the progress as JSON values."""
         found: dict[str, Any] = to_plain(self)
         return found
 

@@ -313,7 +313,8 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
 
     Raises:
       SourceError: it is missing, damaged, compressed, or no .npz file.
-      StructureError: an array is a scalar, or has elements other than numbers.
+      StructureError: an array is a scalar, or has elements other than numbers; or `path` is no path
+        of a local file.
       PlacementError: there are no members, or the arrays have different numbers of them.
     """
     import jax

@@ -372,8 +372,8 @@ def from_zarr(
       group.
 
     Raises:
-      SourceError: zarr is not installed, nothing is there, it is no array or group, or the group
-        has no array, or none of one of these names. When the source is read: an array has another
+      SourceError: zarr is not installed; there is no array or group at a path; or the group has no
+        array, or none with one of the given names. When the source is read: an array has another
         shape or dtype, or a chunk is damaged.
       StructureError: an array is a scalar, has elements other than numbers, or is packed and
         `mask_and_scale` is None.
