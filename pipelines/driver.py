@@ -250,6 +250,7 @@ class Driver(ControlFlow[Value]):
         for key, data in partials:
             pieces[key].append(data)
         fan = self._tasks.fan_out(step)
+        # Small partials are merged here, which saves a pass over the workers.
         many = fan.nbytes * max(map(len, pieces.values()), default=0) > WORKER_MERGE_BYTES
         on_workers = many and not self.launcher.connection.shared
         run = self._run_on_workers if on_workers else self._run_here

@@ -113,6 +113,7 @@ class Launcher:
         connection, running = self.connection, self.monitor.running
         runner, shared = connection.runner, connection.shared
         if connection.is_one_process and connection.options.shard_timeout is None:
+            # Threads of this process can't die, and without a limit they can't be late.
             run_pipeline(pipeline, running=running)
             return
         look = lost_workers.Look(store, plan.steps, isinstance(runner, NEVER_REPLACE_WORKERS))

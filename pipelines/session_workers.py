@@ -106,6 +106,7 @@ class SessionWorkers:
             self._end()
 
     def _start(self) -> None:
+        # If the job can't be set up, the inner stack removes the store.
         with contextlib.ExitStack() as stack:
             self._store: Store = stack.enter_context(run_store(self.connection))
             self._job = stack.enter_context(resident_job(self.connection, self._store.root))

@@ -196,10 +196,10 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     n = plan.sizes[step.placement]
     served = {spec.server: i for i, spec in enumerate(plan.inputs) if spec.server is not None}
     if n is None:
-        return "the number of members is not known before"
+        return "the number of members is not known before a run"
     shards = plan.shards(step.placement)
     if len(shards) > MOST_COUNTED:
-        return f"explain looks for {MOST_COUNTED} shards at most"
+        return f"explain looks up at most {MOST_COUNTED} shards"
     if not (served.keys() >= set(step.broadcasts) and reader.where.keys() >= set(step.operands)):
         return "it reads results of other steps"
     if any(isinstance(inputs.values[served[name]], tuple) for name in step.broadcasts):
@@ -207,7 +207,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     sources = [reader.sources[reader.where[name][0]] for name in step.operands]
     if all(isinstance(source, ArraySource) for source in sources):
         if sum(source.nbytes for source in sources) > MOST_COUNTED_BYTES:
-            return f"explain reads {human_bytes(MOST_COUNTED_BYTES)} of members at most"
+            return f"explain reads at most {human_bytes(MOST_COUNTED_BYTES)} of members"
     elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
         return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}

@@ -264,7 +264,7 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     if _forked:
         raise WorkerError(
             "this worker was forked from a process in which JAX had started; JAX does not work "
-            "then. Start workers anew: multiprocessing.get_context('spawn')"
+            "then. Spawn the processes of workers: multiprocessing.get_context('spawn')"
         )
     try:
         devices = tuple(jax.local_devices())

@@ -329,7 +329,7 @@ class Checkpointer:
 
     def _given_value(self, name: str, spec: ValueType) -> Value:
         if name not in self._given:
-            raise ArrayFormatError(f"found the input {name!r:.80}, which is none")
+            raise ArrayFormatError(f"found {name!r:.80}, expected the name of an input")
         found = self.plan.values.get(name)
         if found is None or replace(found, key_impl=spec.key_impl) != spec:
             raise ArrayFormatError(f"found the input {name!r:.80} of type {found}, expected {spec}")
@@ -401,7 +401,7 @@ class Checkpointer:
             _check_type(name, arrays[0], spec, count)
             self.folder.known.add(name)
         if sum(count for _, count in record.parts) != n:
-            raise ArrayFormatError(f"{record.stem}: the members of {n} are not all there")
+            raise ArrayFormatError(f"{record.stem}: some of the {n} members are missing")
         return MembersSource(self.folder.path, record.stem, record.parts, leaf_spec(spec), n)
 
     def _file(self, name: str) -> memoryview:
@@ -424,7 +424,7 @@ class Checkpointer:
         try:
             return self.plan.values[name]
         except KeyError:
-            raise ArrayFormatError(f"found the value {name!r:.80}, which is none") from None
+            raise ArrayFormatError(f"found {name!r:.80}, expected the name of a value") from None
 
     def _check_same(self, name: str, found: Checkpoint) -> None:
         changed = fingerprints.differences(self.prints, found.plan)
@@ -436,7 +436,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint {self.folder.join(name)} {what} than this run: they differ in "
                 f"{'; '.join(changed[:5])}{'; ...' if len(changed) > 5 else ''}. Give this run a "
-                "folder of its own (the option checkpoint), or remove the folder to start anew"
+                "folder of its own (the option checkpoint), or remove the folder to start at the "
+                "beginning"
             )
 
     def _check_position(self, found: Checkpoint) -> None:
@@ -455,7 +456,7 @@ class Checkpointer:
             missing = {n for n in names - found.values.keys() if n not in self._given}
             missing |= {n for loop, _ in loops for n in loop.stacked if n not in found.stacks}
         except (KeyError, ValueError):
-            raise ArrayFormatError(f"the plan has no place {found.position!r:.80}") from None
+            raise ArrayFormatError(f"the plan has no position {found.position!r:.80}") from None
         if missing:
             raise ArrayFormatError(f"found no value of {', '.join(sorted(missing))}")
 

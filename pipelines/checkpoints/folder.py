@@ -153,7 +153,7 @@ class CheckpointFolder:
         """Warns that a checkpoint is not used."""
         warnings.warn(
             f"checkpoint {self.join(name)} is damaged and not used; the one before it is, or the "
-            f"run starts anew: {error}",
+            f"run starts at the beginning: {error}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -97,7 +97,8 @@ def locate(options: PipelineOptions | None = None) -> str:
         return _by_beam(options)
     except Exception as error:  # file systems and the network raise errors of many types
         raise OptionsError(
-            f"prism_location: found {given.prism_location!r}, not to be had ({error}); {ADVICE}"
+            f"prism_location: found {given.prism_location!r}, which can't be used ({error}); "
+            f"{ADVICE}"
         ) from error
 
 

@@ -71,6 +71,8 @@ class CpuTurn:
             number = next(n for n in itertools.count() if n not in _turns)
             _turns.add(number)
         self.device = "cpu", number
+        # `discard` of a set is atomic, so it needs no lock: a finalizer may run in any thread, even
+        # in one that holds the lock.
         weakref.finalize(self, _turns.discard, number).atexit = False
 
 

@@ -140,6 +140,7 @@ class MapShards(ComputeFn):
         for shard, live in self._shards(element):
             self._choose_thread()
             meter = Meter(step.name, self.recorder, sends)
+            # Operands that need not be read: from blocks, and from scattered server values.
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             if not known and (found := self._unread(shard)) is not None:
                 meter.lap("read")

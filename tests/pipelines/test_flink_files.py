@@ -83,7 +83,7 @@ def test_flink_has_the_settings_of_a_cluster_here(tmp_path):
     assert CONFIGURATION["rest.port"] == str(REST_PORT)
     copy = KUBERNETES["ConfigMap", "flink"]["data"]["flink-conf.yaml"]
     assert settings(copy) == CONFIGURATION
-    told = RUNNERS[RUNNERS.index("### On containers") :].split("\n### ")[0]
+    told = RUNNERS[RUNNERS.index("### Containers") :].split("\n### ")[0]
     for name, value in CLUSTER.flags.items():
         assert f"{json.dumps(name)}: {json.dumps(value)}" in told
 

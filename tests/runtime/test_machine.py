@@ -248,7 +248,7 @@ for start in (False, True):
 def test_a_fork_of_a_process_in_which_jax_runs_is_refused():
     before, after = in_a_new_process(FORKED)
     assert before == "ok 1"
-    assert "Start workers anew: multiprocessing" in after
+    assert "Spawn the processes of workers: multiprocessing" in after
 
 
 # --- devices
