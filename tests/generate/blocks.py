@@ -27,13 +27,10 @@ def fill_rounds(s: Scope, low: int, high: int) -> None:
 
 def attempt(s: Scope, op: Operation) -> bool:
     """Adds a statement, if there are operands for it."""
-    s.pending.clear()
     try:
         op.apply(s)
-    except MisfitError as error:
-        s.world.misfits[op.name] += bool(str(error))
+    except MisfitError:
         return False
-    s.statements[-1].kinds.update([op.name, op.feature])
     return True
 
 
@@ -42,11 +39,10 @@ def extend(s: Scope) -> None:
     # The first of a list is what is drawn most.
     table = [
         op
-        for op in sorted(OPERATIONS.values(), key=lambda op: op.feature != "maps")
-        if op.feature in s.world.features
-        and (op.smooth or not s.smooth)
-        and (s.placements or op.feature not in ("operators", "maps"))
-        and (s.depth < MAX_DEPTH or op.feature not in BLOCKS)
+        for op in sorted(OPERATIONS.values(), key=lambda op: op.group != "maps")
+        if (op.smooth or not s.smooth)
+        and (s.placements or op.group not in ("operators", "maps"))
+        and (s.depth < MAX_DEPTH or op.group not in BLOCKS)
         for _ in range(op.weight)
     ]
     for _ in range(6):
@@ -122,10 +118,10 @@ def map_fn(s):
     args = [s.pick(lambda v: v.shape[:1] == (n,)) for _ in range(s.integer(1, 3))]
     params = [s.param(_without(a.aval, 0), a) for a in args]
     inner = tuple(p for p in s.placements if p != placement)
-    c = s.child(params, placements=inner if "nested" in s.world.features else ())
+    c = s.child(params, placements=inner)
     fill(c, 1, 4)
     found = outputs(c, 2)
-    style = s.choose(["tuple", "dict"] if "trees" in s.world.features else ["tuple"])
+    style = s.choose(["tuple", "dict"])
     results = ", ".join(map(str, found)) + ("," if len(found) == 1 else "")
     name, lines = function(s, c, params, f"({results})")
     names = [f"v{s.number()}" for _ in found]
@@ -136,23 +132,10 @@ def map_fn(s):
         keys = [f"'k{i}': {a}" for i, a in enumerate(args)]
         unpack = ", ".join(f"d['k{i}']" for i in range(len(args)))
         call = f"bj.map_fn(lambda d: {name}({unpack}), {{{', '.join(keys)}}}{where})"
-        s.pending["map over a dict"] += 1
-    if inner and "bj." in "\n".join(lines):
-        s.pending["nested placements"] += 1
     s.add_lines([*lines, f"{', '.join(names)}, = {call}"], names, [same(v) for v in found])
 
 
 # --- control flow
-
-
-def loop_placements(s: Scope) -> tuple[str, ...]:
-    return s.placements if "control_flow" in s.world.features else ()
-
-
-def note(s: Scope, kind: str, lines: list[str]) -> None:
-    """Counts a block, and whether it holds placed operators."""
-    holds = "bj." in "\n".join(lines)
-    s.pending[f"{kind} with operators" if holds else f"{kind} without operators"] += 1
 
 
 def carried(s: Scope) -> list[Value]:
@@ -166,7 +149,7 @@ def scan(s):
     xs = [v for v in s.values if v.ndim and v.shape[0] == length][-2:] if s.boolean() else []
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
     items = [s.param(_without(v.aval, 0), v) for v in xs]
-    c = s.child([*carries, *items], placements=loop_placements(s))
+    c = s.child([*carries, *items], placements=s.placements)
     fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     stacked = [v for v in c.own if v not in carries and v.count < 60][-1:] if s.boolean() else []
@@ -181,9 +164,6 @@ def scan(s):
     lines += [f"{k} = lax.scan({name}, {start}, {given}, length={length}{reverse})"]
     names = [f"v{s.number()}" for _ in [*carries, *stacked]]
     lines += [f"{_unpack(names)} = jax.tree.leaves({k})"]
-    note(s, "scan", lines)
-    s.pending["scan with xs"] += bool(xs)
-    s.pending["scan with ys"] += bool(stacked)
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in [*carries, *stacked]])
 
 
@@ -192,7 +172,7 @@ def fori_loop(s):
     init = carried(s)
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
     i = s.param(jax.eval_shape(lambda: np.int32(0)))
-    c = s.child([*carries, i], placements=loop_placements(s))
+    c = s.child([*carries, i], placements=s.placements)
     fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     counts = [v for v in s.values if v.dtype == "int32" and v.ndim == 0]
@@ -203,7 +183,6 @@ def fori_loop(s):
     lines += indent([*c.body([updated]), f"return ({updated},)"])
     start = f"({', '.join(map(str, init))},)"
     lines += [f"{_unpack(names)} = lax.fori_loop(0, {count}, {name}, {start})"]
-    note(s, "fori_loop", lines)
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in init])
 
 
@@ -211,11 +190,11 @@ def fori_loop(s):
 def while_loop(s):
     init = carried(s)
     carries = [s.param(v.aval, size=max(v.size, 1)) for v in init]
-    test = s.child(carries, placements=loop_placements(s))
+    test = s.child(carries, placements=s.placements)
     test.depth = MAX_DEPTH
     fill(test, 0, 2)
     go_on = scalar_predicate(test)
-    c = s.child(carries, placements=loop_placements(s))
+    c = s.child(carries, placements=s.placements)
     fill_rounds(c, 1, 3)
     updated = ", ".join(like(c, v) for v in carries)
     number = s.number()
@@ -226,7 +205,6 @@ def while_loop(s):
     lines += [f"    return (i < {s.integer(1, 4)}) & ({go_on})", f"def f{number}(c):", head]
     lines += indent([*c.body([updated]), f"return (i + 1, {updated})"])
     lines += [f"_, {_unpack(names)} = lax.while_loop(go{number}, f{number}, (0, {start}))"]
-    note(s, "while_loop", lines)
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in init])
 
 
@@ -241,7 +219,7 @@ def branch(s):
     lines, functions = [], []
     for _ in range(2 if kind == "cond" else 3):
         params = [s.param(v.aval, v) for v in operands]
-        c = s.child(params, placements=loop_placements(s))
+        c = s.child(params, placements=s.placements)
         fill_rounds(c, 0, 2)
         results = ", ".join(like(c, v) for v in params)
         name, more = function(s, c, params, f"({results},)")
@@ -254,7 +232,6 @@ def branch(s):
     else:
         call = f"lax.switch({chosen}, [{', '.join(functions)}], {given})"
     lines.append(f"{_unpack(names)} = {call}")
-    note(s, kind, lines)
     s.add_lines(lines, names, [{"size": max(v.size, 1)} for v in operands])
 
 
@@ -285,7 +262,6 @@ def wrapped(s):
     names = [f"v{s.number()}" for _ in found]
     kind = s.choose(["jax.jit", "jax.checkpoint"])
     lines.append(f"{_unpack(names)} = {kind}({name})({', '.join(map(str, args))})")
-    note(s, kind, lines)
     s.add_lines(lines, names, [{"size": v.size, "exact": v.exact} for v in found])
 
 
@@ -309,7 +285,6 @@ def vmap(s):
     out = s.integer(0, min(v.ndim for v in found))
     call = f"jax.vmap({name}, in_axes=({', '.join(map(str, axes))},), out_axes={out})"
     lines.append(f"{_unpack(names)} = {call}({', '.join(map(str, args))})")
-    note(s, "vmap", lines)
     s.add_lines(lines, names, [{"size": v.size, "exact": v.exact} for v in found])
 
 
@@ -334,7 +309,6 @@ def gradient(s):
             lines += [f"_, ({_unpack(names)}) = {call}"]
         else:
             lines += [f"{_unpack(names)} = {call}"]
-    note(s, kind, lines)
     s.add_lines(lines, names, [{"size": 32.0} for _ in argnums])
 
 
@@ -354,7 +328,6 @@ def tangents(s):
         push = f"v{s.number()}"
         lines += [f"{names[0]}, {push} = jax.linearize({name}, {given})"]
         lines += [f"{names[1]} = {push}({ones})"]
-    note(s, kind, lines)
     s.add_lines(lines, names, [{"size": found.size}, {"size": 32.0}])
 
 
@@ -370,7 +343,6 @@ def jacobian(s):
         name, lines = function(s, c, params, found.name)
     result = f"v{s.number()}"
     lines.append(f"{result} = jax.{kind}({name})({x})")
-    note(s, kind, lines)
     s.add_lines(lines, [result], [{"size": 64.0}])
 
 

@@ -17,13 +17,13 @@ class Operation:
     """A way to add a statement.
 
     Attributes:
-      feature: the group that a flag turns on and off.
+      group: of similar ones.
       smooth: whether it may stand in a function that is differentiated.
       weight: how often it is drawn.
     """
 
     name: str
-    feature: str
+    group: str
     apply: Callable[[Scope], object]
     smooth: bool = True
     weight: int = 1
@@ -32,17 +32,17 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(feature, *, smooth=True, weight=1):
+def operation(group, *, smooth=True, weight=1):
     def register(function):
         OPERATIONS[function.__name__] = Operation(
-            function.__name__, feature, function, smooth, weight
+            function.__name__, group, function, smooth, weight
         )
         return function
 
     return register
 
 
-def simple(name, feature, fits, *templates, facts=lambda x: {}, **settings):
+def simple(name, group, fits, *templates, facts=lambda x: {}, **settings):
     """An operation of one operand {x}, perhaps along an axis {k} of it, with {at} before its index.
 
     `facts` says what is known about the result.
@@ -53,7 +53,7 @@ def simple(name, feature, fits, *templates, facts=lambda x: {}, **settings):
         k = axis_of(s, x) if x.ndim else 0
         s.add(s.choose(templates).format(x=x, k=k, at=":, " * k), **facts(x))
 
-    OPERATIONS[name] = Operation(name, feature, apply, **settings)
+    OPERATIONS[name] = Operation(name, group, apply, **settings)
 
 
 def is_float(v: Value) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,14 +10,7 @@ import jax.numpy as jnp
 from hypothesis import strategies as st
 
 from . import arrays, blocks  # noqa: F401
-from .operations import OPERATIONS
-from .scope import FLOATS, NAMES, NAMESPACE, MisfitError, Scope, Value, World, indent, numbers
-
-# Groups of operations, and what else a program may have.
-FEATURES = frozenset({op.feature for op in OPERATIONS.values()}) | {
-    "control_flow", "nested", "two_placements", "trees", "keys", "narrow_floats", "complex",
-    "integers", "zero_size", "python_scalars", "x64", "whole_transformations", "unplaced_results",
-}  # fmt: skip
+from .scope import FLOATS, NAMESPACE, MisfitError, Scope, Value, World, indent, numbers
 
 PREAMBLE = """\
 import collections
@@ -73,16 +64,12 @@ class Program:
       x64: whether it is run with 64-bit numbers.
       floats: names of the float dtypes that occur in it.
       inexact: for each argument, whether rounding errors may be added to it.
-      used: how often each operation, feature and kind of block occurs.
-      misfits: how often an operation was drawn that JAX refused for the operands.
     """
 
     body: str
     x64: bool
     floats: frozenset[str]
     inexact: tuple[bool, ...]
-    used: Mapping[str, int]
-    misfits: Mapping[str, int]
 
     def script(self) -> str:
         """The program as a file that runs by itself and prints the results of all runners."""
@@ -99,18 +86,15 @@ class Program:
 def _arguments(world: World) -> list[tuple[Value, str]]:
     """Values and the expressions that make them."""
     scope = Scope(world, [], ())
-    on = world.features.__contains__
-    dims = [2, 3, 1, 4, *world.placements.values(), *([0] if on("zero_size") else [])]
-    kinds = ["floats", "floats", "floats", "grid"]
-    kinds += ["ints", "ints", "bools"] * on("integers") + ["keys"] * on("keys")
+    dims = [2, 3, 1, 4, *world.placements.values(), 0]
+    kinds = ["floats", "floats", "floats", "grid", "ints", "ints", "bools", "keys"]
     dtypes = {
-        "floats": ["float32"] * 8 + ["bfloat16", "float16"] * on("narrow_floats"),
+        "floats": ["float32"] * 8 + ["bfloat16", "float16"] + ["float64"] * 8 * world.x64,
         "grid": ["float32"],
         "ints": ["int32", "int32", "int8", "uint8"] + ["int64"] * world.x64,
         "bools": ["bool"],
         "keys": [None],
     }
-    dtypes["floats"] += ["float64"] * 8 * world.x64
     sizes = [*world.placements.values()]
     found = []
     for i in range(scope.integer(2, 5)):
@@ -133,20 +117,17 @@ def _arguments(world: World) -> list[tuple[Value, str]]:
         value = Value(f"a{i}", aval, 2.0, exact=kind == "grid",
                       distinct=kind == "floats" and dtype in ("float32", "float64"))  # fmt: skip
         value = dataclasses.replace(value, placed=bool(set(sizes) & set(shape)))
-        world.used["zero_size"] += 0 in shape
-        world.used[f"argument {dtype or 'key'}"] += 1
         found.append((value, text))
-    if on("python_scalars") and scope.integer(0, 4) == 4:
+    if scope.integer(0, 4) == 4:
         aval = jax.eval_shape(lambda: jnp.asarray(0.5))
         found.append((Value(f"a{len(found)}", aval, 1.0), "0.5"))
-        world.used["python_scalars"] += 1
     return found
 
 
-def _placements(draw: Any, features: frozenset[str]) -> dict[str, int]:
+def _placements(draw: Any) -> dict[str, int]:
     sizes = st.sampled_from([3, 9, 1, 2, 4, 5, 7, 8, 11, 16, 17, 20])
     found = {"clients": draw(sizes)}
-    if "two_placements" in features and draw(st.integers(0, 3)) == 3:
+    if draw(st.integers(0, 3)) == 3:
         found["items"] = draw(sizes)
     return found
 
@@ -161,13 +142,10 @@ def _reduce_first(s: Scope) -> None:
 def _result_tree(s: Scope) -> str:
     """The results of a program, as the text of a tree."""
     found = blocks.outputs(s, 6)
-    if "unplaced_results" in s.world.features and s.integer(0, 7) == 7:
+    if s.integer(0, 7) == 7:
         found.append(s.choose([v for v in s.values if v.name.startswith("a")]))
     names = [str(v) for v in found]
-    if "trees" not in s.world.features:
-        return ", ".join(names) + ("," if len(names) == 1 else "")
     kind = s.choose(["tuple", "dict", "nested", "pair"])
-    s.world.used[f"{kind} of results"] += 1
     if kind == "dict":
         return "{" + ", ".join(f"'r{i}': {name}" for i, name in enumerate(names)) + "}"
     if kind == "pair":
@@ -179,8 +157,7 @@ def _result_tree(s: Scope) -> str:
 
 def _function(s: Scope, arguments: list[tuple[Value, str]]) -> list[str]:
     """The lines that define `prog`, and `fn`, which may transform it."""
-    on = "whole_transformations" in s.world.features
-    kind = s.choose([None, None, "grad", "vmap", "jit"]) if on else None
+    kind = s.choose([None, None, "grad", "vmap", "jit"])
     args = [v for v, _ in arguments]
     if kind == "vmap":
         return _vmapped(s, args)
@@ -192,12 +169,10 @@ def _function(s: Scope, arguments: list[tuple[Value, str]]) -> list[str]:
     if kind != "grad":
         result = _result_tree(s)
         lines = [head, *indent([*s.body([result]), f"return {result}"])]
-        s.world.used["whole jit"] += kind == "jit"
         return [*lines, "", "fn = jax.jit(prog)" if kind == "jit" else "fn = prog"]
     result = blocks._scalar(s)
     argnums = tuple(i for i, v in enumerate(args) if v.floating and (i == 0 or s.boolean()))
     how = s.choose(["grad", "value_and_grad"])
-    s.world.used[f"whole {how}"] += 1
     lines = [head, *indent([*s.body([result]), f"return {result}"])]
     return [*lines, "", f"fn = jax.{how}(prog, argnums={argnums})"]
 
@@ -206,7 +181,6 @@ def _vmapped(s: Scope, args: list[Value]) -> list[str]:
     """`fn` maps `prog` over a new leading axis of some of its arguments."""
     axes = [s.choose([None, 0]) for _ in args[1:]]
     lanes = [0, *axes]
-    s.world.used["whole vmap"] += 1
     blocks.fill(s, 3, 7)
     if not any("bj." in statement.text for statement in s.statements):
         _reduce_first(s)
@@ -229,11 +203,11 @@ def _varied(v: Value) -> str:
 
 
 @st.composite
-def programs(draw: Any, features: frozenset[str] = FEATURES) -> Program:
-    """A program that uses only these features."""
-    x64 = "x64" in features and draw(st.integers(0, 9)) == 9
+def programs(draw: Any) -> Program:
+    """A program."""
+    x64 = draw(st.integers(0, 9)) == 9
     with numbers(x64):
-        world = World(draw, _placements(draw, features), features, x64)
+        world = World(draw, _placements(draw), x64)
         arguments = _arguments(world)
         scope = Scope(world, [v for v, _ in arguments], tuple(world.placements))
         try:
@@ -255,15 +229,6 @@ def _assemble(world: World, arguments: list[tuple[Value, str]], lines: list[str]
     source = "\n".join([decorator, *lines])
     texts = "".join(f"    {text},\n" for _, text in arguments)
     body = f"{source}\n\nargs = (\n{texts})"
-    world.used["x64"] += world.x64
-    world.used["two_placements"] += len(world.placements) > 1
-    world.used["several shards"] += any(n > 8 for n in world.placements.values())
     inexact = tuple(v.floating and not v.exact for v, _ in arguments)
     floats = frozenset(name for name in FLOATS if name in world.seen or f"'{name}'" in body)
-    return Program(
-        body, world.x64, floats, inexact,
-        collections.Counter(world.used), collections.Counter(world.misfits),
-    )  # fmt: skip
-
-
-__all__ = ["FEATURES", "NAMES", "Program", "programs"]
+    return Program(body, world.x64, floats, inexact)

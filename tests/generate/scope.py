@@ -106,11 +106,10 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """Lines of source, the names that they define, and what they are counted as."""
+    """Lines of source, and the names that they define."""
 
     lines: tuple[str, ...]
     defines: tuple[str, ...]
-    kinds: collections.Counter
 
     @property
     def text(self) -> str:
@@ -123,10 +122,7 @@ class World:
 
     draw: Callable[..., Any]
     placements: dict[str, int]
-    features: frozenset[str]
     x64: bool = False
-    used: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    misfits: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     seen: set[str] = dataclasses.field(default_factory=set)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
 
@@ -143,7 +139,6 @@ class Scope:
         changes are drawn; `forward` allows loops that have a derivative in forward mode alone.
       depth: number of functions around.
       own: the values that were made here, parameters among them.
-      pending: what the next statement is counted as.
     """
 
     world: World
@@ -153,8 +148,6 @@ class Scope:
     depth: int = 0
     statements: list[Statement] = dataclasses.field(default_factory=list)
     own: list[Value] = dataclasses.field(default_factory=list)
-    pending: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    parent: Scope | None = None
 
     # --- draws
 
@@ -187,8 +180,7 @@ class Scope:
         closed = self.values if self.boolean() else [v for v in self.values if v.count <= 4]
         values = [*closed, *params]
         smooth = smooth or self.smooth
-        return Scope(self.world, values, placements, smooth, self.depth + 1, own=list(params),
-                     parent=self)  # fmt: skip
+        return Scope(self.world, values, placements, smooth, self.depth + 1, own=list(params))
 
     def number(self) -> int:
         return next(self.world.numbers)
@@ -226,8 +218,7 @@ class Scope:
         ]
 
     def _append(self, lines: tuple[str, ...], names: tuple[str, ...]) -> None:
-        self.statements.append(Statement(lines, names, self.pending))
-        self.pending = collections.Counter()
+        self.statements.append(Statement(lines, names))
 
     def _keep(self, value: Value) -> Value:
         read = set(NAMES.findall(self.statements[-1].text))
@@ -264,18 +255,13 @@ class Scope:
         return avals
 
     def body(self, results: Sequence[str]) -> list[str]:
-        """The lines of a function with these results, without what they don't need.
-
-        What is left is counted: as a part of the next statement of the scope around.
-        """
+        """The lines of a function with these results, without what they don't need."""
         needed = set(NAMES.findall(" ".join(results)))
         kept = []
         for statement in reversed(self.statements):
             if needed & set(statement.defines):
                 needed |= set(NAMES.findall(statement.text))
                 kept.append(statement)
-                counts = self.parent.pending if self.parent else self.world.used
-                counts.update(statement.kinds)
         return [line for statement in reversed(kept) for line in statement.lines]
 
 
