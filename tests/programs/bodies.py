@@ -1,6 +1,6 @@
 """Whatever JAX can do in a body, on members of all types: in a map and, summed, in a reduction.
 
-A body is a function of `W` and of placed arguments.
+A body is a function of `W` and of placed arguments, or of one function that gives a tuple of them.
 """
 
 import collections
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.experimental import sparse
 from jax.sharding import PartitionSpec
 
 import beamjax as bj
@@ -20,12 +19,12 @@ from programs.table import N, add, built, case, sin_jvp, sin_vjp
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=(N, *shape)).astype(np.float32))
+    return jax.device_put(np.random.default_rng(0).normal(size=(N, *shape)).astype(np.float32))
 
 
 X = normal(3)
 W = jnp.asarray([0.5, -1.0, 2.0])
-INTS = jnp.arange(3 * N, dtype="int32").reshape(N, 3) * 7 % 11
+INTS = jax.device_put(np.arange(3 * N, dtype="int32").reshape(N, 3) * 7 % 11)
 
 
 def bodies(*placed, **facts):
@@ -37,7 +36,8 @@ def bodies(*placed, **facts):
             def prog(w, placed):
                 return ops.map_fn(functools.partial(body, w), placed)
 
-            return prog, (W, placed)
+            made = placed[0]() if callable(placed[0]) else placed
+            return prog, (W, made)
 
         add(f"body_{body.__name__}", build, **facts)
         return body
@@ -214,11 +214,13 @@ def rounds_in_body(ops):
 # --- keys of other kinds
 
 
-@bodies(
-    jax.random.split(jax.random.PRNGKey(5), N),
-    *[jax.random.split(jax.random.key(5, impl=impl), N) for impl in ("rbg", "unsafe_rbg")],
-    plan="",
-)
+def keys_of_kinds():
+    """Made when they are needed, since JAX compiles long for them."""
+    typed = [jax.random.key(5, impl=impl) for impl in ("rbg", "unsafe_rbg")]
+    return tuple(jax.random.split(key, N) for key in [jax.random.PRNGKey(5), *typed])
+
+
+@bodies(keys_of_kinds, plan="")
 def other_keys(w, *keys):
     return [(jax.random.normal(k, (2,)), jax.random.split(k)) for k in keys]
 
@@ -233,7 +235,7 @@ COMPUTE = "float16 bfloat16 float32 complex64 int8 uint8 int32 uint16".split()
 
 def of_dtype(name):
     values = np.arange(3 * N).reshape(N, 3) % 3
-    return jnp.asarray(values.astype(np.float32).astype(getattr(ml_dtypes, name, name)))
+    return jax.device_put(values.astype(np.float32).astype(getattr(ml_dtypes, name, name)))
 
 
 @bodies({name: of_dtype(name) for name in [*FLOATS, *INTEGERS, *OTHERS]})
@@ -274,7 +276,7 @@ def no_results(w, x):
     return None
 
 
-@bodies(jnp.zeros((N, 0, 3)), X)
+@bodies(np.zeros((N, 0, 3), np.float32), X)
 def zero_sizes(w, x, y):
     return x, jnp.sum(x), x.reshape(3, 0) @ jnp.ones((0, 2)), y[:0]
 
@@ -306,7 +308,8 @@ FUNCTIONS = {
     "weak_results": (weak_results, 2.5, X),
     "random_seeds": (seeded, 7, X),
     "not_finite": (
-        functools.partial(scaled_sum, 1), W, X.at[2, 0].set(jnp.nan).at[3, 1].set(jnp.inf)
+        functools.partial(scaled_sum, 1), W,
+        jnp.asarray(np.where(np.eye(N, 3, -2), np.float32([np.nan, np.inf, np.inf]), X)),
     ),
 }  # fmt: skip
 for name, (fn, *args) in FUNCTIONS.items():
@@ -361,6 +364,8 @@ DENSE[:, 1, 2], DENSE[:, 3, 0] = np.arange(N), 1
 
 @built()
 def sparse_members(ops):
+    from jax.experimental import sparse  # Takes long to import.
+
     @ops.program(placements={"clients": N})
     def prog(members, one, w):
         products = ops.map_fn(lambda m: m @ w, members)

@@ -9,13 +9,13 @@ import numpy as np
 from jax import lax
 
 import beamjax as bj
-from programs.table import add
+from programs.table import add, rnd
 
 N = 23
-X = jax.random.normal(jax.random.key(0), (N, 3))
+X = rnd(N, 3)
 W = jnp.asarray([0.5, -1.0, 2.0])
-Y = X[:, 0] * 0.3 + 1.0
-K = jnp.arange(N) % 3
+Y = jnp.asarray(np.asarray(X)[:, 0] * 0.3 + 1)
+K = jnp.asarray(np.arange(N) % 3)
 ROWS = jnp.asarray([3, 0, 3, 19, -1, 25])
 
 

@@ -20,6 +20,7 @@ X = jnp.asarray(RNG.normal(size=(N, 3)).astype(np.float32))
 Y = jnp.asarray(RNG.normal(size=N).astype(np.float32))
 W = jnp.asarray([0.5, -1.0, 2.0])
 K = jnp.arange(N)
+BOTH = np.stack([X, 4 * np.asarray(X)])
 KEY = jax.random.key(0)
 program = bj.program(clients=N)
 
@@ -250,7 +251,7 @@ def while_that_never_holds(x):
     return lax.while_loop(lambda s: s[1] > 0, lambda s: (bj.map_fn(jnp.sin, s[0]), s[1]), (x, 0))
 
 
-@case(jnp.abs(X @ X.T), plan="maps 1, scatters 1, loops 1")
+@case(jnp.asarray(abs(np.asarray(X) @ np.asarray(X).T)), plan="maps 1, scatters 1, loops 1")
 @program
 def page_rank(links):
     # What a round gives is a server value, though the next one cuts it into members.
@@ -353,7 +354,7 @@ def grad_of_a_branch(w, x):
     return jax.grad(rounds)(w), jax.grad(rounds)(-w)
 
 
-@over_members(W, jnp.stack([X, X * 4]), plan="maps 1, loops 1")
+@over_members(W, jnp.asarray(BOTH), plan="maps 1, loops 1")
 def scan_over_placed(w, xs):
     return lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x, Y), None), w, xs)[0]
 
@@ -363,17 +364,17 @@ def jvp_of_a_while(w, x):
     return jax.jvp(lambda w: while_on_a_reduced_value(w, x)[0], (w,), (w,))
 
 
-@case(jnp.stack([W, W * 2]), X, plan="maps 3, loops 1")
+@case(jnp.asarray([[0.5, -1.0, 2.0], [1.0, -2.0, 4.0]]), X, plan="maps 3, loops 1")
 def vmap_of_rounds(ws, x):
     return jax.vmap(scan_with_placed_state, (0, None))(ws, x)
 
 
-@case(jnp.stack([W, W * 8]), X, plan="maps 1, loops 1")
+@case(jnp.asarray([[0.5, -1.0, 2.0], [4.0, -8.0, 16.0]]), X, plan="maps 1, loops 1")
 def vmap_of_a_while(ws, x):
     return jax.vmap(while_on_a_reduced_value, (0, None))(ws, x)
 
 
-@case(W, jnp.stack([X, X * 4]), plan="maps 3, loops 1")
+@case(W, jnp.asarray(BOTH), plan="maps 3, loops 1")
 def vmap_of_a_while_over_placed_values(w, xs):
     return jax.vmap(while_that_reduces_in_its_condition)(xs)
 
@@ -484,7 +485,7 @@ def float0_inputs(x, placed, served):
 
 # --- placements without members
 
-EMPTY = W * 2, jnp.zeros((0, 3)), jnp.zeros(0, jnp.int32)
+EMPTY = jnp.asarray([1.0, -2.0, 4.0]), np.zeros((0, 3), np.float32), np.zeros(0, np.int32)
 
 
 def no_operators(w, x, k):

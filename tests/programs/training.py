@@ -128,43 +128,33 @@ def parameters():
     }
 
 
-def apply(params, tokens, dtype=jnp.float32):
+def apply(params, tokens):
     def layer(x, p):
         return x + jnp.tanh((x * p["scale"]) @ p["w"]), None
 
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
     x, _ = jax.lax.scan(jax.checkpoint(layer), params["embed"][tokens], params["layers"])
-    return (x @ params["head"]).astype(jnp.float32)
+    return x @ params["head"]
 
 
-def loss(params, batch, dtype=jnp.float32):
-    logits = apply(params, batch["inputs"], dtype)
+def loss(params, batch):
+    logits = apply(params, batch["inputs"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     weights = batch["mask"]
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def token_rows(rows, seed, length=S):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, V, (rows, length)), "int32")
-
-
-def batch_of(rows, seed=0):
-    tokens = token_rows(rows, seed)
+def batch_of(rows):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (rows, S)), "int32")
     mask = (tokens != 0).astype(jnp.float32)
     return {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1), "mask": mask}
 
 
-def among_replicas(batch, *shape):
-    shape = shape or (B,)
-    return jax.tree.map(lambda x: jnp.reshape(x, (N, *shape, *x.shape[1:])), batch)
+def among_replicas(batch):
+    return jax.tree.map(lambda x: jnp.reshape(x, (N, B, *x.shape[1:])), batch)
 
 
 def stacked(tree):
     return jax.tree.map(lambda x: jnp.broadcast_to(jnp.asarray(x), (N, *jnp.shape(x))), tree)
-
-
-def key(number):
-    return jax.random.fold_in(jax.random.key(7), number)
 
 
 # --- DiLoCo
@@ -245,7 +235,7 @@ def diloco():
         state = jax.lax.cond(state.step % 2 == 0, synchronize, lambda s: s, state)
         return state, typed_mean(metrics)
 
-    return step, (outer_state(inner_after_a_step()), batch_of(N * B), key(0))
+    return step, (outer_state(inner_after_a_step()), batch_of(N * B), jax.random.key(7))
 
 
 class Network(nnx.Module):
@@ -322,4 +312,4 @@ def weighed_replicas():
         return (mean, states), (drjax.reduce_mean(values), drjax.reduce_sum(picked))
 
     params = parameters()
-    return step, ((params, stacked(optimizer.init(params))), batch_of(N * B), key(0))
+    return step, ((params, stacked(optimizer.init(params))), batch_of(N * B), jax.random.key(7))
