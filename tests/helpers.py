@@ -6,6 +6,7 @@ import numpy as np
 
 from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.numerics.reducers import decode_accumulator
 from beamjax.options import parse_options
 
 
@@ -74,3 +75,28 @@ def planned(fn, *args, **options):
 def plan_of(fn, *args, **options):
     """The plan that `bj.run(fn, *args, options=options)` runs."""
     return planned(fn, *args, **options).plan
+
+
+def in_any_tree(vectors, make, rng):
+    """Vectors as shards 0, 1, ... in a random order, in accumulators merged and encoded at random.
+
+    Args:
+      vectors: what is accumulated.
+      make: makes an empty accumulator.
+      rng: draws the order, and the tree of merges.
+    """
+    order = list(enumerate(vectors))
+    rng.shuffle(order)
+    parts = [make() for _ in range(rng.randint(1, len(order) + 1))]
+    for shard, vector in order:
+        rng.choice(parts).add(vector, shard)
+    while True:
+        if rng.random() < 0.3 and hasattr(parts[0], "compact"):
+            parts[0].compact()
+        if rng.random() < 0.3:
+            parts[0] = decode_accumulator(parts[0].encode())
+        if len(parts) == 1:
+            return parts[0]
+        rng.shuffle(parts)
+        other = parts.pop()
+        parts[0].merge(decode_accumulator(other.encode()) if rng.random() < 0.3 else other)

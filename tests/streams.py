@@ -1,6 +1,10 @@
-"""Sources of unknown length for tests; workers in other processes import this module."""
+"""Sources of unknown length for tests, and programs over members of unknown number.
+
+Workers in other processes import this module.
+"""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import beamjax as bj
@@ -58,3 +62,49 @@ class Numbers(bj.StreamSource, kind="test-numbers"):
     @property
     def treedef(self):
         return jax.tree.structure(0)
+
+
+# --- programs
+
+W = np.asarray([0.5, -1.25, 2.0], np.float32)
+opened = bj.program(placements={"clients": None})
+
+
+def data(n):
+    x = np.random.default_rng(n).normal(size=(n, 4, 3)).astype(np.float32)
+    return {"x": x, "k": np.random.default_rng(n).integers(0, 3, size=n).astype(np.int32)}
+
+
+@opened
+def reductions(w, d):
+    y = bj.map_fn(lambda e: jnp.tanh(e["x"] @ w), d)
+    return [
+        *(f(y) for f in (bj.reduce_sum, bj.reduce_mean, bj.reduce_max, bj.reduce_min)),
+        *(f(y > 0) for f in (bj.reduce_any, bj.reduce_all)),
+        *(f(y) for f in (bj.reduce_prod, bj.reduce_argmax, bj.reduce_argmin)),
+        bj.reduce_mean(d["k"]),
+        bj.reduce_weighted_mean(y, d["k"] + 1),
+        bj.reduce_by_key(y, d["k"], num_keys=3),
+        bj.reduce(lambda a, b: a * 0.5 + b, y),
+        jnp.sum(y, axis=(0, 1)),
+        jnp.max(d["x"], axis=(0, 1)),
+    ]
+
+
+@opened
+def two_passes(w, d):
+    y = bj.map_fn(lambda e: jnp.tanh(e["x"] @ w), d)
+    mean = bj.reduce_mean(y)
+    z = bj.map_fn(lambda e, v: jnp.sum(v - mean) * e["k"].astype("float32"), (d, y))
+    return z, bj.reduce_max(z), y
+
+
+@opened
+def creations(w, d):
+    n = d["k"].shape[0]
+    keys = jax.random.split(jax.random.key(3), n)
+    noise = bj.map_fn(
+        lambda k, i: jax.random.normal(k) * i.astype("float32"), (keys, jnp.arange(n))
+    )
+    y = bj.map_fn(lambda e, w, s: (e["x"] @ w).sum() + s, (d, bj.broadcast(w), noise))
+    return bj.reduce_sum(y), jnp.zeros(n) + noise, bj.reduce_sum(jnp.ones(n))

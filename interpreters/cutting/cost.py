@@ -197,7 +197,7 @@ def _dense(
         case "fft":
             return 5.0 * _size(ins[0]) * math.log2(max(_size(ins[0]), 2))
     if name in _CUBIC:
-        rows = max(map(_dim, ins[0].aval.shape[-2:]), default=1)
+        rows = max(map(_dim, ins[0].aval.shape[-2:]))
         return _CUBIC[name] * _size(ins[0]) * rows
     return None
 

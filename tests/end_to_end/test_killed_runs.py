@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,21 +35,6 @@ def expected(tmp_path_factory):
     out = tmp_path_factory.mktemp("expected") / "out.json"
     finish(start("-", "local", out))
     return json.loads(out.read_text())
-
-
-@pytest.mark.parametrize(("runner", "seed"), [("local", 1), ("DirectRunner", 2)])
-def test_killed_at_a_random_moment(runner, seed, tmp_path, expected):
-    rng = random.Random(seed)
-    out = tmp_path / "out.json"
-    for _ in range(2):
-        process = start(tmp_path / "c", runner, out)
-        assert process.stdout.readline()
-        time.sleep(rng.uniform(0, 0.3))
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=500)
-    rounds = finish(start(tmp_path / "c", runner, out))
-    assert len(rounds) <= SAVED - 2
-    assert json.loads(out.read_text()) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import in_any_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,22 +68,6 @@ def added(reduction, rows, *, mode="exact", shards=itertools.count):
     for shard, row in zip(shards(), rows, strict=False):
         accumulator.add(row, shard)
     return accumulator
-
-
-def in_any_tree(vectors, make, rng):
-    """The vectors as shards 0, 1, ... in a random order, bundled and merged at random."""
-    order = list(enumerate(vectors))
-    rng.shuffle(order)
-    parts = [make() for _ in range(rng.randint(1, len(order) + 1))]
-    for shard, vector in order:
-        rng.choice(parts).add(vector, shard)
-    while len(parts) > 1:
-        rng.shuffle(parts)
-        other = parts.pop()
-        if rng.random() < 0.3:
-            parts[0] = decode_accumulator(parts[0].encode())
-        parts[0].merge(decode_accumulator(other.encode()) if rng.random() < 0.5 else other)
-    return parts[0]
 
 
 def in_a_tree(reduction, values, seed=0, mode="exact"):

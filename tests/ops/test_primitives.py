@@ -91,14 +91,6 @@ def test_reductions_equal_jax_numpy():
     assert faults == []
 
 
-def test_reductions_in_64_bits():
-    with jax.enable_x64(True):
-        for dtype in ("int8", "uint8", "int64", "float32", "float64"):
-            x = jnp.asarray(np.arange(6).reshape(2, 3).astype(dtype))
-            for ours, theirs in jax.eval_shape(both(OPS, lambda f: f), x).values():
-                assert ours == theirs
-
-
 def test_means_of_float16_do_not_overflow():
     x = jnp.full((N, 2), 60000.0, "float16")
     for wrap in WRAPS.values():

@@ -297,18 +297,22 @@ def test_packed_records_that_are_cut_while_they_are_read(tmp_path):
     refused(SourceError, CHANGED, list, chunks)
 
 
-@pytest.mark.parametrize("how", [{"zarr_format": 2}, {}, {"shards": (10, 2, 3)}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"zarr_format": 2}, {}, {"shards": (10, 2, 3)}, {"chunks": (1, 1, 3)}], ids=str
+)
 def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
     zarr = pytest.importorskip("zarr")
     path = str(tmp_path / "x.zarr")
-    array = zarr.create_array(path, shape=X.shape, dtype=X.dtype, chunks=(5, 2, 3), **how)
+    how = {"chunks": (5, 2, 3), **how}
+    array = zarr.create_array(path, shape=X.shape, dtype=X.dtype, **how)
     array[:] = X
     source = bj.from_zarr(path)
     again = open_spec(source.to_spec())
     array[21] = 7
     for found in (source, again):
         assert_reads(found, X, 0, 20)
-        refused(SourceError, "the file was changed after", found.read, 0, N)
+        for start, stop in ((0, N), (21, 22)):
+            refused(SourceError, "the file was changed after", found.read, start, stop)
     source = bj.from_zarr(path)
     files = [p for p in Path(path).rglob("*") if p.is_file() and p.suffix != ".json"]
     max(p for p in files if not p.name.startswith(".z")).unlink()

@@ -16,7 +16,7 @@ from helpers import assert_close, assert_same_bits, assert_same_types, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import refused
-from streams import Counted, Numbers, stream
+from streams import Counted, Numbers, W, creations, data, opened, reductions, stream, two_passes
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
@@ -27,13 +27,6 @@ from beamjax.sources.streams.chunks import Streams, blocks_of, checked_chunks, m
 OPTIONS = {"shard_size": 8}
 THREADS = {**OPTIONS, "direct_running_mode": "multi_threading", "direct_num_workers": 2}
 RUNNERS = ["local", "DirectRunner"]
-W = np.asarray([0.5, -1.25, 2.0], np.float32)
-opened = bj.program(placements={"clients": None})
-
-
-def data(n):
-    x = np.random.default_rng(n).normal(size=(n, 4, 3)).astype(np.float32)
-    return {"x": x, "k": np.random.default_rng(n).integers(0, 3, size=n).astype(np.int32)}
 
 
 def local(fn, *args, options=OPTIONS):
@@ -41,20 +34,6 @@ def local(fn, *args, options=OPTIONS):
 
 
 # --- programs
-
-
-@opened
-def reductions(w, d):
-    y = bj.map_fn(lambda e: jnp.tanh(e["x"] @ w), d)
-    return [
-        *(f(y) for f in (bj.reduce_sum, bj.reduce_mean, bj.reduce_max, bj.reduce_prod)),
-        *(f(y > 0) for f in (bj.reduce_any, bj.reduce_all)),
-        bj.reduce_argmin(y),
-        bj.reduce_weighted_mean(y, d["k"] + 1),
-        bj.reduce_by_key(y, d["k"], num_keys=3),
-        bj.reduce(lambda a, b: a * 0.5 + b, y),
-        y,
-    ]
 
 
 @opened
@@ -68,28 +47,9 @@ def mean_loss(w, d):
 
 
 @opened
-def creations(w, d):
-    n = d["k"].shape[0]
-    keys = jax.random.split(jax.random.key(3), n)
-    noise = bj.map_fn(
-        lambda k, i: jax.random.normal(k) * i.astype("float32"), (keys, jnp.arange(n))
-    )
-    y = bj.map_fn(lambda e, w, s: (e["x"] @ w).sum() + s, (d, bj.broadcast(w), noise))
-    return bj.reduce_sum(y), jnp.zeros(n) + noise, bj.reduce_sum(jnp.ones(n))
-
-
-@opened
 def number(d):
     n = d["k"].shape[0]
     return jnp.int32(n), jnp.float32(n) * W, jnp.max(d["k"]), bj.reduce_sum(bj.broadcast(W))
-
-
-@opened
-def two_passes(w, d):
-    y = bj.map_fn(lambda e: jnp.tanh(e["x"] @ w), d)
-    mean = bj.reduce_mean(y)
-    z = bj.map_fn(lambda e, v: jnp.sum(v - mean) * e["k"].astype("float32"), (d, y))
-    return z, bj.reduce_max(z), y
 
 
 @opened

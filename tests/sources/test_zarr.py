@@ -1,7 +1,6 @@
 """Zarr arrays as placed inputs, against zarr's own reading, and with values that numbers encode."""
 
 import base64
-import os
 import shutil
 import struct
 import threading
@@ -68,23 +67,6 @@ def test_chunks_and_shards(how, tmp_path):
     source = bj.from_zarr(save(tmp_path / "x", X, **how))
     for start, stop in [(0, N), (3, 9), (4, 8), (5, 6), (8, N), (N, N)]:
         assert_reads(source, X, start, stop)
-
-
-@pytest.mark.parametrize("shards", [None, (2, 4, 3)])
-def test_each_chunk_of_members_may_have_changed(shards, tmp_path):
-    """Also chunks of one member, of several along other axes, and of an empty axis."""
-    path = Path(save(tmp_path / "x", X, (1, 1, 3), shards=shards))
-    source, rows = bj.from_zarr(path), 1 if shards is None else 2
-    chunk = path / "c" / str(9 // rows) / "0" / "0"
-    newer = chunk.stat().st_mtime_ns + 10**9
-    os.utime(chunk, ns=(newer, newer))
-    for member in range(N):
-        if member // rows == 9 // rows:
-            refused(SourceError, "found a chunk written at", source.read, member, member + 1)
-        else:
-            source.read(member, member + 1)
-    empty = X[:, :, :0]
-    assert_reads(bj.from_zarr(save(tmp_path / "empty", empty, (4, 2, 1))), empty)
 
 
 def test_what_is_not_stored_is_the_fill_value(version, tmp_path):
