@@ -48,7 +48,7 @@ class ElementShuffle(Shuffle):
             known = isinstance(index, int | np.integer) and not isinstance(index, bool)
             if not known or not 0 <= index < MAX_VALUES:
                 raise StructureError(
-                    f"from_beam: index gives {shown(index)}, expected the number of the member, "
+                    f"from_beam: index returns {shown(index)}, expected the number of the member, "
                     "an int from 0"
                 )
             return int(index).to_bytes(8, "big") + bytes(8)

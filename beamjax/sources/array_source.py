@@ -41,7 +41,7 @@ class ArraySource(HoldsLeaves, kind="array"):
         """Use `from_arrays`, which checks.
 
         Args:
-            arrays: of shape (n, *leaf.shape), with raw data for typed keys.
+            arrays: arrays of shape (n, *leaf.shape); for typed keys, their data.
             leaves: one member of each array.
             treedef: the tree that they form.
         """

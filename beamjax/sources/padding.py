@@ -140,7 +140,7 @@ def _far(left: np.ndarray, right: np.ndarray, operand: float) -> bool:
     if (np.isfinite(a) != np.isfinite(b)).any():
         return True
     largest = max(np.abs(b[known]).max(initial=0), np.abs(a[known]).max(initial=0))
-    # Not for 16-bit floats: so many of their units of rounding are not a small difference.
+    # Not for 16-bit floats, of which `NOISE` units of rounding are a large difference.
     is_precise = left.dtype.kind in "fc" and left.dtype.itemsize >= 4
     noise = NOISE * operand * np.finfo(left.dtype).eps if is_precise else 0.0
     return bool(np.abs(a[known] - b[known]).max(initial=0) > FAR * largest + noise)

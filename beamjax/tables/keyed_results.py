@@ -97,8 +97,7 @@ def _table(
     if any(np.ndim(member) == 0 for member in arrays) or np.ndim(keyed.keys) != 1:
         raise StructureError(
             f"result{path}: found members with keys along another axis than the first, as jax.vmap "
-            "gives; reduce_by_key without a number of keys is for programs that are run as they "
-            "are."
+            "makes them; reduce_by_key without a number of keys can't be transformed by jax.vmap."
         )
     source = ZippedSource([m if isinstance(m, Placed) else from_arrays(m) for m in members])
     folder = _folder(results, path)

@@ -157,7 +157,7 @@ def _found_before(folder: str, what: dict[str, Any]) -> dict[str, Any] | None:
     if different:
         raise OptionsError(
             f"from_beam: {folder} holds members of another kind: {', '.join(different)} differ. "
-            "Choose another folder, or remove this one to begin anew."
+            "Choose another folder, or remove this one to run the pipeline again."
         )
     return fields
 
@@ -242,11 +242,11 @@ def _opened(
         dropped = [Dropped.from_json(each, path) for each in record["dropped"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ArrayFormatError(
-            f"{path}: found no list of members ({error}); remove the folder to read anew"
+            f"{path}: found no list of members ({error}); remove the folder to run the pipeline again"
         ) from error
     found = CollectedMembers(folder, parts, member.leaves, treedef, dropped)
     try:
         found.check_files()
     except SourceError as error:
-        raise SourceError(f"{error} Remove {folder} to read anew.") from error
+        raise SourceError(f"{error} Remove {folder} to run the pipeline again.") from error
     return found

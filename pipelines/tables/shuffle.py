@@ -219,7 +219,7 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
         )
     if not isinstance(found, beam.PCollection) or found.pipeline is not pipeline:
         raise StructureError(
-            f"from_beam: the transform gives {shown(found)}, expected a PCollection of the "
+            f"from_beam: the transform returns {shown(found)}, expected a PCollection of the "
             "pipeline that it is applied to."
         )
     if not found.is_bounded:

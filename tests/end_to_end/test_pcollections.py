@@ -163,7 +163,7 @@ def test_the_next_call_reads_what_is_there(tmp_path):
         bj.from_beam(never, like=LIKE, folder=tmp_path, index=number)
     path = tmp_path / "part-00000-leaf-001.npy"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(SourceError, match=r"leaf-001.npy: .* Remove .* to read anew"):
+    with pytest.raises(SourceError, match=r"leaf-001.npy: .* Remove .* to run the pipeline again"):
         bj.from_beam(never, like=LIKE, folder=tmp_path)
     path.unlink()
     with pytest.raises(SourceError, match=r"leaf-001.npy: cannot open"):
@@ -259,10 +259,10 @@ def test_numbers_that_are_no_permutation(tmp_path, small):
         ([0, 1, 1], r"3 members are numbered 0 to 2, each once; found 2 elements with 1"),
         ([0, 1, 3], r"each once; found no element with 2"),
         ([0, 5, 9], r"found no element with 1 \(and 1 more"),
-        ([0, -1, 1], r"index gives -1, expected the number of the member"),
-        ([0, 1.0, 2], r"index gives 1.0, expected"),
-        ([0, True, 2], r"index gives True, expected"),
-        ([0, 1, 2**70], r"index gives 1180591620717411303424, expected"),
+        ([0, -1, 1], r"index returns -1, expected the number of the member"),
+        ([0, 1.0, 2], r"index returns 1.0, expected"),
+        ([0, True, 2], r"index returns True, expected"),
+        ([0, 1, 2**70], r"index returns 1180591620717411303424, expected"),
         ([*range(40), *range(41, N + 1)], "found no element with 40"),
         ([*range(N - 1), 10**6], "no element with 89|an element with 1000000"),
         ([*range(N - 1), 17], "found 2 elements with 17|no element with 89"),
@@ -296,8 +296,8 @@ def test_what_is_no_bounded_pcollection(tmp_path):
         (stream, "found an unbounded PCollection"),
         (windowed, "the elements are in FixedWindows, expected the global window"),
         (own, r"found a PCollection.*beamjax.transform"),
-        (lambda p: own, "the transform gives .*expected a PCollection of the pipeline"),
-        (lambda p: [1], r"the transform gives \[1\], expected a PCollection"),
+        (lambda p: own, "the transform returns .*expected a PCollection of the pipeline"),
+        (lambda p: [1], r"the transform returns \[1\], expected a PCollection"),
         (7, "found a int, expected a PTransform or a function"),
     ):
         with pytest.raises(StructureError, match=f"from_beam: {message}"):

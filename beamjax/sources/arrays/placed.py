@@ -227,7 +227,7 @@ class Placed(MemberFiles, kind="placed"):
         if not isinstance(index, int | np.integer):
             raise TypeError(
                 f"{self!r}: found the index {index!r}, expected a number or a slice; np.asarray "
-                "gives an array that takes any"
+                "returns an array that takes any index"
             )
         number = int(index) + (self.size if index < 0 else 0)
         if not 0 <= number < self.size:

@@ -177,7 +177,7 @@ def _misfit(kind: str | None, values: Any, leaf: LeafSpec) -> str:
         return (
             f"found {len(values)} values in bytes_list, of {sizes or 0}"
             f"{', ...' if len(values) > 4 else ''} bytes, expected one of {leaf.nbytes} bytes: "
-            f"{leaf} as tobytes() of NumPy gives it."
+            f"{leaf} as tobytes() of NumPy returns it."
         )
     held = {FLOATS: "float_list, which is for float32", INTS: "int64_list, which is for integers"}
     return f"found {held.get(kind or '', 'no list')}, expected {leaf}."

@@ -1,4 +1,4 @@
-"""Placed inputs from files of tables, Parquet and Arrow: a row a member, an array a column."""
+"""Placed inputs from files of tables, Parquet and Arrow: members are rows, leaves are columns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TableFile:
     """A file of a table.
 
     Attributes:
-      file: as it was when the source was made.
+      file: the file as it was when the source was made.
       rows: the number of rows of each row group or record batch.
     """
 
