@@ -242,7 +242,8 @@ def _opened(
         dropped = [Dropped.from_json(each, path) for each in record["dropped"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ArrayFormatError(
-            f"{path}: found no list of members ({error}); remove the folder to run the pipeline again"
+            f"{path}: found no list of members ({error}); remove the folder to run the pipeline "
+            "again"
         ) from error
     found = CollectedMembers(folder, parts, member.leaves, treedef, dropped)
     try:
