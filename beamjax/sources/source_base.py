@@ -177,7 +177,7 @@ class Source(abc.ABC):
         return None
 
     def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        """Like `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
+        """As `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
         return self.read(start, stop)
 
     @property
