@@ -196,7 +196,7 @@ def test_a_saved_plan_for_other_values(tmp_path):
     with pytest.raises(bj.OptionsError, match=r"for 2 values that cross .* but the program has 1"):
         crossing(quick, FEW, plan=str(path))
     path.write_text(json.dumps({**record, "rematerialized": "no"}))
-    with pytest.raises(bj.OptionsError, match="found 'no' as Choices.rematerialized"):
+    with pytest.raises(bj.OptionsError, match=r"found 'no' as Choices\.rematerialized"):
         crossing(quick, FEW, plan=str(path))
     del record["rematerialized"]  # as an earlier version wrote it
     path.write_text(json.dumps(record))
