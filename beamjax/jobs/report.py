@@ -176,7 +176,7 @@ def _lines(report: Report) -> Iterator[str]:
     if done.shards_cached:
         yield f"  {done.shards_cached:,} of {done.shards:,} shards from the cache"
     if done.retries:
-        yield f"  {done.retries:,} shards again"
+        yield f"  {done.retries:,} shards retried"
     for (placement, step, reason), count in report.reasons.items():
         yield f"  {count:,} members of {placement} dropped in {step}: {reason}"
     if report.provenance.is_mixed:

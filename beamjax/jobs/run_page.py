@@ -1,4 +1,4 @@
-"""The page of a run: how it went over time, where the time went, and what went wrong."""
+"""The page of a run: its progress over time, where the time went, errors and dropped members."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STATES = {
     "lost": "? lost",
 }
 BINS = 60
-"""Largest number of points of a speed over time."""
+"""Largest number of points in a chart of the speed."""
 MESSAGE = 4
-"""Lines of a message that is shown at once."""
+"""Longest message of an error that is shown unfolded, in lines."""
 LISTED = 20
-"""Dropped members that are listed."""
-STEP_HEAD = ("step", "members", "shards", "again", "bytes", "padding", "executables", *SECONDS)
+"""Largest number of dropped members in the table."""
+STEP_HEAD = ("step", "members", "shards", "retries", "bytes", "padding", "executables", *SECONDS)
 
 Json = dict[str, Any]
 
@@ -76,17 +76,17 @@ def run_page(report: Report) -> Page:
 
 def _tiles(report: Report) -> Iterator[Tile]:
     progress, done = report.progress, report.progress.done
-    yield human_seconds(progress.seconds), "from start to end", False
+    yield human_seconds(progress.seconds), "in total", False
     predicted = progress.predicted.get("(total)")
     if predicted is not None:
-        yield human_seconds(predicted), "predicted, without compiling", False
+        yield human_seconds(predicted), "predicted, without compilation", False
     yield f"{done.members:,}", _of("members", progress.members), False
     yield f"{progress.members_per_second:,.0f}", "members/s", False
     yield f"{done.shards:,}", _of("shards", progress.shards), False
     if progress.rounds or progress.rounds_total:
         yield f"{progress.rounds:,}", _of("rounds", progress.rounds_total), False
     yield human_bytes(done.bytes_read), "read", False
-    yield f"{done.retries:,}", "shards again", done.retries > 0
+    yield f"{done.retries:,}", "shards retried", done.retries > 0
     yield f"{progress.dropped:,}", "members dropped", progress.dropped > 0
 
 
@@ -95,7 +95,7 @@ def _of(what: str, total: int | None) -> str:
 
 
 def _error(error: Mapping[str, Any]) -> Json:
-    """Returns the lines of an error that are shown, its place, and the texts that are folded."""
+    """Returns the lines of an error to show, its place in the run, and the texts to fold."""
     lines = f"{error.get('type')}: {error.get('message')}".strip().splitlines()
     shown = lines if len(lines) <= MESSAGE else [lines[0], lines[-1]]
     more = [("Whole message", "\n".join(lines))] * (len(shown) < len(lines))
@@ -175,16 +175,16 @@ def _over_time(report: Report) -> Iterator[Json]:
     middles, speeds = speed(samples["seconds"], samples["members"])
     at = [middle / scale for middle in middles]
     yield _chart(
-        "Members a second", at, {"members/s": speeds}, unit, "members/s", area=True
+        "Members per second", at, {"members/s": speeds}, unit, "members/s", area=True
     )  # fmt: skip
     times, shares = _kinds_over_time(report)
     if len(times) >= 2:
-        title = "Where the time of the workers goes"
+        title = "How workers spend their time"
         at = [second / scale for second in times]
         yield _chart(title, at, shares, unit, "share", stacked=True)
     if any(samples["rounds"]):
         yield counted("Rounds done", "rounds", goal=progress.rounds_total, saved=saved)
-    for name, title in (("retries", "Shards again"), ("dropped", "Members dropped")):
+    for name, title in (("retries", "Shards retried"), ("dropped", "Members dropped")):
         if any(samples[name]):
             yield counted(title, name)
 
@@ -197,9 +197,9 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 def speed(seconds: Sequence[float], counts: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns what is counted a second: the middles of parts of the time, and as many values.
+    """Returns counts per second: the middles of intervals of time, and a value for each interval.
 
-    Workers report once a second, so parts of a run that is not short are some seconds long.
+    Workers report once a second, so the intervals are some seconds long, except in a short run.
     """
     middles, speeds = [], []
     for left, right in itertools.pairwise(_bins(seconds)):
@@ -209,7 +209,7 @@ def speed(seconds: Sequence[float], counts: Sequence[float]) -> tuple[list[float
 
 
 def _bins(seconds: Sequence[float]) -> list[int]:
-    """Returns the places of samples that divide the time."""
+    """Returns the indices of the samples at which intervals of time begin or end."""
     length = max((seconds[-1] - seconds[0]) / BINS, min(2.0, (seconds[-1] - seconds[0]) / 8))
     found = [0]
     for i, second in enumerate(seconds):
@@ -227,7 +227,7 @@ def _kinds_over_time(report: Report) -> tuple[list[float], dict[str, list[float]
     for right in _bins(samples["seconds"])[1:]:
         spent = {kind: samples[kind][right] - samples[kind][left] for kind in SECONDS}
         total = sum(spent.values())
-        if total <= 0:  # no worker has reported this part yet: the next report has it
+        if total <= 0:  # no worker reported in this interval; the next report covers it, too
             continue
         x += [samples["seconds"][left], samples["seconds"][right]]
         for kind in SECONDS:
@@ -267,9 +267,9 @@ def _rounds(report: Report) -> Iterator[tuple[str, str]]:
     if progress.rounds:
         yield "rounds", f"{progress.rounds:,}"
         last = report.round_ends[-1] if report.round_ends else progress.seconds
-        yield "a round took", f"{human_seconds(last / progress.rounds)} on average"
+        yield "time per round", human_seconds(last / progress.rounds)
     if report.checkpoints:
         yield "checkpoints", f"{len(report.checkpoints):,}"
-        yield "the last one", f"after {human_seconds(report.checkpoints[-1])}"
+        yield "last checkpoint", f"after {human_seconds(report.checkpoints[-1])}"
     if (progress.rounds or report.checkpoints) and "checkpoint" in report.options:
-        yield "in", report.options["checkpoint"]
+        yield "folder", report.options["checkpoint"]

@@ -356,7 +356,7 @@ def details(progress: Progress) -> str:
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     parts += [" ".join(shares)] * bool(shares)
     if done.retries:
-        parts.append(f"{done.retries:,} shards again")
+        parts.append(f"{done.retries:,} shards retried")
     return ", ".join(parts)
 
 

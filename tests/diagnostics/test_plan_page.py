@@ -118,7 +118,7 @@ def test_predicted_and_measured_seconds():
     found = html_checks.parsed(document(plan_page(facts, {}, spent, 2.5)))
     boxes = {node["key"]: node for node in found.data["graph"]["nodes"]}
     assert "measured 1.5 s, 75%" in words_of(boxes["map_clients_0"])
-    assert "1.5 s of all workers together" in found.text
+    assert "1.5 s, the sum over all workers" in found.text
     assert "read 33%, compute 67%" in found.text
     assert [a["style"] for a in found.all("span") if "style" in a][:2] == [
         "width:33.33%",
@@ -145,7 +145,7 @@ def test_a_run_measures_the_steps_of_a_plan(runner):
         for run in (job, job.report()):
             found = html_checks.parsed(bj.explain(trimmed, X).to_html(run=run))
             assert found.data["seconds"]["map_clients_0"]["measured"] > 0
-            assert found.text.count("of all workers") >= 2
+            assert found.text.count("over all workers") >= 2
 
 
 # --- texts of users

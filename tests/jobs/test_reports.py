@@ -290,9 +290,9 @@ def example_report(seconds=30, **more):
         )  # fmt: skip
         timeline.add(progress)
     found = Report(
-        "train", "DirectRunner", "done", 1.8e9, progress, timeline.samples,
-        tuple(5.0 * i for i in range(1, 7)), (10.0, 20.0),
-        (Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, None, 1.0, 0.5), 6),),
+        "train", "DirectRunner", "done", 1.8e9, progress, samples=timeline.samples,
+        round_ends=tuple(5.0 * i for i in range(1, 7)), checkpoints=(10.0, 20.0),
+        curves=(Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, None, 1.0, 0.5), 6),),
         options={"checkpoint": "/there", "dead_letters": "/letters"}, machine={"jax": "1"},
     )  # fmt: skip
     return dataclasses.replace(found, **more)
@@ -309,11 +309,11 @@ def test_what_a_page_shows():
     given = example_report(dropped=dropped, warnings=("a warning",), progress=progress, plan=None)
     found = html_checks.parsed(document(run_page(given)))
     for text in (
-        "run of train", "✓ done", "Members done", "Members a second", "Rounds done",
-        "Shards again", "Members dropped", "result['loss']", "Where the time went", "a warning",
+        "run of train", "✓ done", "Members done", "Members per second", "Rounds done",
+        "Shards retried", "Members dropped", "result['loss']", "Where the time went", "a warning",
         "Rounds and checkpoints", "after 20 s", "/there", "/letters", "10 more are not shown",
-        "round 5: 0.5", "6,000 members at 30 s", "5 s on average",
-        "predicted, without compiling", "250 ms", "do less", "read 20%, transfer 2%",
+        "round 5: 0.5", "6,000 members at 30 s", "time per round", "last checkpoint",
+        "predicted, without compilation", "250 ms", "do less", "read 20%, transfer 2%",
     ):  # fmt: skip
         assert text in found.text, text
     assert found.data["run"]["curves"][0]["values"][3] is None
@@ -324,12 +324,12 @@ def test_what_a_page_shows():
     assert members["series"][0]["y"] == list(given.samples["members"])
     assert loss["series"][0]["y"] == [5.0, 3.0, 2.0, None, 1.0, 0.5]
     assert loss["wide"]
-    shares = charts["Where the time of the workers goes"]["series"]
+    shares = charts["How workers spend their time"]["series"]
     np.testing.assert_allclose(np.sum([each["y"] for each in shares], axis=0), 1)
     page = run_page(example_report())
     html_checks.parsed(fragment(page) + fragment(page))  # A notebook may hold both.
     empty = html_checks.parsed(Report("f", "r", "lost", 0.0, Progress()).to_html())
-    assert "too short to be seen" in empty.text
+    assert "too short for charts" in empty.text
     assert "? lost" in empty.text
     nothing = Curve("nothing", (0, 1), (None, None), 2)
     found = html_checks.parsed(document(run_page(example_report(curves=(nothing,)))))

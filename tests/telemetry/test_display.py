@@ -20,7 +20,7 @@ HALF = Progress(
 )  # fmt: skip
 TEXT = (
     "map_clients_0: 1,500 of 3,000 members, 1 of 4 rounds, 300/s, read 25% compute 75%, "
-    "2 shards again"
+    "2 shards retried"
 )
 
 

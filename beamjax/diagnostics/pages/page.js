@@ -124,14 +124,14 @@ const drawBox = (box, draw) => {
   const x = box.x - width / 2, y = box.y - height / 2;
   const round = { input: height / 2, output: height / 2, in: 3, out: 3 }[node.kind] ?? 7;
   const parts = node.title ? [titled(node.title)] : [];
-  if (node.kind === "map") { // a pile, as there are many members
+  if (node.kind === "map") { // drawn as a stack, for many members
     for (const by of [6, 3]) parts.push(make("rect", { class: "behind", x: x + by, y: y + by, width, height, rx: round }));
   }
   parts.push(make("rect", { class: "shape", x, y, width, height, rx: Math.min(round, 18) }));
   if (["map", "server", "scatter"].includes(node.kind)) {
     parts.push(make("path", { class: "stripe", d: `M${x + 4} ${y + 6}V${y + height - 6}` }));
   }
-  if (node.kind === "gather") { // a sign besides the color
+  if (node.kind === "gather") { // a mark besides the color
     parts.push(make("path", { class: "sign", d: `M${x + width - 11} ${y + 5}l6 11h-12zv0m0 4v3.2m0 1.8v.4` }));
   }
   const centred = node.kind === "in" || node.kind === "out";
@@ -176,7 +176,7 @@ const showGraph = (box) => {
 
   const show = () => {
     const w = box.clientWidth / view.scale, h = box.clientHeight / view.scale;
-    // Some of the drawing is always to be seen.
+    // Part of the drawing stays visible.
     view.x = Math.min(Math.max(view.x, 40 - w), width - 40);
     view.y = Math.min(Math.max(view.y, 40 - h), height - 40);
     svg.setAttribute("viewBox", `${view.x} ${view.y} ${w} ${h}`);
@@ -193,7 +193,7 @@ const showGraph = (box) => {
       titled(label), make("defs", {}, ...heads), drawArea(area, MARGIN, MARGIN, draw));
     box.replaceChildren(svg);
   };
-  // Fits the width, but letters stay legible: then it begins at the first box.
+  // Fits the width; if letters would be too small, shows the part that begins at the first box.
   const fit = (least = 0.62) => {
     const room = box.clientWidth, shapes = all("a.box .shape", svg);
     const widest = Math.max(0, ...shapes.map((shape) => shape.width.baseVal.value));
@@ -319,7 +319,7 @@ const showGraph = (box) => {
   tools.setAttribute("aria-label", "Zoom");
   for (const [text, title, action] of [
     ["+", "zoom in", () => zoom(1.25)], ["−", "zoom out", () => zoom(0.8)],
-    ["fit", "show all of it", whole], ["1:1", "letters in their own size", () => fit(1)],
+    ["fit", "show the whole graph", whole], ["1:1", "original size", () => fit(1)],
   ]) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
     button.setAttribute("aria-label", title);
@@ -380,7 +380,7 @@ const showChart = (figure, chart) => {
     fill: chart.stacked ? () => paint(of) : chart.area ? () => paint(of).replace("rgb(", "rgba(").replace(")", ", 0.13)") : undefined,
     value: (_, __, ___, at) => at == null ? "–" : plain(chart.series[i].y[at]),
   }));
-  if (chart.stacked) { columns.reverse(); series.reverse(); } // the highest is painted first
+  if (chart.stacked) { columns.reverse(); series.reverse(); } // the topmost area is painted first
   if (chart.goal != null) {
     columns.push(chart.x.map(() => chart.goal));
     series.push({ label: "all", stroke: () => paint("--muted"), dash: [6, 4], width: 1, points: { show: false }, value: () => plain(chart.goal) });

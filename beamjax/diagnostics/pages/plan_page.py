@@ -24,11 +24,11 @@ from beamjax.telemetry.progress import SECONDS, Tally
 
 KINDS = {
     "Map": "a pass over members",
-    "Server": "on the server",
+    "Server": "computes on the server",
     "Gather": "gathers members to the server",
     "Scatter": "scatters a value over members",
-    "Loop": "rounds",
-    "Branch": "one of several blocks",
+    "Loop": "repeats a block",
+    "Branch": "runs one of several blocks",
 }
 
 
@@ -76,10 +76,10 @@ def steps_section(
     legend = [
         (kind.lower(), "", f"{kind}: {text}") for kind, text in KINDS.items() if kind in kinds
     ]
-    legend.append(("served", "flat", "a server value, one copy"))
-    legend.append(("placed", "flat", "a placed value, one a member"))
+    legend.append(("served", "flat", "a server value"))
+    legend.append(("placed", "flat", "a placed value, one entry per member"))
     if "Gather" in kinds:
-        legend.append(("gather", "flat", "what is gathered"))
+        legend.append(("gather", "flat", "a gathered value"))
     ends: list[InputFact | OutputFact] = [*facts.inputs, *facts.outputs]
     values = {
         "facts": facts,
@@ -131,7 +131,7 @@ def _notes(step: StepFact, facts: PlanFacts, seconds: Mapping[str, float | None]
     if (predicted := seconds.get("predicted")) is not None:
         yield "predicted", human_seconds(predicted)
     if (measured := seconds.get("measured")) is not None:
-        yield "measured", f"{human_seconds(measured)} of all workers together"
+        yield "measured", f"{human_seconds(measured)}, the sum over all workers"
     if step.kind == "Map":
         (placement,) = (p for p in facts.placements if p.name == step.placement)
         members = "n" if placement.members is None else f"{placement.members:,}"
@@ -168,10 +168,10 @@ def _tiles(facts: PlanFacts, steps: Mapping[str, Tally], wall: float | None) -> 
     else:
         yield "nothing", "is gathered", False
     if facts.predicted is not None:
-        label = f"predicted on {facts.predicted.runner}, without compiling"
+        label = f"predicted on {facts.predicted.runner}, without compilation"
         yield human_seconds(facts.predicted.seconds), label, False
     if wall is not None:
-        yield human_seconds(wall), "measured, from start to end", False
+        yield human_seconds(wall), "measured, in total", False
     if steps:
         spent = sum(sum(seconds_by_kind(tally).values()) for tally in steps.values())
-        yield human_seconds(spent), "measured, of all workers", False
+        yield human_seconds(spent), "measured, sum over all workers", False
