@@ -1,4 +1,4 @@
-"""Options of a run: beamjax's own, and those that are Beam's."""
+"""Options of a run: those of beamjax, and those for Beam."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from beamjax.options.rules import Rule
 
 
 def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
-    """A field of `Options`: what it may be, and whether a plan depends on it."""
+    """A field of `Options`, with the rule for its values, and whether a plan depends on it."""
     return field(default=default, metadata={"rule": rule, "planning": planning})
 
 
 XLA_THREADS = 16
-"""Enough for the shards of most machines to be computed side by side. Idle threads cost nothing;
-XLA makes no part of a computation smaller than what is worth handing to another thread."""
+"""Default of the option `xla_threads`: at least the number of cores of most machines. More threads
+than cores cost nothing, as XLA only divides computations that are large enough."""
 
 
 @dataclass(frozen=True)
@@ -33,107 +33,109 @@ class Options:
     """How a program is planned and run.
 
     Attributes:
-      shard_size: members in a shard, a multiple of 8; None chooses by the bytes of a member, or by
-        `probe`.
-      member_loop: how a shard is computed: "vmap" for all of its members at once, "loop" for each
-        of them sequentially, "batches" for some at once. None chooses by the bodies, or by `probe`.
-      member_batch: members at once for "batches", a multiple of 8 of which shards have a whole
-        number; None chooses by the bytes of a member.
-      probe: whether shard size and loop are chosen by timing the bodies of long passes on made-up
-        data: True for passes of any length, False for none; None where it pays. What was found is
+      shard_size: number of members in a shard, a multiple of 8. None chooses it by the bytes of a
+        member, or by `probe`.
+      member_loop: how the members of a shard are computed: "vmap" all at once, "loop" sequentially,
+        "batches" some at a time. None chooses by the bodies, or by `probe`.
+      member_batch: number of members computed at a time with "batches", a multiple of 8 that
+        divides the shard size. None chooses it by the bytes of a member.
+      probe: whether to choose shard size and loop by timing the bodies on made-up data. None does
+        so for long passes, where it pays; True also for short ones; False never. The results are
         remembered, by program, machine and version of JAX.
       plan: a file that `explain(...).save_choices(path)` wrote. The run takes its shard sizes and
-        loops, and so gives the same bits. A path, or None.
-      reduction: "exact" gives float sums and means that are correctly rounded, and the same bits
-        for any order; "fast" adds in float64, with no promise about the last bits.
-      platforms: the platforms of the workers: "cpu", "cuda", "rocm", "tpu". None means
+        loops, and so computes the same bits.
+      reduction: how floats are added: "exact" rounds sums and means correctly, with the same bits
+        in any order, "fast" adds in float64, and the last bits depend on the order.
+      platforms: platforms of the workers: "cpu", "cuda", "rocm", "tpu". None means
         `require_platform`, or without it the platform of this process.
-      callbacks: whether steps that JAX can't export, most of which call back to the host
-        (`jax.debug.print`, `jax.pure_callback`, ...), may run as Python, for which the function
-        travels to other processes by cloudpickle; False refuses them. A call is made once a
-        member, but again if Beam retries a bundle.
-      work_folder: a folder for values too big for a Beam element while a pipeline runs: a path or
-        URL that this process and all workers reach. None makes a temporary folder here.
-      recompute: which placed values later passes rematerialize, and which are stored for them:
-        "elementwise" rematerializes results of elementwise operations, "nothing" stores all values,
-        "everything" stores only those that can't be rematerialized, so bodies of `map_fn` run
-        again. None is "elementwise", except where the other way is predicted to be clearly faster.
-      merge_fan_out: the number of groups in which the partials of a pass are merged concurrently,
-        before the results of the groups are merged; 1 for none. None chooses the number with the
-        least predicted time, from bytes and workers.
-      small_work: "here" runs a program in this process if its predicted work is shorter than the
-        overhead of a pipeline on the runner; "runner" always uses the runner.
-      gather_limit: bytes past which staging refuses to gather a placed value to the server; None
-        gathers whatever an operation needs. `explain` shows what is gathered, and why.
-      job_folder: a folder for the records of the job and its result, from which `open_job` reads
-        them in any process: a path or URL that this process and all workers reach. beamjax does not
-        remove it. Values are stored below it while the job runs, unless there is a `work_folder`.
-        None makes a temporary folder where one is needed.
-      overwrite: whether a job may replace one that is done in its `job_folder`, with its result.
+      callbacks: whether steps that JAX can't export may run as Python. Most of them call back to
+        the host (`jax.debug.print`, `jax.pure_callback`, ...). The function travels to other
+        processes by cloudpickle. A call is made once per member, but again if Beam retries a
+        bundle. False refuses such steps.
+      work_folder: folder for values that are too large for a Beam element while a pipeline runs. It
+        is a path or URL that this process and all workers can reach. None makes a temporary folder
+        on this machine.
+      recompute: which placed values later passes rematerialize instead of reading stored ones:
+        "elementwise" the results of elementwise operations, "nothing" none, "everything" all that
+        can be rematerialized. Then bodies of `map_fn` run again. None is "elementwise", except
+        where the other way is predicted to be clearly faster.
+      merge_fan_out: number of groups in which the partials of a pass are merged in parallel, before
+        the results of the groups are merged. 1 merges them in one step. None chooses the number
+        with the least predicted time, from bytes and workers.
+      small_work: where a short program runs: "here" takes this process if the predicted work is a
+        small part of the overhead of a pipeline, "runner" always the runner.
+      gather_limit: largest number of bytes of a placed value that staging gathers to the server.
+        None sets no limit. `explain` shows what is gathered, and why.
+      job_folder: folder for the records of the job and its result, from which `open_job` reads them
+        in any process. It is a path or URL that this process and all workers can reach. beamjax
+        does not remove it. While the job runs, values are stored below it, unless there is a
+        `work_folder`. None makes a temporary folder where one is needed.
+      overwrite: whether the job may replace a finished one in its `job_folder`, with its result.
         Jobs that failed, were cancelled or are lost are always replaced, running jobs never.
-      keep_folder: "failed" keeps a temporary folder, and all values in it, if the job fails;
+      keep_folder: when to keep a temporary folder with all values in it: "failed" if the job fails,
         "always" in any case. The error says where it is.
-      progress: whether to show the progress of `run` or `launch` on stderr: a bar in terminals and
-        notebooks, a line every ten seconds elsewhere. None shows the bar of a `run` of more than
-        two seconds in a terminal or a notebook, and nothing else.
-      report: a file, by path or URL, for an HTML page on the run, written when it has ended, even
-        if it failed.
-      require_platform: "cpu", "gpu" (which is "cuda" or "rocm"), "cuda", "rocm" or "tpu": a worker
-        where JAX computes on something else fails when it starts, with the reason.
-      device_memory_fraction: the share, from 0 to 1, of the memory of each device that JAX may take
-        on a worker. None leaves the setting of the worker's environment.
-      preallocate: whether JAX takes this memory when it starts. None leaves the setting of the
-        worker's environment.
-      local_devices: how many devices of a worker compute, each a shard at a time. None means all
-        of an accelerator, and one of a CPU. The bits do not depend on it.
-      local_threads: how many threads compute shards with runner="local", or on DirectRunner with
-        its one worker in this process. None takes one for each core, but at most one for shards
+      progress: whether to show the progress of `run` or `launch` on stderr, as a bar in terminals
+        and notebooks, and as a line every ten seconds elsewhere. None shows the bar of a `run` of
+        more than two seconds in a terminal or a notebook, and nothing else.
+      report: file, by path or URL, for an HTML page on the run. It is written when the run has
+        ended, even if it failed.
+      require_platform: what JAX must compute on in each worker: "cpu", "gpu" (which is "cuda" or
+        "rocm"), "cuda", "rocm" or "tpu". Any other worker fails when it starts, with the reason.
+      device_memory_fraction: share of the memory of each device that JAX may take on a worker, from
+        0 to 1. None leaves the setting of the worker's environment.
+      preallocate: whether JAX takes the memory of a device when it starts. None leaves the setting
+        of the worker's environment.
+      local_devices: number of devices of a worker that compute, each a shard at a time. None means
+        all accelerators, or one CPU device. The bits do not depend on it.
+      local_threads: number of threads that compute shards, for runner="local", and for DirectRunner
+        with one worker in this process. None takes one for each core, but at most one for shards
         that are very short or that XLA computes on all cores; 1 computes shards sequentially. The
         bits do not depend on it.
-      xla_threads: the number of threads among which XLA divides one computation on a CPU, in all
+      xla_threads: number of threads among which XLA divides one computation on a CPU, in all
         processes of the run. The bits depend on this number, and not on the cores of a machine, so
         it is the same on every machine. LAPACK computes with one thread.
-      strict: True fails a run whose results were computed on machines that may give other bits:
-        other processors, or versions of JAX. False only reports it.
-      compile_cache: a folder, by path or URL, in which JAX keeps what the processes of the run
-        compile, and where later ones find it: JAX's own cache, which holds executables of any size
-        then, those of the rest of this process included. No other user may write there, and
-        machines of one type share it. None leaves JAX's settings as they are, such as
-        JAX_COMPILATION_CACHE_DIR in the environment.
-      cache: a folder, by path or URL, for the partials of shards, so that later runs compute only
-        the shards whose members, bodies or server values have changed, with the same bits. It holds
-        the 10 GiB that were used last. No other user may write there. None stores nothing.
+      strict: whether a run fails if machines of several kinds computed its results, so that another
+        run may give other bits. Kinds differ in the processor or in the version of JAX. False only
+        reports it.
+      compile_cache: folder, by path or URL, for the compilation cache of JAX in all processes of
+        the run. It holds executables of any size, also those that this process compiles later. No
+        other user may write there, and only machines of one type may share it. None leaves JAX's
+        settings as they are, such as JAX_COMPILATION_CACHE_DIR in the environment.
+      cache: folder, by path or URL, for the partials of shards, from which later runs take those of
+        unchanged shards. They compute only shards whose members, bodies or server values have
+        changed, with the same bits. The folder holds the 10 GiB that were used last. No other user
+        may write there. None stores nothing.
       cut_at_files: whether shards end where a file of a source ends, so that an inserted file moves
         no members of other files into other shards. The bits of float sums depend on it. None is
         True with a `cache`, and False without.
-      shard_timeout: seconds that reading or computing a shard may take; after that, the run fails
-        with a `WorkerError`. Compiling does not count. None sets no limit.
-      checkpoint: a folder, by path or URL, in which `run` saves its state after rounds of loops
-        around placed operators, and from which a stopped run continues. The folder belongs to one
-        run: the same plan and inputs. None saves nothing.
-      checkpoint_every: rounds between two checkpoints; also as many rounds at most make one Beam
-        pipeline.
-      memory: of a worker process: bytes, or a text such as "2GiB" or "500MB". A program that may
-        take more, by the estimate of `explain`, is refused before it starts; and caches of decoded
-        blocks and of server values are smaller. None refuses nothing.
-      on_error: "raise" fails the run where a member can't be read, or a body raises an error for
-        it; "drop" leaves such members out: of all reductions of this pass and of those that follow
-        it, where means are over the rest. Their placed results, and their rows in gathered values,
-        are NaN, or 0 if the dtype has no NaN. What the program computes from the number of members
-        by itself (`jnp.mean`, the gradient of a mean) still counts all of them.
-      on_nonfinite: "keep" computes with NaN and infinity, as JAX does; "raise" fails the run where
-        they are in a value of a member that is reduced over the members, gathered to the server or
-        returned; "drop" leaves such a member out likewise.
-      drop_limit: the share of the members of a placement, from 0 to 1, that may be dropped before
-        the run fails. A run fails in any case if none is left.
-      dead_letters: a file, by path or URL, for a line of JSON for each dropped member: placement,
-        index, step, reason and message. There is no file if none is dropped.
-      keep: "placed" leaves placed results in files, written by the workers, and gives a `Placed`
-        for each whose members lie along axis 0. None gives arrays.
-      results_folder: for these files, by path or URL, a folder for each result in it. None takes
-        one in `job_folder`, or a temporary one that goes with the handles, in `work_folder` if
-        there is one.
-      beam: the options that are passed to Beam: a PipelineOptions, or flags.
+      shard_timeout: seconds that reading or computing a shard may take. After that, the run fails
+        with a `WorkerError`. Compilation does not count. None sets no limit.
+      checkpoint: folder, by path or URL, for checkpoints, from which a stopped run continues. They
+        are saved after rounds of loops around placed operators. The folder belongs to one run: the
+        same plan and inputs. None saves nothing.
+      checkpoint_every: number of rounds between two checkpoints.
+      memory: largest memory of a worker process, as bytes or a text such as "2GiB" or "500MB". A
+        program that may take more, by the estimate of `explain`, is refused before it starts.
+        Caches of decoded blocks and of server values depend on it, too. None sets no limit.
+      on_error: what happens to a member that can't be read, or whose body raises an error: "raise"
+        fails the run, "drop" leaves it out. A dropped member is left out of all reductions of this
+        pass and of those that follow it, where means are over the rest. Its placed results, and its
+        rows in gathered values, are NaN, or 0 if the dtype has no NaN. What the program computes
+        from the number of members by itself (`jnp.mean`, the gradient of a mean) still counts all
+        members.
+      on_nonfinite: what happens to a member with NaN or infinity in a value: "keep" computes with
+        it, as JAX does, "raise" fails the run, "drop" leaves the member out, as for `on_error`.
+        Values count if they are reduced over the members, gathered to the server or returned.
+      drop_limit: share of the members of a placement that may be dropped before the run fails, from
+        0 to 1. A run always fails if no member is left.
+      dead_letters: file, by path or URL, with a line of JSON for each dropped member. It has the
+        placement, index, step, reason and message. There is no file if no member is dropped.
+      keep: "placed" leaves placed results in files that the workers write, and returns a `Placed`
+        for each whose members lie along axis 0. None returns arrays.
+      results_folder: folder, by path or URL, for the files of `keep`. Each result has a folder in
+        it. None takes a folder in `job_folder`, or a temporary one that is removed with the
+        handles, in `work_folder` if there is one.
+      beam: options for Beam: a PipelineOptions, or flags.
     """
 
     shard_size: int | None = _option(None, rules.eights, planning=True)
@@ -178,18 +180,18 @@ class Options:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The option `memory` as a number."""
+        """The option `memory` in bytes."""
         return None if self.memory is None else RULES["memory"].read(self.memory)
 
     @property
     def scratch_folder(self) -> str | None:
-        """A folder for files of this process; None for the usual folder of temporary files."""
+        """The folder for temporary files of this process; None is the default of `tempfile`."""
         folder = self.work_folder
         return folder if folder is not None and os.path.isdir(folder) else None
 
     @property
     def keeps_files(self) -> bool:
-        """Whether files of a run are read by users or later runs, not only by its workers."""
+        """Whether users or later runs read files of the run, not only its workers."""
         return bool(self.checkpoint or self.keep_folder)
 
     @property
@@ -204,19 +206,21 @@ class Options:
 
 
 RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
-"""What each option may be. An option whose default is None may be None as well."""
+"""The rule for the values of each option. An option with the default None may also be None."""
 OWN = tuple(RULES)
+"""Names of the options of beamjax; all others are options of Beam."""
 _PLANNING = [f.name for f in fields(Options) if f.metadata.get("planning")]
 
 
 @functools.cache
 def summaries() -> dict[str, str]:
-    """The first sentence on each option, from the docstring of `Options`."""
+    """The first sentence on each option, from the docstring of `Options`, for the command line."""
     _, _, attributes = (inspect.getdoc(Options) or "").partition("Attributes:\n")
     found = {}
     for entry in re.split(r"\n  (?=\w)", f"\n{attributes}"):
         name, _, text = entry.strip().partition(": ")
-        found[name] = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0].rstrip(".;")
+        first = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0].rstrip(".;")
+        found[name] = f"{first[:1].upper()}{first[1:]}."
     return found
 
 
@@ -226,7 +230,7 @@ def parse_options(options: Any) -> Options:
     Args:
       options: None, an `Options`, a Beam `PipelineOptions`, a list of flags such as
         `["--shard_size=64", "--direct_num_workers=2"]`, or a dict such as `{"shard_size": 64}`.
-        Names that are not beamjax's own are Beam's.
+        Names that beamjax does not have are options of Beam.
 
     Returns:
       The checked options, with those of Beam in `beam`.
@@ -312,8 +316,8 @@ def _check_together(options: Options) -> None:
         )
     if batch is not None and size is not None and (size % batch or size == batch):
         raise OptionsError(
-            f"member_batch: found {batch} with shard_size={size}, expected several batches in "
-            "a shard, of which it has a whole number"
+            f"member_batch: found {batch} with shard_size={size}, expected a smaller number that "
+            "divides the shard size"
         )
     if options.dead_letters and "drop" not in (options.on_error, options.on_nonfinite):
         raise OptionsError(
@@ -324,7 +328,7 @@ def _check_together(options: Options) -> None:
     if required is not None and not set(options.platforms or ()) & set(REQUIRED[required]):
         raise OptionsError(
             f"require_platform: found {required!r}, but platforms={list(options.platforms or ())} "
-            "has nothing for it; leave out platforms"
+            "does not include it; leave out platforms"
         )
 
 
@@ -335,7 +339,7 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Splits flags as Beam does: `--name=value`, `--name value`, or `--name` with the value "".
 
     Yields:
-      Name, value, and the words that they are from. The name of a word without a flag is "".
+      Name, value, and the words that they come from. The name is "" for a word without a flag.
     """
     left = list(words)
     while left:
@@ -351,7 +355,7 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def beam_flags(beam: Any) -> dict[str, Any]:
-    """The options for Beam by name, from `Options.beam`, a `PipelineOptions` or flags."""
+    """The options for Beam by name, from a `PipelineOptions` or flags."""
     if hasattr(beam, "get_all_options"):
         found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
         return found

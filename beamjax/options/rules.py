@@ -1,4 +1,4 @@
-"""The rules for the values of options: how each is read, and what its errors expect."""
+"""Rules for the values of options: how to read them, and what error messages expect."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from beamjax.options.choices import MULTIPLE, Choices, read_choices
 
 @dataclass(frozen=True)
 class Rule:
-    """What one option may be.
+    """A rule for the values of one option.
 
     Attributes:
-      expected: in words, for messages.
-      read: gives the value for what a user wrote, text included; raises ValueError for what the
-        option can't be. It leaves a value that it gave before as it is.
+      expected: what is expected, in words, for messages.
+      read: returns the value for what a user gave, which may be text, and returns its own results
+        unchanged; raises ValueError for anything else.
       choices: the possible values as text, if they are few.
-      is_path: whether it is a path or URL.
+      is_path: whether a value is a path or URL.
     """
 
     expected: str
@@ -32,7 +32,7 @@ class Rule:
 
 
 def one_of(*choices: str | bool) -> Rule:
-    """One of few values."""
+    """A rule for one of a few values."""
 
     def read(found: Any) -> Any:
         # Text is compared by value, True and False by identity: 1 is equal to True.
@@ -47,7 +47,7 @@ def one_of(*choices: str | bool) -> Rule:
 
 
 def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], bool]) -> Rule:
-    """A number; of kind `float`, an int does as well."""
+    """A rule for a number; an int is also accepted as a `float`."""
 
     def read(found: Any) -> int | float:
         value = kind(found) if isinstance(found, str) else found
@@ -59,7 +59,7 @@ def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], b
 
 
 def path(what: str) -> Rule:
-    """The path or URL of a file or a folder, as text."""
+    """A rule for the path or URL of a file or a folder."""
 
     def read(found: Any) -> str:
         if not isinstance(found, str | os.PathLike) or not os.fspath(found):

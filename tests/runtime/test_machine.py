@@ -135,7 +135,7 @@ def test_bodies_are_exported_for_the_required_platform(monkeypatch):
     ):
         assert parse_options(given).platforms == platforms
     for given, message in (
-        ({"require_platform": "gpu", "platforms": ["cpu"]}, "has nothing for it; leave out platf"),
+        ({"require_platform": "gpu", "platforms": ["cpu"]}, "does not include it; leave out pla"),
         ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
         (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
         (["--local_devices=all"], "local_devices: found 'all', expected a number"),
