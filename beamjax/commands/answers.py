@@ -28,8 +28,8 @@ class Answer:
     """The result of a command.
 
     Attributes:
-      data: for `--json`; tuples and numbers that are not finite are converted.
-      text: for people.
+      data: JSON values for `--json`; may also hold tuples and numbers that are not finite.
+      text: what the command prints otherwise.
       status: the exit status.
     """
 
@@ -39,10 +39,10 @@ class Answer:
 
 
 def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., None]:
-    """Makes a function that returns an `Answer` the callback of a command.
+    """Turns a function that returns an `Answer` into the callback of a command.
 
-    The command gets the flags `--json` and `--traceback`. With `--json`, stdout has one JSON
-    object, and what programs print goes to stderr.
+    The command has the flags `--json` and `--traceback`. With `--json`, it prints one JSON object
+    on stdout, and what programs print goes to stderr.
 
     Args:
       work: the function.
@@ -57,7 +57,7 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
         try:
             with _collected_warnings(collected), _stdout_to_stderr(as_json):
                 answer = work(**arguments)
-        except (click.ClickException, BrokenPipeError):  # which click handles
+        except (click.ClickException, BrokenPipeError):  # click handles these
             raise
         except (Exception, KeyboardInterrupt) as error:
             click.echo(_error_text(error, full), err=True)
@@ -75,7 +75,7 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
 
 @contextlib.contextmanager
 def _stdout_to_stderr(redirect: bool) -> Iterator[None]:
-    """Redirects what this process and its children print, if `redirect`."""
+    """A context that redirects the stdout of this process and its children, if `redirect`."""
     if not redirect:
         yield
         return
@@ -93,7 +93,7 @@ def _stdout_to_stderr(redirect: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collected_warnings(collected: list[str]) -> Iterator[None]:
-    """Collects the text of warnings, which are shown as well."""
+    """A context that adds the text of warnings to a list, and shows them as well."""
     show = warnings.showwarning
 
     def collect(message: Any, *rest: Any, **named: Any) -> None:
@@ -108,7 +108,7 @@ def _collected_warnings(collected: list[str]) -> Iterator[None]:
 
 
 def _strict(value: Any) -> Any:
-    """Strict JSON has no NaN and no infinity: they become text."""
+    """Turns NaN and infinity into text, and tuples into lists, as JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -140,7 +140,7 @@ def error_data(error: BaseException) -> dict[str, Any]:
 
 
 def _error_text(error: BaseException, full: bool) -> str:
-    """The message of an error of beamjax; of any other, the frames of the user's code."""
+    """The message of an error of beamjax, or a traceback of the user's frames for other errors."""
     if full:
         return "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, KeyboardInterrupt):
@@ -148,17 +148,17 @@ def _error_text(error: BaseException, full: bool) -> str:
     if isinstance(error, BeamjaxError):
         return "\n".join([f"beamjax: {error}", *getattr(error, "__notes__", ())])
     lines = "".join(user_frames(error))
-    return f"{lines}beamjax: only frames of your code; --traceback shows all"
+    return f"{lines}beamjax: only frames of your code are shown; --traceback shows all"
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """The lines of a traceback without the frames of beamjax, installed packages and Python."""
+    """The lines of a traceback without frames of beamjax, installed packages and Python."""
     found = traceback.TracebackException.from_exception(error)
     part: traceback.TracebackException | None = found
     while part is not None:
         frames = [frame for frame in part.stack if _is_users(frame.filename)]
         part.stack = traceback.StackSummary.from_list(frames)
-        # JAX notes that it left out frames of its own.
+        # Leaves out JAX's note that it removed frames of its own.
         part.__notes__ = [n for n in part.__notes__ or () if "removed its internal frames" not in n]
         part = part.__cause__
     found.__context__ = None
@@ -170,7 +170,7 @@ def _is_users(file: str) -> bool:
 
 
 def _foreign_folders() -> tuple[str, ...]:
-    """The folders of installed packages, of Python, and of beamjax, which may be a clone."""
+    """The folders of installed packages, Python and beamjax, which may be a git clone."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     names = ("beamjax", "beamjax.interpreters", "beamjax.pipelines")
     files = [getattr(sys.modules.get(name), "__file__", None) for name in names]

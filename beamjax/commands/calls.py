@@ -23,30 +23,34 @@ from beamjax.options import OWN, RULES, Options, parse_options, split_flags, sum
 
 EXPECTED = "module:function or file.py:function"
 MAP_BYTES = 16 * 2**20
-"""Bytes of an .npy file above which workers read it themselves, if the program uses it as
-placed."""
+"""Smallest .npy file, in bytes, that workers read themselves if it is only used as placed."""
 RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 HELP = """\b
-TARGET and how a VALUE is read:
-  file.py:function --arg x=VALUE   the function is called with these arguments
-  file.py:job --rows=3             the function is called with these flags, JSON
-                                   or else text, and returns (fn, *args): what to
-                                   call. Use it for whatever a VALUE can't say
-  3  0.1  true  null               a number, as in Python
-  [[1, 2], [3, 4]]                 numbers in a list: an array; other JSON: a tree
-  w.npy  w.npz                     an array; a tree: names in an .npz are paths,
-                                   "layers/0/w"
-  'parts/*.npy'                    members in several files, read by the workers;
-                                   as .parquet .arrow .feather .zarr .tfrecord
-                                   .array_record
-  FOLDER                           a result of a run with --keep placed
-
-Beam gets all flags that are not listed below, and what follows a word `--` without a check.
+TARGET is one of
+  file.py:function --arg x=VALUE   a function, which is called with these arguments
+  file.py:job --rows=3             a job: job(rows=3) returns (fn, *args), the function
+                                   to call and its arguments, for arguments that no
+                                   VALUE describes; a flag is JSON, or else text
+  module:function, module:job      likewise
 
 \b
-exit codes: 0 done; 1 a run failed, or a result is past its tolerance;
-2 the command line is wrong; 130 interrupted
+VALUE is one of
+  3  0.1  true  null               JSON: a number, a boolean, None
+  [[1, 2], [3, 4]]                 JSON: a list of numbers is an array, and other
+                                   lists and objects are trees
+  w.npy                            an array
+  w.npz                            a tree of arrays by paths such as "layers/0/w"
+  'parts/*.npy'                    members in several files, which workers read; also
+                                   .parquet .arrow .feather .zarr .tfrecord
+                                   .array_record
+  FOLDER                           a result that a run with --keep placed wrote
+
+Flags that are not listed below are passed to Beam. So is everything after `--`, without a check.
+
+\b
+exit codes: 0 success; 1 the run failed, or a result is outside its tolerance;
+2 wrong command line; 130 interrupted
 """
 
 
@@ -54,7 +58,8 @@ class CallCommand(click.Command):
     """A command on a function: TARGET, its arguments and the options of a run.
 
     Args:
-      work: gets the `Call` and the command's own parameters. Its docstring is the help.
+      work: the function of the command, which takes the `Call` and the command's own parameters.
+        Its docstring is the help.
     """
 
     def __init__(self, work: Callable[..., Answer]) -> None:
@@ -69,7 +74,7 @@ class CallCommand(click.Command):
             callback=callback,
             help=f"{inspect.getdoc(work)}\n\n{HELP}",
             params=[*_parameters(), *own],
-            # As in `beamjax.Options`: --shard_size and --shard-size are one.
+            # --shard-size means --shard_size, as options are named in `beamjax.Options`.
             context_settings={
                 "ignore_unknown_options": True,
                 "token_normalize_func": lambda name: name.replace("-", "_"),
@@ -77,21 +82,21 @@ class CallCommand(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leaves out what follows a word `--`, which Beam gets without a check."""
+        """Stores what follows a word `--`, which Beam gets without a check, and parses the rest."""
         cut = args.index("--") if "--" in args else len(args)
         ctx.meta["argv"] = [ctx.info_name, *args]
         ctx.meta["unchecked"] = args[cut + 1 :]
         return super().parse_args(ctx, args[:cut])
 
     def answer_to(self, argv: list[str]) -> Answer:
-        """The result of a command line, without its flags --json and --traceback."""
+        """Runs a command line; ignores its flags --json and --traceback."""
         context = self.make_context(argv[0], argv[1:])
         params = {k: v for k, v in context.params.items() if k not in ("as_json", "full")}
         with context:
             return self.answer(**params)
 
     def call_of(self, argv: list[str]) -> Call:
-        """The call of a command line, which is not run."""
+        """The call of a command line, without running it."""
         with self.make_context(argv[0], argv[1:]) as context:
             return _call(dict(context.params))
 
@@ -113,20 +118,20 @@ def _parameters() -> list[click.Parameter]:
 
 
 def runner_option(**settings: Any) -> Callable[[Any], Any]:
-    """The flag `--runner`: a name, which completion offers, or that of another runner of Beam."""
+    """The flag `--runner`: the name of any runner; shells complete those of `RUNNERS`."""
     offered = lambda ctx, param, typed: [name for name in RUNNERS if name.startswith(typed)]
     return click.option("--runner", metavar="NAME", shell_complete=offered, **settings)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function of programs, or a job that makes one, and how to run it.
+    """A function of programs, or a job that returns one, and the options of its run.
 
     Attributes:
       target: the function that the command line names.
-      texts: of its arguments, by parameter; None for a job.
-      flags: values of the parameters of a job.
-      options: of the run.
+      texts: the texts of its arguments, by parameter; None for a job.
+      flags: the values of the parameters of a job.
+      options: the options of the run.
       argv: the command line.
     """
 
@@ -137,12 +142,12 @@ class Call:
     argv: list[str]
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Reads the arguments, or calls the job; gives what `beamjax.run` takes.
+        """Reads the arguments, or calls the job; returns the function and arguments of a run.
 
         Raises:
           OptionsError: the text of an argument has no value, or a job returns something else.
           BeamjaxError: a file can't be read.
-          Exception: of the job.
+          Exception: what the job raises.
         """
         from beamjax.commands.values import read_value
 
@@ -151,7 +156,7 @@ class Call:
             if isinstance(found, tuple) and found and callable(found[0]):
                 return found[0], found[1:]
             raise OptionsError(
-                f"{_name(self.target)}: found no --arg, so it is called as a job, and it returned "
+                f"{_name(self.target)}: without --arg, it was called as a job, and it returned "
                 f"{found!r:.80}; expected a tuple of a function and its arguments"
             )
         values = {name: read_value(text, f"--arg {name}") for name, text in self.texts.items()}
@@ -162,7 +167,7 @@ class Call:
         return fn, (*bound.args, *bound.kwargs.values())
 
     def load_for_workers(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """As `load`, with a source for each big .npy file that is used only as a placed value."""
+        """As `load`, but a large .npy file is a source if it is only used as a placed value."""
         import beamjax
         from beamjax.interpreters.planning import plan_for
         from beamjax.interpreters.staging.stage import flatten_call
@@ -183,11 +188,11 @@ class Call:
 def _call(params: dict[str, Any]) -> Call:
     """Takes the call out of the parameters of a command, and checks it.
 
-    With `--arg`, TARGET is the function of the call. Without, it is a job: a function that returns
-    a function and its arguments, with a flag for each of its parameters.
+    With `--arg`, TARGET is the function of the call. Otherwise it is a job: a function with a flag
+    for each parameter, which returns a function and its arguments.
 
     Raises:
-      OptionsError: there is no such function, parameter or option, or a parameter has no value.
+      OptionsError: a function, parameter or option does not exist, or a parameter has no value.
       Exception: what the module of TARGET raises.
     """
     own = {name: value for name in OWN if (value := params.pop(name)) is not None}
@@ -199,7 +204,7 @@ def _call(params: dict[str, Any]) -> Call:
     _check_parameters(fn, texts or flags, is_job=not texts)
     context = click.get_current_context()
     names = [str(param.name) for param in context.command.params]
-    # `bench` has several runners: their flags are checked again when they run.
+    # `bench` may have several runners. Their flags are checked again when they run.
     runner = params.get("runner") if isinstance(params.get("runner"), str) else "local"
     options = _with_beam(parse_options(own), beam, str(runner), names)
     if unchecked := context.meta["unchecked"]:
@@ -210,12 +215,12 @@ def _call(params: dict[str, Any]) -> Call:
 
 
 def _with_beam(options: Options, beam: list[str], runner: str, names: list[str]) -> Options:
-    """The options with flags of Beam, which are checked; `names` are for suggestions."""
+    """Adds flags of Beam to options after a check, whose messages suggest flags of `names`."""
     for name, value, _ in split_flags(beam):
         if not name:
             raise OptionsError(
-                f"found {value!r}, which belongs to no flag; arguments of the function are given "
-                "as --arg name=VALUE"
+                f"found {value!r}, which belongs to no flag; give arguments of the function as "
+                "--arg name=VALUE"
             )
     if beam:
         from beamjax.pipelines.runners.options import check_flags
@@ -246,7 +251,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _flags_of_job(fn: Callable[..., Any], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values of flags that are named like parameters of a job, and the other words."""
+    """Splits words into the values of flags for parameters of a job, and other words."""
     from beamjax.commands.values import json_or_text
 
     parameters = inspect.signature(fn).parameters
@@ -282,7 +287,13 @@ def _check_parameters(fn: Callable[..., Any], given: dict[str, Any], is_job: boo
 
 
 def _by_position(fn: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
-    """A function of positions alone, of which those from `count` on have these names."""
+    """Wraps a function with keyword arguments, to be called with positional arguments only.
+
+    Args:
+      fn: the function.
+      count: the number of its positional arguments.
+      names: the names of the keyword arguments, which follow.
+    """
 
     @functools.wraps(fn, updated=())
     def call(*values: Any) -> Any:
@@ -302,13 +313,13 @@ def _is_big_file(value: Any) -> bool:
 
 
 def find_target(text: str) -> Callable[..., Any]:
-    """Imports a module and takes a function out of it.
+    """Imports a module and returns one of its functions.
 
     The folder of a file, or the current one for a module, is put on `sys.path`, as `python` does.
     Functions of a file travel to workers by value, as those of a script do.
 
     Args:
-      text: `module:attribute` or `path.py:attribute`, the attribute with dots for those of objects.
+      text: `module:attribute` or `path.py:attribute`; dots lead to attributes of attributes.
 
     Raises:
       OptionsError: there is no such module or attribute, or it can't be called.
@@ -329,7 +340,7 @@ def find_target(text: str) -> Callable[..., Any]:
 
 
 def functions_of(holder: Any) -> list[str]:
-    """Names of the public functions that a module defines, or else of all that it has."""
+    """Names of the public functions that a module defines, or if there are none, of its imports."""
     found = [n for n in dir(holder) if not n.startswith("_") and callable(getattr(holder, n))]
     home = getattr(holder, "__name__", None)
     return [n for n in found if getattr(getattr(holder, n), "__module__", "") == home] or found
@@ -345,7 +356,7 @@ def _import(name: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # of what the module imports
+            raise  # the module was found, but not a module that it imports
         files = [path.stem for path in Path().glob("*.py")]
         raise OptionsError(
             f"{name}: found no such module, expected {EXPECTED}{hint(name, files)}"
@@ -361,12 +372,12 @@ def _load_file(where: str) -> ModuleType:
         raise OptionsError(f"{where}: found no such file{hint(where, names)}")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    # Under its own name, except where that is the name of another module.
+    # The module has its own name, unless that is the name of another module.
     same = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     name = path.stem if same and same.origin == str(path) else f"_beamjax_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise OptionsError(f"{where}: found no file of Python, expected {EXPECTED}")
+        raise OptionsError(f"{where}: found no Python file, expected {EXPECTED}")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return _by_value(module)

@@ -1,4 +1,4 @@
-"""The command `beamjax`: its subcommands, each in a module that imports JAX only when it runs."""
+"""The command `beamjax` and its subcommands, whose modules import JAX only when they run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from beamjax.commands.jobs import cache, jobs
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="beamjax %(version)s")
 def beamjax() -> None:
-    """JAX programs on Apache Beam."""
+    """Run JAX programs on Apache Beam."""
 
 
 for command in (run, verify, explain, bench, jobs, cache, doctor, flink, prism):
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: its name and arguments; by default those of this process.
+      argv: the name of the command and its arguments; by default those of this process.
 
     Returns:
-      The exit status: 0; 1 where the command failed and said why, or found a difference; 2 for
-      wrong arguments; 130 for an interrupt.
+      The exit status: 0 for success, 1 if the command failed or found a difference, 2 for wrong
+      arguments, 130 for an interrupt.
     """
     try:
         beamjax.main(None if argv is None else list(argv), prog_name="beamjax")

@@ -1,4 +1,4 @@
-"""The commands `flink` and `prism`: what Beam needs for these runners on this machine."""
+"""The commands `flink` and `prism`, which install and start what these runners need."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import click
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
 
 _answers = functools.partial(answers, refused=FAILED)
-"""click has checked the arguments: what is refused is a machine without a tool, or a cluster."""
+"""As `answers`. click has checked the arguments, so an `OptionsError` is about this machine."""
 
 
 def _folder_option(work: Any) -> Any:
-    help = "Of the cluster; by default in beamjax's cache folder."
+    help = "Folder of the cluster; by default in beamjax's cache folder."
     return click.option("--folder", type=click.Path(path_type=Path), help=help)(work)
 
 
@@ -32,19 +32,19 @@ def _number(name: str, default: int, help: str) -> Any:
 
 @click.group()
 def flink() -> None:
-    """A Flink cluster on this machine for Beam."""
+    """Run a Flink cluster for Beam on this machine."""
 
 
 @flink.command()
 @_folder_option
-@_number("taskmanagers", 2, "Task managers, each with a pool of Python workers of its own.")
-@_number("slots", 1, "Tasks at a time in each of them.")
-@_number("heap", 512, "MiB of the heap of each of them.")
-@_number("attempts", 8, "Failed tasks that are started again, in all, before a pipeline fails.")
-@_number("delay", 10, "Seconds before each of these.")
+@_number("taskmanagers", 2, "Number of task managers; each has its own pool of Python workers.")
+@_number("slots", 1, "Concurrent tasks per task manager.")
+@_number("heap", 512, "Heap of each task manager, in MiB.")
+@_number("attempts", 8, "Failed tasks that are restarted before a pipeline fails.")
+@_number("delay", 10, "Seconds before a failed task is restarted.")
 @_answers
 def up(folder: Path | None, **settings: int) -> Answer:
-    """Start a cluster and wait until it takes jobs."""
+    """Start a cluster, and wait until it accepts jobs."""
     from beamjax.pipelines.clusters import flink_cluster
 
     flink_cluster.up(_absolute(folder), flink_cluster.Settings(**settings))
@@ -55,7 +55,7 @@ def up(folder: Path | None, **settings: int) -> Answer:
 @_folder_option
 @_answers
 def status(folder: Path | None) -> Answer:
-    """Show what runs; the exit status is 1 if not all does."""
+    """Show the processes; the exit status is 1 if one does not run."""
     return _status(_absolute(folder))
 
 
@@ -82,8 +82,8 @@ def _status(folder: Path) -> Answer:
         lines.append(f"  {name:14} {state:16} {process['log']}")
     if found["healthy"]:
         lines += [
-            f"  dashboard of Flink: {found['dashboard']}/overview",
-            "  use it: bj.run(fn, ..., runner='FlinkRunner', "
+            f"  dashboard: {found['dashboard']}/overview",
+            "  to use it: bj.run(fn, ..., runner='FlinkRunner', "
             f"options={{'flink_cluster': {found['folder']!r}}})",
         ]
     return Answer(found, "\n".join(lines), DONE if found["healthy"] else FAILED)
@@ -91,13 +91,13 @@ def _status(folder: Path) -> Answer:
 
 @click.group()
 def prism() -> None:
-    """Beam's Prism, which runner='PrismRunner' needs."""
+    """Install Beam's Prism, for runner='PrismRunner'."""
 
 
 @prism.command()
 @_answers
 def install() -> Answer:
-    """Build Prism with Go into beamjax's cache."""
+    """Build Prism with Go, in beamjax's cache folder."""
     from beamjax.pipelines.runners import prism as runner
 
     path = str(runner.install())
@@ -107,7 +107,7 @@ def install() -> Answer:
 @prism.command()
 @_answers
 def where() -> Answer:
-    """Print the path that runner='PrismRunner' uses."""
+    """Print the path of the Prism that runner='PrismRunner' uses."""
     from beamjax.pipelines.runners import prism as runner
 
     path = str(runner.locate())

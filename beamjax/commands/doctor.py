@@ -1,4 +1,4 @@
-"""`beamjax doctor`: what a machine or an image can run, what it lacks, and how to fix it."""
+"""`beamjax doctor`: what a machine or an image can run, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from beamjax.commands.answers import DONE, FAILED, Answer, answers
 from beamjax.options import REQUIRED
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
-"""`MISSING` is what a run needs; `ABSENT` is what only some runs need."""
+"""Statuses of a check: every run needs what is `MISSING`; only some runs need what is `ABSENT`."""
 PYTHONS = ((3, 11), (3, 13))
-"""The first and the last version of Python that beamjax is tested with."""
+"""Oldest and newest version of Python that beamjax is tested with."""
 FREE_BYTES = 2**30
-"""Bytes of a folder below which `doctor` warns."""
+"""Free space of a folder below which `doctor` warns, in bytes."""
 RUNNERS = ("PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 
@@ -52,20 +52,23 @@ class Finding:
 
 
 @click.command()
-@click.option("--require-platform", type=click.Choice(list(REQUIRED)), help="What JAX must be on.")
+@click.option(
+    "--require-platform", type=click.Choice(list(REQUIRED)),
+    help="Fail if JAX computes on another platform.",
+)  # fmt: skip
 @click.option(
     "--require-runner", multiple=True, type=click.Choice(RUNNERS, case_sensitive=False),
-    help="Fail if this runner can't be used from here.",
+    help="Fail if this runner can't be used on this machine.",
 )  # fmt: skip
-@click.option("--work-folder", help="A folder or URL for the option work_folder.")
-@click.option("--measure", is_flag=True, help="Measure how fast this machine is, and save that.")
+@click.option("--work-folder", help="Check this folder or URL for the option work_folder.")
+@click.option("--measure", is_flag=True, help="Measure and save the speed of this machine.")
 @answers
 def doctor(
     require_platform: str | None, require_runner: Sequence[str], work_folder: str | None,
     measure: bool,
 ) -> Answer:  # fmt: skip
-    """Say what this machine can run, and what it lacks."""
-    # Not all the memory of a device, which another process may be using.
+    """Check what this machine can run, and what is missing."""
+    # JAX would otherwise take the memory of a device that another process may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     findings = []
     for finding in examine(require_platform, require_runner, work_folder, measure):
@@ -80,7 +83,7 @@ def doctor(
 def examine(
     platform: str | None, runners: Sequence[str], work_folder: str | None, measure: bool
 ) -> Iterator[Finding]:
-    """Looks at this machine; yields what is found, as soon as it is."""
+    """Checks this machine; yields each finding as soon as it is known."""
     yield check_python()
     yield from check_packages()
     yield check_platform(platform)
@@ -104,7 +107,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Find
 
 
 def check_packages() -> Iterator[Finding]:
-    """Whether what beamjax and JAX require is installed; `pip check` would look at all packages."""
+    """Whether requirements of beamjax and JAX are installed; `pip check` checks all packages."""
     from packaging.requirements import Requirement
 
     installed = {str(d.metadata["Name"]).lower(): d for d in importlib.metadata.distributions()}
@@ -131,7 +134,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_platform(required: str | None) -> Finding:
-    """What JAX computes on, and what JAX reports of this machine."""
+    """The platform that JAX computes on, and JAX's report on this machine."""
     remedy = (
         "set or unset JAX_PLATFORMS; pip install 'jax[cuda12]', with a driver that `nvidia-smi` "
         "shows, in a container with `docker run --gpus all`"
@@ -143,7 +146,7 @@ def check_platform(required: str | None) -> Finding:
 
         platform = default_platform()
         report = f"{platform}\n{jax.print_environment_info(return_string=True)}".rstrip()
-    except Exception as error:  # of many kinds: each plugin has its own
+    except Exception as error:  # each plugin raises errors of its own
         return Finding("JAX", MISSING, f"{type(error).__name__}: {error}", remedy)
     if required is not None and platform not in REQUIRED[required]:
         return Finding("JAX", MISSING, f"expected {required}, found {report}", remedy)
@@ -178,7 +181,7 @@ PROBES: dict[str, tuple[Callable[[], None], str]] = {
     "export and compile": (probe_body, "install jax and jaxlib again"),
     "run on DirectRunner": (probe_run, "install apache-beam again"),
 }
-"""Checks that are tried, with what to do if one fails."""
+"""Functions that try something, and the remedy if they fail."""
 
 
 def check_probe(name: str) -> Finding:
@@ -187,13 +190,13 @@ def check_probe(name: str) -> Finding:
     start = time.perf_counter()
     try:
         probe()
-    except Exception as error:  # whatever is wrong with the installation
+    except Exception as error:  # a broken installation raises anything
         return Finding(name, MISSING, f"{type(error).__name__}: {error}", remedy)
     return Finding(name, OK, f"{time.perf_counter() - start:.1f} s")
 
 
 def check_speed() -> Finding:
-    """The rates of this machine; they are measured if they never were."""
+    """The rates of this machine, which are measured if that was not done before."""
     from beamjax.commands.measure import calibrated
 
     known = calibrated()
@@ -209,7 +212,7 @@ def check_speed() -> Finding:
 
 
 def check_folder(folder: str, label: str) -> Finding:
-    """Whether a folder can be written, and has room."""
+    """Whether a folder can be written and has free space."""
     from beamjax.storage import files
 
     base = f"beamjax-doctor-{uuid.uuid4().hex}.tmp"
@@ -218,21 +221,21 @@ def check_folder(folder: str, label: str) -> Finding:
         name = files.join(folder, base)
         files.write(name, b"doctor", make=False)
         if bytes(files.read(name)) != b"doctor":
-            raise OSError("it does not read what was written")
+            raise OSError("the file that was written reads differently")
         files.remove_files(folder, [base])
-    except Exception as error:  # of many kinds: each file system has its own
+    except Exception as error:  # each file system raises errors of its own
         return Finding(label, MISSING, f"{folder}: {type(error).__name__}: {error}", remedy)
     if files.is_url(folder):
-        return Finding(label, OK, f"{folder}, written and read")
+        return Finding(label, OK, f"{folder}, can be written and read")
     free = shutil.disk_usage(folder).free
     shown = f"{folder}, {free / 2**30:.1f} GiB free"
     if free < FREE_BYTES:
-        return Finding(label, WARNING, shown, f"make room, or {remedy}")
+        return Finding(label, WARNING, shown, f"free some space, or {remedy}")
     return Finding(label, OK, shown)
 
 
 def check_runner(name: str, required: bool) -> Finding:
-    """Whether this machine can start a runner of Beam, or submit to it."""
+    """Whether this machine can start a Beam runner, or submit jobs to it."""
     from beamjax.pipelines.clusters import processes
     from beamjax.storage.cache_folder import cache_folder
 
@@ -245,6 +248,6 @@ def check_runner(name: str, required: bool) -> Finding:
     else:
         missing = processes.missing("java", "mvn")
     if not missing:
-        return Finding(name, OK, "can be used from here")
+        return Finding(name, OK, "can be used")
     remedy = f"install {' and '.join(missing)}"
-    return Finding(name, MISSING if required else ABSENT, "can't be used from here", remedy)
+    return Finding(name, MISSING if required else ABSENT, "can't be used", remedy)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from beamjax.jobs.job import Job
 
 one_runner = runner_option(
-    default="DirectRunner", show_default=True, help="'local' for this process, or a runner of Beam."
+    default="DirectRunner", show_default=True, help="'local' for this process, or a Beam runner."
 )
 
 
@@ -31,13 +31,15 @@ one_runner = runner_option(
 @one_runner
 @click.option(
     "--out", type=click.Path(), metavar="PATH",
-    help="An .npz file for all arrays of the result, named by their paths in it; an .npy file for "
-    "a single one; with --keep placed a folder, in which placed results stay in files.",
+    help="Write the result to an .npz file, in which arrays have the names of their paths, or a "
+    "single array to an .npy file; with --keep placed, to a folder.",
 )  # fmt: skip
 def run(call: Call, runner: str, out: str | None) -> Answer:
-    """Run a function on this machine or a Beam runner."""
+    """Run a function in this process or on a Beam runner."""
     from beamjax.commands import output
+    from beamjax.commands.jobs import Command
     from beamjax.execution import launch
+    from beamjax.storage.schema import to_plain
     from beamjax.telemetry.job_folder import JobFolder
 
     options = call.options
@@ -50,9 +52,9 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     begin = time.monotonic()
     job = launch(fn, *args, runner=runner, options=options)
     if options.job_folder is not None:
-        # For `jobs resume` and `jobs replay`; paths are relative to the current folder.
-        command = {"argv": call.argv, "cwd": os.getcwd()}
-        JobFolder(options.job_folder).write("command", command)
+        # `jobs resume` and `jobs replay` use it; its paths are relative to the current folder.
+        command = Command(tuple(call.argv), os.getcwd())
+        JobFolder(options.job_folder).write("command", to_plain(command))
     result = _wait(job, options.job_folder)
     seconds = time.monotonic() - begin
     if out:
@@ -76,7 +78,7 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
 
 
 def _wait(job: Job, folder: str | None) -> Any:
-    """The result; a first interrupt cancels the job, a second one leaves at once."""
+    """Waits for the result; an interrupt cancels the job, and a second one exits at once."""
     try:
         return job.result()
     except BeamjaxError as error:
@@ -101,10 +103,12 @@ def _wait(job: Job, folder: str | None) -> Any:
 
 @CallCommand
 @one_runner
-@click.option("--rtol", type=float, metavar="X", help="For float leaves, as of beamjax.verify.")
-@click.option("--atol", type=float, metavar="X", help="Likewise.")
+@click.option(
+    "--rtol", type=float, metavar="X", help="Relative tolerance for floats, as in beamjax.verify."
+)
+@click.option("--atol", type=float, metavar="X", help="Absolute tolerance for floats.")
 def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> Answer:
-    """Compare the answer of a runner with that of jax.jit."""
+    """Compare the result on a runner with that of jax.jit."""
     from beamjax import verification
 
     fn, args = call.load_for_workers()
@@ -127,17 +131,19 @@ def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> A
 @one_runner
 @click.option(
     "--stage", default="plan", show_default=True, metavar="STAGE",
-    help="plan, or how it came to be: staged, flat, placed, graph.",
+    help="plan, or a stage before it: staged, flat, placed, graph.",
 )  # fmt: skip
-@click.option("--mermaid", is_flag=True, help="A Mermaid flowchart of the steps.")
-@click.option("--html", type=click.Path(), help="Write the graph of the steps to a page.")
+@click.option("--mermaid", is_flag=True, help="Print a Mermaid flowchart of the steps.")
 @click.option(
-    "--save", type=click.Path(), help="Write shard sizes and loops to a file, for --plan of a run."
+    "--html", type=click.Path(), help="Write a page with a graph of the steps to this file."
+)
+@click.option(
+    "--save", type=click.Path(), help="Write shard sizes and loops to a file, for --plan of runs."
 )
 def explain(
     call: Call, runner: str, stage: str, mermaid: bool, html: str | None, save: str | None
 ) -> Answer:
-    """Show what a function becomes: steps, passes, bytes."""
+    """Show the plan of a function: steps, passes, bytes, memory, predicted time."""
     from beamjax import explanation
 
     fn, args = call.load_for_workers() if stage == "plan" else call.load()
@@ -164,17 +170,18 @@ def save_page(page: Any, path: str) -> None:
 @CallCommand
 @runner_option(
     multiple=True, default=("local", "DirectRunner"), show_default=True,
-    help="May be given several times.",
+    help="A runner to measure; repeatable.",
 )  # fmt: skip
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=5, show_default=True, metavar="K",
-    help="Calls after the first.",
+    help="Number of calls after the first.",
 )  # fmt: skip
-@click.option("--no-jit", is_flag=True, help="Leave out jax.jit on the whole arrays in memory.")
+@click.option("--no-jit", is_flag=True, help="Do not measure jax.jit of the whole arrays.")
 def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Answer:
-    """Measure how long a function takes on runners and under jax.jit."""
+    """Measure the time of a function on runners and under jax.jit."""
     import jax
 
+    from beamjax.diagnostics.text import human_seconds
     from beamjax.execution import run
     from beamjax.ops.leaves import name_of
     from beamjax.verification import whole_arguments
@@ -194,9 +201,9 @@ def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Ans
         rows.append(_measured(name, once, repeat))
     for row in rows:
         row["times_jit"] = None if reason else row["median"] / rows[0]["median"]
-    cells = [("", "first call", "of it once", "best", "median", "median / jit")]
+    cells = [("", "first call", "compiling", "best", "median", "median / jit")]
     for row in rows:
-        times = [in_units(row[key]) for key in ("first", "once", "best", "median")]
+        times = [human_seconds(row[key]) for key in ("first", "once", "best", "median")]
         cells.append((row["runner"], *times, "-" if reason else f"{row['times_jit']:.2f}"))
     lines = [f"{name_of(fn)}, {repeat} calls after the first"]
     lines += [f"  {line}" for line in aligned(cells)] + [f"without jit: {reason}"] * bool(reason)
@@ -204,7 +211,7 @@ def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Ans
 
 
 def _measured(name: str, call: Callable[[], Any], repeat: int) -> dict[str, Any]:
-    """Seconds of calls; `once` is how much longer the first took, which compiles."""
+    """Measures calls. The first one compiles: `once` is the time by which it takes longer."""
     seconds = []
     for number in range(repeat + 1):
         begin = time.perf_counter()
@@ -220,7 +227,7 @@ def _measured(name: str, call: Callable[[], Any], repeat: int) -> dict[str, Any]
 
 
 def _too_big(fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """Why the arguments can't all be arrays in memory, if so."""
+    """Why the arguments can't all be arrays in memory; None if they can."""
     from beamjax.interpreters.staging.stage import flatten_call
 
     call = flatten_call(fn, args)
@@ -230,11 +237,3 @@ def _too_big(fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
     if need > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
         return f"the arguments have {need / 2**30:.1f} GiB, more than a quarter of the memory"
     return None
-
-
-def in_units(seconds: float) -> str:
-    """Seconds with three digits: `1.23 s`, `45.6 ms`, `789 us`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:#.3g} {unit}".replace(". ", " ")
-    return f"{seconds / 1e-6:#.3g} us".replace(". ", " ")

@@ -1,4 +1,4 @@
-"""The commands on folders of runs: `jobs` of any process, and the `cache`."""
+"""The commands on folders that runs write: `jobs` and `cache`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import os
 import pdb
 import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from beamjax.telemetry.job_folder import JobFolder
 
 ROOT = "BEAMJAX_JOBS"
-"""The variable of the environment that names the folder of all jobs."""
+"""The environment variable that names the folder of all jobs."""
 
 job_argument = click.argument("job", metavar="JOB", type=click.Path())
 
 
-@click.group(epilog=f"JOB is a folder that was given as --job_folder, or its name in ${ROOT}.")
+@click.group(epilog=f"JOB is the --job_folder of a run, or its name in ${ROOT}.")
 def jobs() -> None:
     """List, show, cancel, resume, replay or compare jobs."""
 
@@ -36,16 +37,16 @@ def jobs() -> None:
 @click.argument("folder", envvar=ROOT, default=".", type=click.Path())
 @answers
 def list_jobs(folder: str) -> Answer:
-    """List the jobs in FOLDER and in the folders in it.
+    """List the jobs in FOLDER and its subfolders.
 
-    FOLDER is local; by default it is $BEAMJAX_JOBS, or the current folder.
+    FOLDER is local. The default is $BEAMJAX_JOBS, or else the current folder.
     """
     from beamjax.storage.files import is_url
     from beamjax.telemetry.job_folder import JobFolder
 
     if is_url(folder):
         raise OptionsError(
-            f"{folder}: folders at URLs can't be listed; give a job's own to `beamjax jobs show`"
+            f"{folder}: folders at URLs can't be listed; `beamjax jobs show` takes the URL of a job"
         )
     if not os.path.isdir(folder):
         raise OptionsError(f"{folder}: found no such folder, expected one with folders of jobs")
@@ -75,20 +76,20 @@ def _holds_job(folder: str) -> bool:
 
 
 def _summary(folder: JobFolder) -> dict[str, Any]:
-    """A summary of a job without its result."""
+    """A summary of a job, without its result, as JSON values."""
     from beamjax.telemetry.progress import in_words
 
-    described = folder.describe()
+    record = folder.describe()
     state, error = folder.state()
     progress = folder.progress()
-    started = datetime.datetime.fromtimestamp(described["time"]).astimezone()
+    started = datetime.datetime.fromtimestamp(record.time).astimezone()
     return {
         "folder": folder.path,
         "state": state,
-        "program": described["name"],
-        "runner": described["runner"],
+        "program": record.name,
+        "runner": record.runner,
         "started": started.isoformat(sep=" ", timespec="seconds"),
-        "process": described["process"],
+        "process": dict(record.process),
         "done": in_words(progress) if progress.done.members or progress.step else "-",
         "progress": progress.to_json(),
         "error": error and {"type": error.get("type"), "message": error.get("message")},
@@ -99,7 +100,7 @@ def _summary(folder: JobFolder) -> dict[str, Any]:
 
 
 def find_job(job: str) -> JobFolder:
-    """The folder of a job, by its path or by its name among all jobs; OptionsError for none."""
+    """The folder of a job, by its path or by its name in `ROOT`; OptionsError if there is none."""
     from beamjax.storage.files import is_url
     from beamjax.telemetry.job_folder import JobFolder
 
@@ -121,10 +122,10 @@ def find_job(job: str) -> JobFolder:
 
 @jobs.command()
 @job_argument
-@click.option("--html", type=click.Path(), help="Write how the run went to a page.")
+@click.option("--html", type=click.Path(), help="Write a page on the run to this file.")
 @answers
 def show(job: str, html: str | None) -> Answer:
-    """Show state, progress, error and result of JOB."""
+    """Show the state, progress, error and result of JOB."""
     from beamjax.commands.functions import save_page
     from beamjax.jobs.display import made_in_words
     from beamjax.jobs.report import read_report
@@ -132,18 +133,18 @@ def show(job: str, html: str | None) -> Answer:
     folder = find_job(job)
     found = _summary(folder)
     found["dropped"] = len(folder.dropped())
-    line = read_command(folder)
-    found["command"] = None if line is None else ["beamjax", *line[0]]
+    command = read_command(folder)
+    found["command"] = None if command is None else ["beamjax", *command.argv]
     process = found["process"]
     rows = [(name, str(found[name])) for name in ("folder", "state", "program", "runner")]
     rows.append(("started", f"{found['started']} by {process.get('pid')} on {process.get('host')}"))
     rows.append(("progress", found["done"]))
     if made := made_in_words(folder.progress().done):
-        rows.append(("made", made))
+        rows.append(("loaded", made))
     if found["dropped"]:
         rows.append(("dropped", f"{found['dropped']} members"))
-    if line is not None:
-        rows.append(("command", shlex.join(["beamjax", *line[0]])))
+    if command is not None:
+        rows.append(("command", shlex.join(found["command"])))
     if found["error"] is not None:
         rows.append(("error", "{type}: {message}".format_map(found["error"])))
     if html:
@@ -156,7 +157,7 @@ def show(job: str, html: str | None) -> Answer:
 
 
 def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
-    """Adds the result of a job, and its times beside the predicted ones; gives them as lines."""
+    """Adds predicted and measured times and the result of a job to `found`; returns their text."""
     from beamjax.commands.output import result_data, result_text
     from beamjax.jobs.display import compared
     from beamjax.jobs.results import read_result
@@ -179,10 +180,16 @@ def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
 
 @jobs.command()
 @job_argument
-@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to wait.")
+@click.option(
+    "--timeout",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Longest time to wait, in seconds.",
+)
 @answers
 def cancel(job: str, timeout: float) -> Answer:
-    """End JOB, and wait until it has ended."""
+    """Cancel JOB, and wait until it has ended."""
     from beamjax.jobs.job import Job, JobState
 
     found = Job(find_job(job))
@@ -190,7 +197,7 @@ def cancel(job: str, timeout: float) -> Answer:
     state = found.wait(timeout)
     text = f"{found.folder}: {state.value}"
     if state is JobState.RUNNING:
-        text += f" still, after {timeout:g} s; it ends when its shards under way do"
+        text += f" after {timeout:g} s; it ends when its workers have finished their shards"
     status = FAILED if state is JobState.RUNNING else DONE
     return Answer({"folder": found.folder, "state": state.value}, text, status)
 
@@ -202,13 +209,13 @@ def cancel(job: str, timeout: float) -> Answer:
 @job_argument
 @answers
 def resume(job: str) -> Answer:
-    """Run the command line of JOB again, from its last checkpoint if it has one."""
+    """Run JOB again by its command line, from its last checkpoint if there is one."""
     from beamjax.commands.functions import run
 
     folder = find_job(job)
     state, _ = folder.state()
     if state == "running":
-        raise OptionsError(f"{folder.path}: the job runs; `beamjax jobs cancel` ends it")
+        raise OptionsError(f"{folder.path}: the job is running; `beamjax jobs cancel` ends it")
     if state == "done":
         raise OptionsError(f"{folder.path}: the job is done; `beamjax jobs show` shows its result")
     argv = _enter(folder)
@@ -218,14 +225,14 @@ def resume(job: str) -> Answer:
 
 @jobs.command()
 @job_argument
-@click.option("--member", type=int, metavar="N", help="As of beamjax.replay.")
-@click.option("--shard", type=int, metavar="N", help="As of beamjax.replay.")
-@click.option("--round", type=int, metavar="N", help="As of beamjax.replay.")
-@click.option("--step", metavar="NAME", help="Of a step of the plan, or of a function.")
-@click.option("--pdb", "debug", is_flag=True, help="Open the debugger where it fails.")
+@click.option("--member", type=int, metavar="N", help="Index of a member.")
+@click.option("--shard", type=int, metavar="N", help="Number of a shard, to call all its members.")
+@click.option("--round", type=int, metavar="N", help="Round of a loop, from 0.")
+@click.option("--step", metavar="NAME", help="Step of the plan, or function in it.")
+@click.option("--pdb", "debug", is_flag=True, help="Open the debugger at the error.")
 @answers
 def replay(job: str, debug: bool, **chosen: Any) -> Answer:
-    """Call the body of JOB for single members, as Python in this process."""
+    """Call the body of JOB for one member, as Python in this process."""
     from beamjax import replaying
     from beamjax.commands.functions import run
     from beamjax.commands.output import result_data, result_text
@@ -249,42 +256,51 @@ def replay(job: str, debug: bool, **chosen: Any) -> Answer:
 @click.argument("other", metavar="OTHER", type=click.Path())
 @answers
 def diff(job: str, other: str) -> Answer:
-    """Say where the results of JOB and OTHER differ, and why; the status is 1 if a bit does."""
+    """Compare the results of JOB and OTHER; the exit status is 1 if a bit differs."""
     from beamjax.jobs import comparison
 
     found = comparison.diff(find_job(job).path, find_job(other).path)
     return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)
 
 
-def read_command(folder: JobFolder) -> tuple[list[str], str] | None:
-    """The command line after `beamjax` that started a job, and its folder; None without one."""
-    from beamjax.storage import records
+@dataclass(frozen=True)
+class Command:
+    """A command line.
+
+    Attributes:
+      argv: its words after `beamjax`.
+      cwd: the folder in which it was started.
+    """
+
+    argv: tuple[str, ...]
+    cwd: str
+
+
+def read_command(folder: JobFolder) -> Command | None:
+    """The command line that started a job; None if another process called beamjax."""
+    from beamjax.storage.schema import from_plain
 
     found = folder.read("command")
-    if found is None:
-        return None
-    path = f"{folder.path}/command{records.SUFFIX}"
-    fields: dict[str, Any] = records.checked(found, {"argv": list, "cwd": str}, path)
-    return [str(word) for word in fields["argv"]], fields["cwd"]
+    return None if found is None else from_plain(Command, found, folder.record_path("command"))
 
 
 def _enter(folder: JobFolder) -> list[str]:
-    """Changes to the folder in which a job was started; gives the command line.
+    """Changes to the folder in which a job was started; returns the command line.
 
     Raises:
-      OptionsError: the job was not started by a command line, or the folder is gone.
+      OptionsError: no command line started the job, or the folder does not exist any more.
     """
-    line = read_command(folder)
-    if line is None:
+    command = read_command(folder)
+    if command is None:
         raise OptionsError(
-            f"{folder.path}: the job was not started by `beamjax run`, so the folder lacks its "
-            "arguments; call beamjax.run or beamjax.launch again with them. With the same "
-            "option `checkpoint` it goes on from the last one"
+            f"{folder.path}: the job was not started by `beamjax run`, so its arguments are not in "
+            "the folder; call beamjax.run or beamjax.launch again with them. With the same option "
+            "`checkpoint`, the run continues from its last checkpoint"
         )
-    if not os.path.isdir(line[1]):
-        raise OptionsError(f"{line[1]}: the folder in which the job was started is gone")
-    os.chdir(line[1])
-    return line[0]
+    if not os.path.isdir(command.cwd):
+        raise OptionsError(f"{command.cwd}: the folder in which the job was started is gone")
+    os.chdir(command.cwd)
+    return list(command.argv)
 
 
 # --- cache
@@ -292,14 +308,14 @@ def _enter(folder: JobFolder) -> list[str]:
 
 @click.group()
 def cache() -> None:
-    """Show what a folder of the option cache holds, or clear it."""
+    """Show the size of a folder of the option cache, or clear it."""
 
 
 @cache.command()
 @click.argument("folder", type=click.Path())
 @answers
 def info(folder: str) -> Answer:
-    """Show how many files FOLDER holds, and their bytes."""
+    """Show the number of files in FOLDER, and their bytes."""
     found = _cache(folder).describe()
     limit = human_bytes(found["limit"])
     return Answer(
@@ -311,7 +327,7 @@ def info(folder: str) -> Answer:
 @click.argument("folder", type=click.Path())
 @answers
 def clear(folder: str) -> Answer:
-    """Remove the files of FOLDER that a cache wrote."""
+    """Remove the files of the cache in FOLDER."""
     found = _cache(folder).clear()
     return Answer(found, f"removed {found['files']:,} files, {human_bytes(found['bytes'])}")
 

@@ -1,4 +1,4 @@
-"""How fast this machine computes, reads and merges, measured in less than a second."""
+"""Measures how fast this machine computes, reads and merges, in less than a second."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from beamjax.options import XLA_THREADS
 from beamjax.plan.cost import USUAL, Cost, Rates
 
 MAX_UNUSUAL = 10.0
-"""Measured rates are clipped to within this factor of the default: a busy machine misleads."""
+"""Measured rates are clipped to within this factor of the default, as a machine may be busy."""
 _RUNS = 5
+"""Number of timed calls of a function, of which the median counts."""
 
 
 def calibrated() -> Calibration:
-    """The rates of this machine, which are measured, in less than a second, if they never were."""
+    """The rates of this machine, which are measured if that was not done before."""
     found = calibration()
     if not found.measured:
         with on_device(compute_device(XLA_THREADS)):
@@ -45,7 +46,7 @@ def calibrated() -> Calibration:
 
 
 def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, float, float]:
-    """Rates of computing, bytes a second that are read, and bytes of partials that are merged.
+    """Measures the rates of computing, and the bytes per second of reading and of merging.
 
     The timed functions resemble bodies, and their cost is counted in the same way.
     """
@@ -75,7 +76,7 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, floa
     dense, cost = timed(_descend, np.ones((8, 64, 256), float32), np.ones((8, 64), float32))
     flops = cost.flops / max(dense - cost.extra / extra, dense / 2)
     copied = usually(lambda: large.copy())
-    partial = np.ones(1 << 20, float32)  # smaller ones take too little time to measure
+    partial = np.ones(1 << 20, float32)  # merging a smaller one is too fast to measure
 
     def merge() -> None:
         accumulator = make_accumulator("sum", float32, partial.size, mode="exact")
@@ -95,12 +96,12 @@ def measure(clock: Callable[[], float] = time.perf_counter) -> tuple[Rates, floa
 
 
 def _near(found: float, usual: float) -> float:
-    """The measured rates within bounds: on a shared machine, measurements may be far off."""
+    """Clips a measured rate: on a shared machine, measurements may be far off."""
     return min(max(found, usual / MAX_UNUSUAL), usual * MAX_UNUSUAL)
 
 
 def _shards_run() -> Callable[[], Any]:
-    """Times a run in this process of many shards that compute little."""
+    """Returns a function that runs a program in this process, with many shards of little work."""
 
     @program(members=None)
     def total(x: jax.Array) -> Any:
@@ -112,8 +113,11 @@ def _shards_run() -> Callable[[], Any]:
 
 
 _MANY = 1000
+"""Number of small operations in `_many`."""
 _SHARDS = 200
+"""Number of shards in the run that is timed."""
 _TIMES = 4
+"""Number of passes through the weights in `_pass_through`."""
 
 
 @jax.jit
@@ -123,7 +127,7 @@ def _double(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _pass_through(weights: jax.Array) -> jax.Array:
-    """Reads more than the cache holds, and returns little, so that allocation takes no time."""
+    """Reads more than a cache holds, and returns little, so that allocation takes no time."""
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         return total + weights @ jnp.full(weights.shape[1], i, jnp.float32)
@@ -133,7 +137,7 @@ def _pass_through(weights: jax.Array) -> jax.Array:
 
 @jax.jit
 def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Steps of gradient descent of eight members, in the cache."""
+    """Steps of gradient descent of eight members, whose data fit in the cache."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
         def step(_: int, w: jax.Array) -> jax.Array:
@@ -146,7 +150,7 @@ def _descend(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @jax.jit
 def _loose(numbers: jax.Array) -> jax.Array:
-    """Operations besides matrix products: random numbers of each member, and functions of them."""
+    """Operations other than matrix products: random numbers for each member, and their exp."""
     key = jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
 
     def one(number: jax.Array) -> jax.Array:
@@ -157,7 +161,7 @@ def _loose(numbers: jax.Array) -> jax.Array:
 
 @jax.jit
 def _many(x: jax.Array) -> jax.Array:
-    """Operations so small that their number decides; XLA would fuse fewer of them into one."""
+    """Many small operations, whose time is that of starting them; XLA does not fuse a loop."""
 
     def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return x[::-1] * (1 + 1e-9 * jnp.sum(x)), None

@@ -1,4 +1,4 @@
-"""Results of a run: a summary for people and programs, and files."""
+"""Results of a run as text, as JSON values and as files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
 
 SMALL = 8
-"""Elements of a leaf that a summary shows all of."""
+"""Largest number of elements of a leaf that a summary shows."""
 
 
 def named_leaves(result: Any) -> Iterator[tuple[str, str, Any]]:
-    """The leaves of a tree: where each is as JAX writes it, its path as a name, and itself."""
+    """The leaves of a tree: the path as JAX writes it, the path as a name, and the leaf."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         yield f"result{jax.tree_util.keystr(path)}", name or "result", leaf
 
 
 def result_data(result: Any) -> list[dict[str, Any]]:
-    """Each leaf as JSON values: name, dtype, shape; and all elements if there are few."""
+    """The name, dtype and shape of each leaf as JSON values, with its elements if they are few."""
     found = []
     for _, name, leaf in named_leaves(result):
         facts: dict[str, Any] = {"name": name}
@@ -47,7 +47,7 @@ def result_data(result: Any) -> list[dict[str, Any]]:
 
 
 def result_text(result: Any) -> str:
-    """A line for each leaf: where, its type, and its elements or their extent."""
+    """A line for each leaf: its path, its type, and its elements or their extent."""
     rows = []
     for where, _, leaf in named_leaves(result):
         if isinstance(leaf, KeyedTable):
@@ -73,9 +73,9 @@ def _extent(array: np.ndarray) -> str:
 
 
 def plain(leaf: Any) -> np.ndarray:
-    """An array of a dtype that files of NumPy know, with the same numbers.
+    """Converts a leaf to an array of a dtype that NumPy can save, with the same numbers.
 
-    Keys are their data, bfloat16 and narrower floats are float32, int4 is int8.
+    Keys become their data, bfloat16 and narrower floats float32, and int4 int8.
     """
     if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return np.zeros(leaf.shape, bool)
@@ -89,7 +89,7 @@ def plain(leaf: Any) -> np.ndarray:
 
 
 def check_out(path: str | None, keep: str | None) -> None:
-    """Raises OptionsError if results can't go to this path, before anything is computed."""
+    """Raises OptionsError if results can't be written to this path."""
     if path is None:
         return
     name, file = os.path.basename(path), path.endswith((".npz", ".npy"))
@@ -110,12 +110,12 @@ def write_out(result: Any, path: str) -> None:
 
     Args:
       result: a tree.
-      path: of an .npz file, with the paths of leaves as names; of an .npy file, for a tree of one
-        leaf; or of a folder, in which placed results are already and each other leaf gets a file.
+      path: an .npz file, in which arrays have the names of their paths; an .npy file, for a tree of
+        one leaf; or a folder, which holds the placed results and gets a file for each other leaf.
 
     Raises:
-      OptionsError: several leaves for one .npy file.
-      SourceError: it can't be written.
+      OptionsError: the path is an .npy file, but there are several leaves.
+      SourceError: the file can't be written.
     """
     is_folder = not path.endswith((".npz", ".npy"))
     arrays: dict[str, np.ndarray] = {}
@@ -127,8 +127,8 @@ def write_out(result: Any, path: str) -> None:
             arrays[name] = plain(leaf)
     if path.endswith(".npy") and len(arrays) != 1:
         raise OptionsError(
-            f"--out {path}: found {len(arrays)} leaves, expected one; a name that ends in .npz "
-            "takes them all"
+            f"--out {path}: found {len(arrays)} leaves, expected one; an .npz file takes all of "
+            "them"
         )
     try:
         if is_folder:
@@ -141,7 +141,7 @@ def write_out(result: Any, path: str) -> None:
 
 
 def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
-    """Writes a file under another name first, so that it is whole or not there."""
+    """Writes a file atomically: under a temporary name first."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(f"{path}.tmp", "wb") as file:
         if path.endswith(".npz"):
@@ -152,7 +152,7 @@ def _write(path: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _save_all(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    """As `np.savez`, which refuses some names, such as `file`."""
+    """As `np.savez`, which does not accept some names, such as `file`."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:

@@ -1,4 +1,4 @@
-"""The text of an argument as what `beamjax.run` takes: JSON, or a file by its ending."""
+"""Reads arguments from texts: JSON, or a file whose ending says what it is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from beamjax.sources.arrays.data_files import is_url
 
 
 def read_value(text: str, where: str) -> Any:
-    """The value that a text stands for; see `calls.HELP`.
+    """The value of a text; see `calls.HELP`.
 
     Args:
-      text: as it was typed.
+      text: what the user typed.
       where: the name of the argument, for messages.
 
     Raises:
@@ -44,7 +44,7 @@ def json_or_text(text: str) -> Any:
 
 
 def _as_tree(value: Any, where: str) -> Any:
-    """Values of JSON as a tree: lists of numbers are arrays."""
+    """A JSON value as a tree, in which lists of numbers are arrays."""
     if isinstance(value, str):
         raise OptionsError(f"{where}: found the text {value!r:.80}, expected numbers")
     if isinstance(value, dict):
@@ -53,7 +53,7 @@ def _as_tree(value: Any, where: str) -> Any:
         if value and _is_numbers(value):
             try:
                 return jnp.asarray(value)
-            except ValueError:  # of unequal lengths
+            except ValueError:  # lists of unequal lengths
                 pass
         return [_as_tree(child, f"{where}[{i}]") for i, child in enumerate(value)]
     return value
@@ -69,14 +69,14 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _array(path: str) -> Any:
-    """An .npy file as an array, mapped; several, or one at a URL, as a source."""
+    """An .npy file as a mapped array; several files, or a URL, as a source."""
     if (glob.has_magic(path) or is_url(path)) and not os.path.exists(path):
         return beamjax.from_npy(path)
     return _loaded(path, mmap_mode="r")
 
 
 def _arrays(path: str) -> Any:
-    """An .npz file as a tree: its names are paths such as "layers/0/w"."""
+    """An .npz file as a tree, by names that are paths such as "layers/0/w"."""
     with _loaded(path) as file:
         return nested(dict(file))
 
@@ -91,7 +91,7 @@ def _loaded(path: str, **settings: Any) -> Any:
 
 
 def nested(flat: dict[str, Any]) -> Any:
-    """A tree of values by paths such as "layers/0/w"; the names 0, 1, ... make a list."""
+    """A tree of values by paths such as "layers/0/w"; a node with the names 0, 1, ... is a list."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *folders, last = name.split("/")
@@ -99,7 +99,7 @@ def nested(flat: dict[str, Any]) -> Any:
         for folder in folders:
             node = node.setdefault(folder, {})
             if not isinstance(node, dict):
-                raise SourceError(f"found {name!r} and {folder!r}, of which one is in the other")
+                raise SourceError(f"found {name!r} and {folder!r}, but one is in the other")
         node[last] = value
     return _with_lists(tree)
 
@@ -126,9 +126,9 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
     ".tfrecord.gz": beamjax.from_tfrecord,
     ".array_record": beamjax.from_array_record,
 }
-"""How to open a file, by the ending of its name."""
+"""Functions that open a file, by the ending of its name."""
 _RESULTS = {"placed.json": beamjax.open_placed, "keys.json": beamjax.open_keyed}
-"""How to open the folder of a result, by a file in it."""
+"""Functions that open the folder of a result, by the name of a file in it."""
 
 
 def _opener(text: str, where: str) -> Callable[[str], Any]:
@@ -140,8 +140,8 @@ def _opener(text: str, where: str) -> Callable[[str], Any]:
             return opener
     raise OptionsError(
         f"{where}: found {text!r}, expected JSON, the folder of a result, or a name that ends "
-        f"in {', '.join(_OPENERS)}{_similar(text)}. Write a job for anything else: a function that "
-        "returns (fn, *args), as TARGET"
+        f"in {', '.join(_OPENERS)}{_similar(text)}. For anything else, give a job as TARGET: a "
+        "function that returns (fn, *args)"
     )
 
 
@@ -150,4 +150,4 @@ def _similar(path: str) -> str:
     try:
         return hint(path, [os.path.join(folder, other) for other in os.listdir(folder or ".")])
     except OSError:
-        return f"; the folder {folder!r} is not there"
+        return f"; there is no folder {folder!r}"

@@ -1,4 +1,4 @@
-"""Jobs: one call of a function of programs, run here or by a thread, seen from any process."""
+"""Jobs: calls of functions of programs, as the launching process and other processes see them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 
 POLL = 0.2
-"""Seconds between two looks into the folder of a job, while a caller waits for it."""
+"""Seconds between two reads of the state of a job, while a caller waits for it."""
 
 
 class JobState(enum.Enum):
@@ -70,14 +70,13 @@ class Job:
 
     def __init__(self, folder: JobFolder):
         self._folder = folder
-        described = folder.describe()
-        self.name: str = described["name"]
-        self.runner: str = described["runner"]
-        self._process: dict[str, Any] = described["process"]
+        self._record = folder.describe()
+        self.name = self._record.name
+        self.runner = self._record.runner
 
     @property
     def folder(self) -> str:
-        """Path or URL of the folder, for `open_job` in any process that sees it."""
+        """Path or URL of the folder, for `open_job` in any process that can read it."""
         return self._folder.path
 
     @property
@@ -159,12 +158,13 @@ class Job:
             case JobState.CANCELLED:
                 raise JobCancelledError(f"{self.folder}: the job was cancelled")
             case JobState.LOST:
+                process = self._record.process
                 raise JobError(
                     f"{self.folder}: the job has no result; its launching process "
-                    f"{self._process.get('pid')} on {self._process.get('host')} is gone. Launch "
-                    "the function again"
+                    f"{process.get('pid')} on {process.get('host')} is gone. Launch the function "
+                    "again"
                 )
-        path = f"{self.folder}/state{records.SUFFIX}"
+        path = self._folder.record_path("state")
         if error is None:
             raise ArrayFormatError(f"{path}: found no error, expected that of a failed job")
         failed = records.error_of(error, path, JobError)
@@ -259,7 +259,7 @@ class _Launched(Job):
 
 
 def _cancel(folder: JobFolder, monitor: Monitor) -> None:
-    with contextlib.suppress(Exception):  # workers that can read the folder see it there
+    with contextlib.suppress(Exception):  # workers may read the request from the folder
         folder.request_cancel()
     monitor.cancel()
 
@@ -269,7 +269,7 @@ def _release(
     outcome: concurrent.futures.Future[Any],
     keep: Callable[[BaseException | None], bool],
 ) -> None:
-    """Removes the folder of a handle that is gone, as soon as the job is over."""
+    """Removes the folder of a handle that was closed or collected, once the job has ended."""
 
     def ended(outcome: concurrent.futures.Future[Any]) -> None:
         if not keep(outcome.exception()):
@@ -279,14 +279,14 @@ def _release(
 
 
 class JobRun:
-    """One run of a call as a job: its folder, if it has any, and what follows it.
+    """One run of a call as a job, with its monitor, display and folder.
 
     Args:
-      call: what is run.
+      call: the call to run.
       launched: whether a thread runs it, and the caller has a handle.
 
     Attributes:
-      monitor: of the run.
+      monitor: the monitor of the run.
     """
 
     def __init__(self, call: Call, launched: bool = False):
@@ -316,7 +316,7 @@ class JobRun:
             self._recording = Recording(self._folder, self.monitor, call)
 
     def keeps_folder(self, error: BaseException | None) -> bool:
-        """Whether the folder stays when the run has ended so."""
+        """Whether the folder stays after a run that ended with this error, or without one."""
         options = self._call.options
         if options.job_folder is not None or options.keep_folder == "always":
             return True
@@ -324,7 +324,7 @@ class JobRun:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Runs what is in its context as the job, whose folder says how it goes and ends."""
+        """A context for the run; records its progress and its end in the folder."""
         with contextlib.ExitStack() as stack:
             if not self._launched:
                 stack.enter_context(termination.cancelling())
@@ -343,11 +343,11 @@ class JobRun:
                         watched(folder, self.monitor, self._display, self._recording)
                     )
                     yield
-                folder.end("done")
+                folder.write_state("done")
             except BaseException as error:
                 failed = error
                 with contextlib.suppress(Exception):  # the error itself matters more
-                    folder.end("cancelled" if _is_cancel(error) else "failed", error)
+                    folder.write_state("cancelled" if _is_cancel(error) else "failed", error)
                 if self.keeps_folder(error):
                     error.add_note(f"The folder of the job is kept: {folder.path}")
                 raise
@@ -358,11 +358,11 @@ class JobRun:
 
     def _begin(self) -> None:
         assert self._folder is not None
-        described = {"name": self._call.plan.name, "runner": self._call.runner}
-        self._folder.begin(described, self._call.options.overwrite)
+        call = self._call
+        self._folder.begin(call.plan.name, call.runner, call.options.overwrite)
 
     def returned(self, value: Any) -> Any:
-        """Records the result of the run, and gives it."""
+        """Records the result of the run, and returns it."""
         if self._recording is not None:
             self._recording.returned(value)
         if self._folder is not None and (self._launched or self.keeps_folder(None)):
@@ -370,7 +370,7 @@ class JobRun:
         return value
 
     def in_thread(self, run: Callable[[], Any]) -> Job:
-        """Calls `run`, which runs the job, in a thread; gives the handle of the job."""
+        """Starts a thread that calls `run`, which runs the job; returns the handle of the job."""
         self._begin()
         assert self._folder is not None
         folder, monitor = self._folder, self.monitor
@@ -387,7 +387,7 @@ class JobRun:
 
         job = _Launched(folder, monitor, outcome, self.keeps_folder)
         cancel = functools.partial(_cancel, folder, monitor)
-        termination.cancel_at_end(outcome, cancel, lambda: folder.end("cancelled"))
+        termination.cancel_at_end(outcome, cancel, lambda: folder.write_state("cancelled"))
         threading.Thread(target=target, name=f"beamjax {self._call.plan.name}").start()
         return job
 

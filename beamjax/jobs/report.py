@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import Dropped
-from beamjax.storage import records
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress, ShardEvent, step_name
@@ -193,15 +192,14 @@ def read_report(folder: JobFolder) -> Report:
 
     Raises:
       JobError: there is no job.
-      ArrayFormatError: a record has unexpected content.
+      ArrayFormatError: a record is damaged.
     """
-    described = folder.describe()
+    job = folder.describe()
     state, error = folder.state()
-    path = f"{folder.path}/{{}}{records.SUFFIX}"
-    setup = from_plain(Setup, folder.read(SETUP) or {}, path.format(SETUP))
-    history = from_plain(History, folder.read(HISTORY) or {}, path.format(HISTORY))
+    setup = from_plain(Setup, folder.read(SETUP) or {}, folder.record_path(SETUP))
+    history = from_plain(History, folder.read(HISTORY) or {}, folder.record_path(HISTORY))
     return Report(
-        described["name"], described["runner"], state, described["time"], folder.progress(),
+        job.name, job.runner, state, job.time, folder.progress(),
         dropped=folder.dropped(), error=error, **vars(setup), **vars(history),
     )  # fmt: skip
 
@@ -209,7 +207,7 @@ def read_report(folder: JobFolder) -> Report:
 # --- the trace
 
 LAUNCHER = 0
-"""The process of a trace that has the events of the whole run; workers are numbered from 1."""
+"""Number of the process in a trace that has the events of the whole run; workers follow."""
 
 
 def chrome_trace(report: Report) -> dict[str, Any]:
@@ -231,7 +229,7 @@ def chrome_trace(report: Report) -> dict[str, Any]:
 
 
 def _run(report: Report) -> Iterator[dict[str, Any]]:
-    """The run itself, the ends of its rounds, its checkpoints and its members over time."""
+    """Events of the run, the ends of its rounds, its checkpoints and its members over time."""
     yield _process(LAUNCHER, f"run on {report.runner}")
     yield {
         "ph": "X", "name": report.program, "pid": LAUNCHER, "tid": 0, "ts": 0,
@@ -248,11 +246,11 @@ def _run(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def _shards(report: Report) -> Iterator[dict[str, Any]]:
-    """The shards of each worker. Those that overlap in time are on different tracks."""
+    """Events of the shards of each worker. Shards that overlap in time are on different tracks."""
     workers = list(dict.fromkeys(event.worker for event in report.events))
     for pid, worker in enumerate(workers, 1):
         yield _process(pid, worker)
-        ends: list[float] = []  # of the last shard of each track
+        ends: list[float] = []  # when the last shard of each track ends
         events = [event for event in report.events if event.worker == worker]
         for event in sorted(events, key=lambda event: event.time - event.seconds):
             start = max(event.time - event.seconds - report.began, 0.0)

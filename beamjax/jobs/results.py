@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from beamjax.errors import ArrayFormatError
 from beamjax.runtime.materialized_outputs import open_placed
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
-from beamjax.storage import records, treedefs
+from beamjax.storage import treedefs
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
 
 
@@ -20,82 +22,98 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
     """Writes the tree that a function returned.
 
     Args:
-      folder: of the job.
-      value: a tree of arrays, and of handles to results in files.
+      folder: the folder of the job.
+      value: a tree of arrays, and of handles of results in files.
       x64: whether 64-bit types were enabled when the program was staged.
 
     Raises:
       SourceError: the folder cannot be written.
     """
     leaves, treedef = jax.tree_util.tree_flatten(value)
-    types = [
-        {
-            "impl": key_impl(leaf.dtype) if _is_key(leaf) else None,
-            "weak": bool(getattr(leaf, "weak_type", False)),
-            "placed": leaf.folder if isinstance(leaf, Placed | KeyedTable) else None,
-            "keyed": isinstance(leaf, KeyedTable),
-        }
-        for leaf in leaves
-    ]
+    types = tuple(map(_leaf_type, leaves))
     leaves = [np.empty(0) if isinstance(leaf, Placed | KeyedTable) else leaf for leaf in leaves]
-    record = {"tree": treedefs.tree_to_json(treedef), "types": types, "x64": x64}
+    record = to_plain(_ResultRecord(types, x64, treedefs.tree_to_json(treedef)))
     folder.write_result([np.asarray(unwrap(leaf)) for leaf in leaves], record)
 
 
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+@dataclass(frozen=True)
+class _LeafType:
+    """What the array of a leaf does not say.
+
+    Attributes:
+      impl: implementation of typed PRNG keys, or None.
+      weak: whether it has a weak type.
+      placed: folder of a result in files, or None.
+      keyed: whether this folder is that of a `KeyedTable`.
+    """
+
+    impl: str | None
+    weak: bool
+    placed: str | None
+    keyed: bool
+
+
+@dataclass(frozen=True)
+class _ResultRecord:
+    """The types of the leaves, whether 64-bit types were enabled, and the structure of the tree."""
+
+    types: tuple[_LeafType, ...]
+    x64: bool
+    tree: Any = None
+
+
+def _leaf_type(leaf: Any) -> _LeafType:
+    is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+    return _LeafType(
+        key_impl(leaf.dtype) if is_key else None,
+        bool(getattr(leaf, "weak_type", False)),
+        leaf.folder if isinstance(leaf, Placed | KeyedTable) else None,
+        isinstance(leaf, KeyedTable),
+    )
 
 
 def read_result(folder: JobFolder, like: Any = None) -> Any:
     """Undoes `write_result`: the same tree, shapes, dtypes, weak types and kinds of keys.
 
     Args:
-      folder: of a job that is done.
+      folder: the folder of a job that is done.
       like: a tree with the structure of the result, or None.
 
     Raises:
-      StructureError: the structure can't be rebuilt from the folder, or `like` has another one.
+      StructureError: the folder does not describe the structure, or `like` has another one.
       JobError, ArrayFormatError, SourceError: a file was removed or changed.
     """
     arrays, record = folder.result()
-    path = f"{folder.path}/result{records.SUFFIX}"
-    found = records.checked(record, {"types": list, "x64": bool}, path)
+    path = folder.record_path("result")
+    found = from_plain(_ResultRecord, record, path)
     if like is not None:
         treedef = treedefs.like(like, len(arrays))
     else:
-        treedef = treedefs.tree_from_json(record.get("tree"), path)
-    if not treedef.num_leaves == len(arrays) == len(found["types"]):
+        treedef = treedefs.tree_from_json(found.tree, path)
+    if not treedef.num_leaves == len(arrays) == len(found.types):
         raise ArrayFormatError(
-            f"{path}: found a tree of {treedef.num_leaves} leaves with {len(found['types'])} types "
+            f"{path}: found a tree of {treedef.num_leaves} leaves with {len(found.types)} types "
             f"for {len(arrays)} arrays"
         )
     leaves = [
-        _leaf(array, kind, found["x64"], path)
-        for array, kind in zip(arrays, found["types"], strict=True)
+        _leaf(array, kind, found.x64, path) for array, kind in zip(arrays, found.types, strict=True)
     ]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
-def _leaf(array: np.ndarray, kind: Any, x64: bool, path: str) -> Any:
-    types: dict[str, Any] = {
-        "impl": (str, type(None)),
-        "weak": bool,
-        "placed": (str, type(None)),
-        "keyed": bool,
-    }
-    kind = records.checked(kind if isinstance(kind, dict) else {}, types, path)
-    if kind["placed"] is not None:
-        return (open_keyed if kind["keyed"] else open_placed)(kind["placed"])
+def _leaf(array: np.ndarray, kind: _LeafType, x64: bool, path: str) -> Any:
+    if kind.placed is not None:
+        return (open_keyed if kind.keyed else open_placed)(kind.placed)
     if array.dtype == jax.dtypes.float0:
         return array
-    if kind["impl"] and kind["weak"]:
+    if kind.impl and kind.weak:
         raise ArrayFormatError(f"{path}: found keys of a weak type, expected numbers or keys")
     with with_x64(x64):
         try:
-            leaf = wrap(jax.numpy.asarray(array), kind["impl"])
-        except (TypeError, ValueError) as error:  # JAX has no such keys, or not with such data
+            leaf = wrap(jax.numpy.asarray(array), kind.impl)
+        except (TypeError, ValueError) as error:  # unknown to this JAX, or the data do not fit
             raise ArrayFormatError(
-                f"{path}: found {array.dtype}{list(array.shape)} as keys of {kind['impl']!r:.80} "
+                f"{path}: found {array.dtype}{list(array.shape)} as keys of {kind.impl!r:.80} "
                 f"({error})"
             ) from error
-        return with_weak_type(leaf, kind["weak"], x64)
+        return with_weak_type(leaf, kind.weak, x64)

@@ -8,14 +8,14 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, WorkerError
-from beamjax.storage import records
 from beamjax.storage.arrays import decode_array, encode_array
+from beamjax.storage.schema import from_plain, to_plain
 
 _LOG = logging.getLogger("beamjax")
 MAX_MESSAGE = 2000
@@ -23,7 +23,7 @@ MAX_MESSAGE = 2000
 
 
 def hole_of(dtype: Any) -> Any:
-    """The value that stands for a member that is left out: NaN, or 0 where the dtype has no NaN."""
+    """The value in place of a dropped member: NaN, or 0 if the dtype has no NaN."""
     name = np.dtype(dtype).name
     if name.startswith(("float", "bfloat", "complex")):
         nan = np.array(np.nan).astype(dtype)
@@ -37,9 +37,9 @@ class Guard:
     """How a pass handles members that it can't compute.
 
     The body of a guarded pass takes `(start, members, kept, *broadcasts, *operands)`: the index of
-    the first member of the shard, the index of the member in each row (a row of a dropped member
-    holds a copy of another one), and a mask of the rows that count. Unless `on_nonfinite` is
-    "keep", its last result is a mask of the members whose floats are all finite.
+    the first member of the shard, the index of the member in each row (the row of a dropped member
+    is a copy of another row), and a mask of the rows that count. Unless `on_nonfinite` is "keep",
+    its last result is a mask of the members whose floats are all finite.
 
     Attributes:
       on_error: "raise" or "drop", for members that can't be read or computed.
@@ -77,34 +77,10 @@ class Dropped:
     reason: str
     message: str
 
-    def to_json(self) -> dict[str, Any]:
-        """This record as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Any, path: str) -> Dropped:
-        """The inverse of `to_json`.
-
-        Raises:
-          ArrayFormatError: the record at `path` is not a dropped member.
-        """
-        if not isinstance(record, dict):
-            raise ArrayFormatError(f"{path}: found {record!r:.200}, expected a dropped member")
-        return cls(**records.checked(record, _FIELDS, path))
-
-
-_FIELDS: dict[str, Any] = {
-    "placement": str,
-    "member": int,
-    "step": str,
-    "reason": str,
-    "message": str,
-}
-
 
 def encode_lines(dropped: Iterable[Dropped]) -> bytes:
     """Encodes members as JSON Lines."""
-    return b"".join(json.dumps(each.to_json()).encode() + b"\n" for each in dropped)
+    return b"".join(json.dumps(to_plain(each)).encode() + b"\n" for each in dropped)
 
 
 def decode_lines(data: bytes, path: str) -> list[Dropped]:
@@ -117,7 +93,7 @@ def decode_lines(data: bytes, path: str) -> list[Dropped]:
         found = [json.loads(line) for line in data.splitlines()]
     except (ValueError, RecursionError) as error:
         raise ArrayFormatError(f"{path}: {error}; expected lines of JSON") from None
-    return [Dropped.from_json(record, path) for record in found]
+    return [from_plain(Dropped, record, path) for record in found]
 
 
 def encode_file(lines: bytes) -> bytes:
@@ -139,7 +115,7 @@ def decode_file(data: bytes | memoryview, path: str) -> list[Dropped]:
 
 
 class DeadLetters:
-    """The members that a run has dropped, each once, with a file that lists them.
+    """The members that a run has dropped, each once, and the file that lists them.
 
     Args:
       limit: the share of the members of a placement that may be dropped, from 0 to 1.
@@ -196,7 +172,7 @@ class DeadLetters:
             return len(self._found) > before
 
     def begin(self, *, anew: bool) -> None:
-        """Removes the file if the run starts anew; reads it if it resumes from a checkpoint.
+        """Removes the file of an earlier run if `anew`; otherwise reads it, to resume that run.
 
         Raises:
           ArrayFormatError: the file does not list dropped members.

@@ -21,6 +21,7 @@ from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
 from beamjax.sources.streams.one_member import MemberType
 from beamjax.storage import files
+from beamjax.storage.schema import from_plain, to_plain
 from beamjax.storage.treedefs import tree_to_json
 
 VERSION = 1
@@ -208,7 +209,7 @@ def _collect(
             f"{folder}: found {found} members, expected {listed['count']}; do the launcher and the "
             "workers see the same files there?"
         )
-    return {"parts": parts, "dropped": [each.to_json() for each in letters.dropped]}
+    return {"parts": parts, "dropped": to_plain(letters.dropped)}
 
 
 def _letters(listed: dict[str, Any], options: Options) -> DeadLetters:
@@ -239,7 +240,7 @@ def _opened(
     path = os.path.join(folder, MANIFEST)
     try:
         parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
-        dropped = [Dropped.from_json(each, path) for each in record["dropped"]]
+        dropped = [from_plain(Dropped, each, path) for each in record["dropped"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ArrayFormatError(
             f"{path}: found no list of members ({error}); remove the folder to run the pipeline "

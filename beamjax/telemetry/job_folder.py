@@ -1,20 +1,20 @@
 """The folder of a job: its process, its progress, its state and its result.
 
     job.record        the program, the runner, the launching process
-    command.record    the command line that started it, if one did
+    command.record    the command line, if one started the job
     state.record      running, done, failed or cancelled, and the error
     progress.record   written about every second while the job runs
     about.record      the plan, the options and the machine, for reports
-    course.record     how the run went over time, for reports
+    course.record     samples of the progress and events over time, for reports
     checksums.record  checksums of values in rounds, for `diff`
     dropped.arrays    the members that were dropped so far
-    cancel.record     its presence asks the job to end
-    records/          what the workers of the pipeline under way have done
+    cancel.record     asks the job to end, if it exists
+    records/          what each worker has done in the current pipeline
     result.record     structure and types of the result; it is written last
     result-0.arrays   ... and its leaves
 
-Every file is written at once or not at all, with checksums that its readers verify. The folder may
-be at a local path or any URL that Beam's FileSystems knows.
+Files are written atomically, with checksums that readers verify. The folder may be at a local path
+or any URL that Beam's FileSystems knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,49 @@ from beamjax.telemetry import process_ids
 from beamjax.telemetry.progress import Progress, WorkerRecord
 
 FORMAT = 1
+"""Version of the layout of a folder."""
 SILENCE = 60.0
-"""Seconds without a sign of a launching process on another machine after which it is lost."""
+"""Seconds without progress after which a launching process on another machine counts as lost."""
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
 _OWN = re.compile(
     r"(job|command|state|progress|about|course|checksums|cancel|result)\.record|(result-\d+|dropped)\.arrays"
 )
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What is known of a job from its start.
+
+    Attributes:
+      name: name of the program.
+      runner: name of the runner.
+      process: the launching process, as `process_ids.this_process` describes it.
+      time: start of the job, in seconds since the epoch.
+      format: version of the layout of the folder.
+    """
+
+    name: str
+    runner: str
+    process: Mapping[str, Any]
+    time: float
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"found format {self.format}, expected {FORMAT}")
+
+
+@dataclass(frozen=True)
+class _State:
+    """The record of a state, with the record of an error if the job failed."""
+
+    state: str
+    error: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.state not in ("running", "done", "failed", "cancelled"):
+            raise ValueError(f"found the state {self.state!r}, expected a state of a job")
 
 
 class JobFolder:
@@ -59,24 +96,24 @@ class JobFolder:
 
     @property
     def slowness(self) -> float:
-        """Factor by which looks into this folder are rarer than into a local one."""
+        """Factor on the time between reads of this folder, relative to a local one."""
         return 5.0 if files.is_url(self.path) else 1.0
 
     # --- records
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record, or None if it is not there.
+        """A record, or None if there is none.
 
         Raises:
-          ArrayFormatError: the file is not what was written.
-          SourceError: it cannot be read.
+          ArrayFormatError: the file is damaged.
+          SourceError: the file cannot be read.
         """
-        path = files.join(self.path, f"{name}{records.SUFFIX}")
+        path = self.record_path(name)
         try:
             return records.decode(files.read(path), path)
         except ArrayFormatError:
             raise
-        except Exception as error:  # of many kinds on other file systems
+        except Exception as error:  # file systems raise errors of many kinds
             if not self._has(name):
                 return None
             raise SourceError(f"{path}: cannot read it ({error})") from error
@@ -87,8 +124,11 @@ class JobFolder:
         Raises:
           SourceError: the folder cannot be written.
         """
-        path = files.join(self.path, f"{name}{records.SUFFIX}")
-        self._write(path, records.encode(record), make)
+        self._write(self.record_path(name), records.encode(record), make)
+
+    def record_path(self, name: str) -> str:
+        """The path of the file of a record."""
+        return files.join(self.path, f"{name}{records.SUFFIX}")
 
     def _write(self, path: str, data: bytes, make: bool = True) -> None:
         try:
@@ -104,13 +144,14 @@ class JobFolder:
 
     # --- the job
 
-    def begin(self, record: dict[str, Any], overwrite: bool = False) -> None:
+    def begin(self, name: str, runner: str, overwrite: bool = False) -> None:
         """Makes the folder for a job that starts now in this process.
 
-        What an earlier job left in it goes; other files stay.
+        Removes the files of an earlier job in it; other files stay.
 
         Args:
-          record: what `describe` gives.
+          name: name of the program.
+          runner: name of the runner.
           overwrite: whether a job that is done may be replaced.
 
         Raises:
@@ -119,7 +160,7 @@ class JobFolder:
         """
         try:
             self._refuse_other(overwrite)
-            files.make_folder(self.path)  # for this user only, unlike those above the last one
+            files.make_folder(self.path)  # readable for this user only, unlike its parents
             files.make_folder(files.join(self.path, _RECORDS))
             self.clear()
         except OSError as error:
@@ -127,9 +168,9 @@ class JobFolder:
                 f"{self.path}: cannot be the folder of a job ({error}); expected a folder that "
                 "this process and all workers can write and read"
             ) from error
-        process = process_ids.this_process()
-        self.write("job", record | {"format": FORMAT, "process": process, "time": time.time()})
-        self.write("state", {"state": "running"})
+        record = JobRecord(name, runner, process_ids.this_process(), time.time())
+        self.write("job", to_plain(record))
+        self.write_state("running")
 
     def _refuse_other(self, overwrite: bool) -> None:
         with contextlib.suppress(ArrayFormatError, JobError):
@@ -141,39 +182,34 @@ class JobFolder:
                     "the option overwrite=True replaces it"
                 )
             if state == "running":
-                process = self.describe()["process"]
+                process = self.describe().process
                 raise OptionsError(
                     f"job_folder: found a job that still runs in {self.path}, of process "
                     f"{process.get('pid')} on {process.get('host')}, expected a folder of its own "
                     "for each job; cancel that job, or wait for it"
                 )
 
-    def describe(self) -> dict[str, Any]:
-        """What `begin` wrote.
+    def describe(self) -> JobRecord:
+        """The record that `begin` wrote.
 
         Raises:
           JobError: there is no job.
-          ArrayFormatError: the file is not what was written.
+          ArrayFormatError: the file is damaged.
         """
         found = self.read("job")
         if found is None:
             raise JobError(
-                f"{self.path}: found no job; expected a folder that was given as job_folder, or "
-                "that job.folder names"
+                f"{self.path}: found no job; expected the option job_folder of a run, or job.folder"
             )
-        path = f"{self.path}/job{records.SUFFIX}"
-        fields: dict[str, Any] = {"format": int, "name": str, "runner": str, "process": dict}
-        records.checked(found, fields | {"time": float}, path)
-        if found["format"] != FORMAT:
-            raise ArrayFormatError(f"{path}: found format {found['format']}, expected {FORMAT}")
-        return found
+        return from_plain(JobRecord, found, self.record_path("job"))
 
     def state(self) -> tuple[str, dict[str, Any] | None]:
-        """The state, "lost" if the launching process is gone, and the record of the error."""
+        """The state and the record of the error; the state is "lost" without a launching process,
+        and "none" without a record."""
         found = self._state()
         if found[0] != "running" or self._launcher_lives():
             return found
-        # The job may have ended between the two looks.
+        # The process may have ended the job after its state was read.
         found = self._state()
         return ("lost", None) if found[0] == "running" else found
 
@@ -181,53 +217,47 @@ class JobFolder:
         record = self.read("state")
         if record is None:
             return "none", None
-        path = f"{self.path}/state{records.SUFFIX}"
-        state = records.checked(record, {"state": str}, path)["state"]
-        error = record.get("error")
-        if state not in ("running", "done", "failed", "cancelled") or (
-            error is not None and not isinstance(error, dict)
-        ):
-            raise ArrayFormatError(f"{path}: found the state {state!r}, expected a state of a job")
-        return state, error
+        found = from_plain(_State, record, self.record_path("state"))
+        return found.state, None if found.error is None else dict(found.error)
 
     def _launcher_lives(self) -> bool:
-        described = self.describe()
-        alive = process_ids.is_alive(described["process"])
+        record = self.describe()
+        alive = process_ids.is_alive(record.process)
         if alive is not None:
             return alive
-        seen = self.read("progress") or described
-        return time.time() - float(seen.get("time", 0.0)) < SILENCE
+        progress = self.read("progress") or {}
+        return time.time() - float(progress.get("time", record.time)) < SILENCE
 
-    def end(self, state: str, error: BaseException | None = None) -> None:
-        """Writes how the job ended."""
+    def write_state(self, state: str, error: BaseException | None = None) -> None:
+        """Writes the state of the job, and the error if it failed."""
         record = None if error is None else records.error_record(error)
         self.write("state", {"state": state, "error": record})
 
-    # --- progress, and the wish that it ends
+    # --- progress and cancellation
 
     def write_progress(self, progress: Progress) -> None:
-        """Writes how far the job is."""
+        """Writes the progress of the job."""
         self.write("progress", {"time": time.time(), **progress.to_json()}, make=False)
 
     def progress(self) -> Progress:
         """The last recorded progress of the job; empty if there is none.
 
         Raises:
-          ArrayFormatError: the file is not what was written.
+          ArrayFormatError: the file is damaged.
         """
         found = self.read("progress")
-        path = f"{self.path}/progress{records.SUFFIX}"
+        path = self.record_path("progress")
         return Progress() if found is None else from_plain(Progress, found, path)
 
     def write_dropped(self, dropped: Sequence[Dropped]) -> None:
-        """Writes which members were dropped so far."""
+        """Writes the members that were dropped so far."""
         self._write(files.join(self.path, _DROPPED), encode_file(encode_lines(dropped)))
 
     def dropped(self) -> tuple[Dropped, ...]:
         """Undoes `write_dropped`.
 
         Raises:
-          ArrayFormatError: the file is not what was written.
+          ArrayFormatError: the file is damaged.
         """
         path = files.join(self.path, _DROPPED)
         if _DROPPED not in files.names(self.path):
@@ -235,21 +265,21 @@ class JobFolder:
         return tuple(decode_file(files.read(path), path))
 
     def request_cancel(self) -> None:
-        """Asks the launching process and the workers to end the job."""
+        """Requests the launching process and the workers to end the job."""
         self.write("cancel", {"time": time.time()}, make=False)
 
     def cancel_requested(self) -> bool:
-        """Whether the job is asked to end."""
+        """Whether a process has requested the end of the job."""
         return self._has("cancel")
 
     def write_worker(self, pipeline: str, record: WorkerRecord) -> None:
-        """Writes what a worker has done in a pipeline."""
+        """Writes the record of a worker in a pipeline."""
         name = f"{pipeline}.{record.worker}{records.SUFFIX}"
         path = files.join(files.join(self.path, _RECORDS), name)
         self._write(path, records.encode(to_plain(record)), make=False)
 
     def workers(self, pipeline: str) -> list[WorkerRecord]:
-        """What workers have done in a pipeline; records that can't be read are left out."""
+        """The records of the workers in a pipeline, without those that can't be read."""
         folder = files.join(self.path, _RECORDS)
         found = []
         for name in self._worker_files(pipeline):
@@ -274,7 +304,7 @@ class JobFolder:
     # --- the result
 
     def write_result(self, leaves: Sequence[np.ndarray], record: dict[str, Any]) -> None:
-        """Writes the leaves of a result, and then the record that says what they are."""
+        """Writes the leaves of a result, and then the record that describes them."""
         for number, leaf in enumerate(leaves):
             path = files.join(self.path, f"result-{number}.arrays")
             self._write(path, encode_array(leaf))
@@ -285,14 +315,13 @@ class JobFolder:
 
         Raises:
           JobError: there is no result.
-          ArrayFormatError: a file is not what was written.
+          ArrayFormatError: a file is damaged.
           SourceError: a file is missing.
         """
         record = self.read("result")
         if record is None:
             raise JobError(f"{self.path}: the job is done, but its result was removed")
-        path = f"{self.path}/result{records.SUFFIX}"
-        count = records.checked(record, {"count": int}, path)["count"]
+        count = records.checked(record, {"count": int}, self.record_path("result"))["count"]
         return [self._leaf(number) for number in range(count)], record
 
     def _leaf(self, number: int) -> np.ndarray:
@@ -316,7 +345,7 @@ class JobFolder:
         files.remove_files(folder, [n for n in files.names(folder) if n.endswith(records.SUFFIX)])
 
     def remove(self) -> None:
-        """Removes the folder of a job that was temporary, with all that is in it."""
+        """Removes a temporary folder of a job, with all its files."""
         if not files.is_url(self.path):
             shutil.rmtree(self.path, ignore_errors=True)
             return

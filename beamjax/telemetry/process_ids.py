@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ def this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": started(pid)}
 
 
-def is_alive(process: dict[str, Any]) -> bool | None:
+def is_alive(process: Mapping[str, Any]) -> bool | None:
     """Whether the process of a record is alive; None if it runs on another machine."""
     if process.get("host") != socket.gethostname():
         return None
@@ -36,7 +37,7 @@ def descends(pid: int) -> bool:
 
 
 def started(pid: int) -> str | None:
-    """The start time of a process, in any unit; None if there is none or it is a zombie."""
+    """When a process started, as text to compare; None if there is no such process, or a zombie."""
     try:
         process = psutil.Process(pid)
         if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -45,7 +46,7 @@ def started(pid: int) -> str | None:
             return str(process.create_time())
         # In ticks since the boot: psutil's time changes when the clock of the machine is set.
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[19]  # the name in parentheses may hold anything
+        return stat.rpartition(")")[2].split()[19]  # the name in parentheses may contain any text
     except (psutil.Error, OSError):
         return None
 

@@ -82,7 +82,7 @@ def test_errors_as_json_and_help(folder, command, capsys):
     assert [name for name in OWN if f"--{name} " not in text] == []
     for choices in ("reduction [exact|fast]", "on_error [raise|drop]", "probe [true|false]"):
         assert f"--{choices}" in text
-    assert "exit codes: 0 done; 1 a run failed" in text
+    assert "exit codes: 0 success; 1 the run failed" in text
     assert ".parquet" in text
 
 
@@ -161,7 +161,7 @@ ABSENT = [
     ("programs_here", "expected module:function or file.py:function; functions there: Model"),
     ("programs_here.py:", "functions there: Model, broken"),
     ("x.npy:f", "x.npy: found no such module"),
-    ("./x.npy:f", "./x.npy: found no file of Python"),
+    ("./x.npy:f", "./x.npy: found no Python file"),
     ("2", "2: found no such module, expected module:function or file.py:function"),
     ("a b:loss", "a b: found no such module"),
     ("..:loss", "..: found no such module"),

@@ -16,7 +16,7 @@ from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
 import beamjax
 from beamjax.commands import cli
-from beamjax.commands.jobs import read_command
+from beamjax.commands.jobs import Command, read_command
 from beamjax.telemetry.job_folder import JobFolder
 
 RUN = ["run", *LOSS, "--runner=local"]
@@ -43,7 +43,7 @@ def test_a_job_that_is_done(folder, capsys):
     job, text = show(capsys, "jobs/7")
     assert (job["state"], job["program"], job["runner"]) == ("done", "loss", "local")
     assert job["command"] == ["beamjax", *argv]
-    assert read_command(JobFolder("jobs/7")) == (argv, str(folder))
+    assert read_command(JobFolder("jobs/7")) == Command(tuple(argv), str(folder))
     assert job["progress"]["done"]["members"] == 40
     assert [leaf["name"] for leaf in job["result"]] == ["loss", "weights"]
     assert "state     done" in text
@@ -59,7 +59,8 @@ def test_a_job_that_is_done(folder, capsys):
     assert capsys.readouterr().out == f"{folder}/jobs/7: done\n"
     assert "job_folder: found a job that is done" in refused(capsys, *argv)
     assert cli.main([*argv, "--overwrite=true"]) == 0
-    assert read_command(JobFolder("jobs/7")) == ([*argv, "--overwrite=true"], str(folder))
+    again = Command((*argv, "--overwrite=true"), str(folder))
+    assert read_command(JobFolder("jobs/7")) == again
     total = beamjax.program(rows=3)(beamjax.reduce_sum)
     options = {"job_folder": "jobs/7", "overwrite": True}
     beamjax.run(total, jnp.arange(3.0), runner="local", options=options)
@@ -163,7 +164,7 @@ def test_jobs_that_cannot_be_resumed(folder, capsys):
     assert read_command(JobFolder("j")) is None
     job, _ = show(capsys, "j")
     assert (job["command"], job["result"][0]["value"]) == (None, 3)
-    JobFolder("j").end("failed", ValueError("x"))
+    JobFolder("j").write_state("failed", ValueError("x"))
     wrong = refused(capsys, "jobs", "resume", "j")
     assert "the job was not started by `beamjax run`" in wrong
     JobFolder("j").write("command", {"argv": RUN, "cwd": "/nowhere/at/all"})

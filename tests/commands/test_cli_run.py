@@ -15,7 +15,6 @@ from helpers import assert_same_bits
 import beamjax
 from beamjax import execution
 from beamjax.commands import calls, cli
-from beamjax.commands.functions import in_units
 
 
 def call_of_loss():
@@ -125,6 +124,9 @@ def test_explain(folder, capsys):
     assert cli.main(["explain", *LOSS]) == 0
     expected = beamjax.explain(*call_of_loss())
     assert capsys.readouterr().out == f"{expected}\n"
+    assert cli.main(["explain", *LOSS, "--html=plan.html"]) == 0
+    assert (folder / "plan.html").read_text() == expected.to_html()
+    capsys.readouterr()
     _, found, _ = json_of(capsys, "explain", *LOSS)
     plan = expected.to_json()
     names = ("program", "passes", "placements", "inputs", "edges", "outputs")
@@ -137,8 +139,6 @@ def test_explain(folder, capsys):
         status, found, _ = json_of(capsys, "explain", *LOSS, "--stage", stage)
         assert (status, found["stage"]) == (0, stage)
         assert "reduce" in found["text"]
-    assert cli.main(["explain", *LOSS, "--html=plan.html"]) == 0
-    assert (folder / "plan.html").read_text() == expected.to_html()
 
 
 def test_bench(folder, capsys):
@@ -155,8 +155,6 @@ def test_bench(folder, capsys):
     text = capsys.readouterr().out
     assert "without jit: --no-jit" in text
     assert all(f"\n  {name}" in text for name in ("local", "DirectRunner"))
-    units = {12.345: "12.3 s", 1: "1.00 s", 0.04567: "45.7 ms", 12e-6: "12.0 us", 123: "123 s"}
-    assert {seconds: in_units(seconds) for seconds in units} == units
 
 
 @pytest.mark.long

@@ -52,10 +52,10 @@ def test_files(folder):
 
 NO_VALUES = [
     ("wx.npz", "wx.npz: found no such file; did you mean 'w.npz'?"),
-    ("partz/x.npy", "the folder 'partz' is not there"),
+    ("partz/x.npy", "there is no folder 'partz'"),
     ("programs_here.py", "or a name that ends in .npy, .npz"),
     ("parts", "found 'parts', expected JSON, the folder of a result"),
-    ("hello", "Write a job for anything else"),
+    ("hello", "For anything else, give a job as TARGET"),
     ('"hello"', "x: found the text 'hello', expected numbers"),
     ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
     ("nothing/*.npy", "nothing/*.npy"),

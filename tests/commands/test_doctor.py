@@ -53,7 +53,7 @@ def test_folders(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(doctor, "FREE_BYTES", 2**60)
     found = doctor.check_folder(str(tmp_path), "temporary folder")
-    assert (found.status, found.remedy[:9]) == (WARNING, "make room")
+    assert (found.status, found.remedy[:9]) == (WARNING, "free some")
     for folder in ("/proc/no-such", "nosuch://bucket/x"):
         found = doctor.check_folder(folder, "work folder")
         assert (found.status, found.found.startswith(f"{folder}: ")) == (MISSING, True)
@@ -84,14 +84,14 @@ def test_runners(monkeypatch, tmp_path):
 FOUND = [
     Finding("Python", OK, "3.12.1"),
     Finding("JAX", WARNING, "cpu\njaxlib: 1", "install jaxlib"),
-    Finding("FlinkRunner", ABSENT, "can't be used from here", "install Java"),
+    Finding("FlinkRunner", ABSENT, "can't be used", "install Java"),
 ]
 LINES = """\
 ok       Python: 3.12.1
 warning  JAX: cpu
          jaxlib: 1
          -> install jaxlib
--        FlinkRunner: can't be used from here
+-        FlinkRunner: can't be used
          -> install Java
 """
 

@@ -447,14 +447,14 @@ def _checkpoint_seeds(_: Path) -> list[bytes]:
 
 def _job_seeds(folder: Path) -> list[bytes]:
     job = JobFolder(str(folder / "job"))
-    job.begin({"name": "total", "runner": "local"})
+    job.begin("total", "local")
     job.write("command", {"argv": ["run", "programs.py:total", "--arg", "x=x.npy"], "cwd": "/"})
     done = Tally(members=3, shards=1)
     progress = Progress(done, members=6, shards=2, step="map_clients_0", workers=1, seconds=2.5)
     job.write_progress(progress)
     tree = {"a": (jnp.ones(3), [jnp.zeros((), "int8")]), "k": jax.random.key(0)}
     job_results.write_result(job, tree, False)
-    job.end("done")
+    job.write_state("done")
     return [(folder / "job" / f"{name}.record").read_bytes() for name in _JOB]
 
 

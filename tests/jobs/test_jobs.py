@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -33,6 +34,7 @@ from beamjax.errors import (
 from beamjax.jobs.job import JobState
 from beamjax.pipelines.clusters.processes import wait_until
 from beamjax.storage import records
+from beamjax.storage.schema import to_plain
 from beamjax.telemetry import process_ids
 from beamjax.telemetry.job_folder import JobFolder
 
@@ -473,8 +475,8 @@ def test_processes_are_told_apart(tmp_path):
     dead = here | {"pid": child.pid}
     assert process_ids.is_alive(dead) is False
     folder = JobFolder(str(tmp_path))
-    folder.begin({"name": "f", "runner": "local"})
-    folder.write("job", folder.describe() | {"process": dead})
+    folder.begin("f", "local")
+    folder.write("job", to_plain(dataclasses.replace(folder.describe(), process=dead)))
     job = bj.open_job(tmp_path)
     assert job.wait(60) is JobState.LOST
     with pytest.raises(JobError, match=rf"launching process {child.pid} on .* is gone"):
@@ -485,11 +487,9 @@ def test_processes_are_told_apart(tmp_path):
     assert bj.open_job(tmp_path).state is JobState.DONE
     # A process on another machine counts as lost once it is silent for a minute.
     folder = JobFolder(str(tmp_path / "elsewhere"))
-    folder.begin({"name": "f", "runner": "local"})
+    folder.begin("f", "local")
     for age, state in ((55, JobState.RUNNING), (65, JobState.LOST)):
-        folder.write(
-            "job",
-            folder.describe()
-            | {"process": here | {"host": "elsewhere"}, "time": time.time() - age},
-        )
+        process = here | {"host": "elsewhere"}
+        record = dataclasses.replace(folder.describe(), process=process, time=time.time() - age)
+        folder.write("job", to_plain(record))
         assert bj.open_job(tmp_path / "elsewhere").state is state

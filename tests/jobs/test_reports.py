@@ -197,7 +197,7 @@ def test_damaged_records_are_clear_errors(tmp_path):
     folder = JobFolder(str(tmp_path))
     with pytest.raises(JobError):
         read_report(folder)
-    folder.begin({"name": "f", "runner": "r"})
+    folder.begin("f", "r")
     assert read_report(folder).samples == {}
     curve = {"path": "a", "rounds": ["x"], "values": [1.0], "of": 1}
     samples = filled(8, range(20))

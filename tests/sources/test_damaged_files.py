@@ -34,6 +34,7 @@ from source_files import (
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
 from beamjax.sources import block_source, open_spec
+from beamjax.storage.schema import to_plain
 
 X = TREE["x"]
 OPTIONS = {"shard_size": 8}
@@ -249,7 +250,7 @@ def test_a_bad_member_is_named_or_dropped(case, runner, tmp_path):
         (dropped,) = job.dropped
     assert (dropped.member, dropped.reason) == (9, "error")
     (line,) = Path(letters).read_text().splitlines()
-    assert json.loads(line) == dropped.to_json()
+    assert json.loads(line) == to_plain(dropped)
     assert path in dropped.message
 
 

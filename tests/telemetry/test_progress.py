@@ -261,7 +261,7 @@ def test_a_meter_times_laps_and_leaves_out_compiling():
 @pytest.fixture
 def folder(tmp_path):
     folder = JobFolder(str(tmp_path))
-    folder.begin({"name": "f", "runner": "r"})
+    folder.begin("f", "r")
     return folder
 
 
