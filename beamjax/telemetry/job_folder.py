@@ -199,7 +199,8 @@ class JobFolder:
         found = self.read("job")
         if found is None:
             raise JobError(
-                f"{self.path}: found no job; expected the option job_folder of a run, or job.folder"
+                f"{self.path}: found no job; expected a folder that a run had as job_folder, or "
+                "job.folder"
             )
         return from_plain(JobRecord, found, self.record_path("job"))
 
