@@ -185,6 +185,19 @@ class Call:
         return fn, tuple(found)
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command line.
+
+    Attributes:
+      argv: its words after `beamjax`.
+      cwd: the folder in which it was started.
+    """
+
+    argv: tuple[str, ...]
+    cwd: str
+
+
 def _call(params: dict[str, Any]) -> Call:
     """Takes the call out of the parameters of a command, and checks it.
 

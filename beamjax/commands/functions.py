@@ -16,7 +16,7 @@ import click
 
 from beamjax._text import aligned
 from beamjax.commands.answers import DONE, FAILED, Answer
-from beamjax.commands.calls import Call, CallCommand, runner_option
+from beamjax.commands.calls import Call, CallCommand, Command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ one_runner = runner_option(
 def run(call: Call, runner: str, out: str | None) -> Answer:
     """Run a function in this process or on a Beam runner."""
     from beamjax.commands import output
-    from beamjax.commands.jobs import Command
     from beamjax.execution import launch
     from beamjax.storage.schema import to_plain
     from beamjax.telemetry.job_folder import JobFolder

@@ -7,13 +7,13 @@ import datetime
 import os
 import pdb
 import shlex
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from beamjax._text import aligned, hint, human_bytes, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
+from beamjax.commands.calls import Command
 from beamjax.errors import BeamjaxError, JobError, OptionsError
 
 if TYPE_CHECKING:
@@ -261,19 +261,6 @@ def diff(job: str, other: str) -> Answer:
 
     found = comparison.diff(find_job(job).path, find_job(other).path)
     return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line.
-
-    Attributes:
-      argv: its words after `beamjax`.
-      cwd: the folder in which it was started.
-    """
-
-    argv: tuple[str, ...]
-    cwd: str
 
 
 def read_command(folder: JobFolder) -> Command | None:

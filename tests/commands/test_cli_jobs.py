@@ -16,7 +16,8 @@ from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 
 import beamjax
 from beamjax.commands import cli
-from beamjax.commands.jobs import Command, read_command
+from beamjax.commands.calls import Command
+from beamjax.commands.jobs import read_command
 from beamjax.telemetry.job_folder import JobFolder
 
 RUN = ["run", *LOSS, "--runner=local"]
