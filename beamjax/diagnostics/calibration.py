@@ -13,11 +13,12 @@ from beamjax.plan.cost import USUAL, Rates
 from beamjax.storage.schema import from_plain, to_plain
 
 FORMAT = 4
+"""Version of the format of the file."""
 MIN_SECONDS = 1e-9
 """Lower bound of a measured time, in seconds."""
 UNMEASURED = replace(USUAL, call=1e-7, extra=2e10)
-"""Rates for predictions on a machine that was not measured. The planner uses `USUAL` for its
-choices, so that these, and the bits of results, are the same on all machines."""
+"""Rates for predictions on a machine that was not measured. The planner always uses `USUAL`, so
+that its choices, and the bits of results, are the same on all machines."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class StepFact:
     placement: str | None  # of a pass, gather or scatter
     served: tuple[ValueFact, ...]  # the server values that it reads
     placed: tuple[ValueFact, ...]  # the placed values that it reads
-    results: tuple[ValueFact, ...]  # the values that it makes, but for results of reductions
+    results: tuple[ValueFact, ...]  # the values that it makes, except results of reductions
     functions: tuple[str, ...] = ()  # the names of the functions that a pass maps
     reductions: tuple[ReductionFact, ...] = ()
     executables: Mapping[str, int] = field(default_factory=dict)  # bytes of StableHLO by platform
@@ -143,7 +143,7 @@ class DeviceFact:
     kept: Parts  # in use during all steps
     steps: Mapping[str, Parts]  # of each step in addition
     nbytes: int  # the total, with the largest step
-    made_from: str  # how the memory of bodies was estimated, in words
+    made_from: str  # what the estimate for bodies comes from, in words
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class PredictionFact:
     """The predicted seconds of a plan on a runner, without compilation."""
 
     runner: str
-    steps: tuple[StepSeconds, ...]  # those that compute, in order
+    steps: tuple[StepSeconds, ...]  # steps that compute, in order
     pipelines: int  # of Beam
     overhead: float  # seconds of the runner itself
     compile: float  # seconds to compile the executables, once in a process
@@ -236,7 +236,7 @@ class PredictionFact:
     guessed: bool  # whether a number of rounds depends on data
     calibrated: bool  # whether the rates of this machine were measured
     is_small: bool = False  # whether this process is clearly faster than the runner
-    advice: str = ""  # a sentence if that saves enough time
+    advice: str = ""  # a sentence that advises to use it, if that saves enough time
     local: float = 0.0  # `seconds` with `runner="local"`
 
     def by_name(self) -> dict[str, float]:

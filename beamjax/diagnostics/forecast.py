@@ -20,13 +20,13 @@ from beamjax.plan.steps import Branch, Gather, Loop, Map, Plan, Server, Step
 from beamjax.runtime.shard_times import LONG_IN_BUNDLE
 
 GUESSED_ROUNDS = 10
-"""The assumed number of rounds of a loop that runs while a condition holds."""
+"""Assumed number of rounds of a loop that runs while a condition holds."""
 SMALL_SHARE = 0.25
-"""The share of the overhead of a runner below which work counts as small."""
+"""Work counts as small if it takes less than this share of the overhead of the runner."""
 ADVISED_SECONDS = 1.0
-"""Seconds of overhead from which beamjax advises to use the local runner."""
+"""Smallest overhead of a runner, in seconds, for advice to use the local runner."""
 HANDED_RATE = 5e8
-"""Bytes a second of server values and partials between workers, in elements or in files."""
+"""Bytes per second of server values and partials between workers, in elements or files."""
 COMPILE_SECONDS, COMPILE_BYTE_SECONDS = 0.05, 1e-5
 """Seconds to compile an executable, and seconds for each byte of its StableHLO."""
 
@@ -42,7 +42,7 @@ def prediction(plan: Plan, options: Options, runner: str) -> PredictionFact:
         pipelines = "a pipeline" if there.pipelines == 1 else f"{there.pipelines} pipelines"
         advice = (
             f"runner='local' would take about {here.seconds:.2g} s; {runner} takes about "
-            f"{there.overhead:.2g} s for {pipelines} besides the work"
+            f"{there.overhead:.2g} s for {pipelines}, in addition to the work"
         )
     return replace(there, is_small=small, advice=advice, local=here.seconds)
 
@@ -224,12 +224,12 @@ def _pipelines(
 # --- the speed-up of several cores
 
 OWN_CORES = 1e6
-"""Operations of a product from which XLA divides it among all cores, about."""
+"""Approximate number of operations from which XLA divides a product among all cores."""
 THREAD_GAIN = 0.8
-"""The speed-up by each core after the first, for threads and for products that XLA divides."""
+"""Speed-up by each core after the first, for threads and for products that XLA divides."""
 DIVIDED = 0.5
-"""The speed of a core at operations that XLA divides, relative to the same in a loop. Measured for
-sines: 1.7e8 a second on each of two cores, and 3.6e8 on one."""
+"""Speed of a core at operations that XLA divides among cores, relative to the same in a loop.
+Measured for sines: 1.7e8 per second on each of two cores, and 3.6e8 on one."""
 
 
 @dataclass(frozen=True)

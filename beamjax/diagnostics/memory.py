@@ -1,8 +1,8 @@
 """The memory of a run: a bound for each process, an estimate for each accelerator, and the limit.
 
-Both follow from the plan alone. The memory of a process is what it has for itself (anonymous), not
-the files that it maps. The bound depends on the number of members only where the program does: for
-gathered values, and for placed results that are returned as arrays.
+Both follow from the plan alone. The memory of a process is its private (anonymous) memory, without
+mapped files. The bound depends on the number of members only for gathered values, and for placed
+results that are returned as arrays.
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budg
 from beamjax.storage.shared_cache import SharedCache
 
 BASE_BYTES = 272 << 20
-"""Bytes of a process with Python, JAX and Beam: 155 MiB were measured with small bodies, and up to
-100 MiB more with others."""
+"""Bytes of a process with Python, JAX and Beam. 155 MiB were measured with small bodies, and up to
+100 MiB more with larger ones."""
 BASE_BYTES_LOCAL = 224 << 20
-"""Bytes of a process without Beam: 110 MiB were measured, and likewise more."""
+"""Bytes of a process without Beam. 110 MiB were measured with small bodies, and up to 100 MiB more
+with larger ones."""
 SLACK = 1.25
 """The ratio of the memory that allocators hold to the memory in use."""
 FILES_BYTES = 4 << 22
-"""Bytes of placed results on their way to files: those of a file, together and encoded."""
+"""Bytes of placed results that are written to files: those of one file, as arrays and encoded."""
 MAX_EXECUTORS = 8
-"""Largest number of shard executors that a worker keeps, each with its broadcasts on devices."""
+"""Largest number of shard executors in a worker, each with its broadcasts on devices."""
 PIECE_BYTES = 1 << 25
-"""Approximate bytes of a piece of an accumulator that is merged."""
+"""Approximate bytes of an accumulator that are merged at a time."""
 COPIES = 2
 """Shards on an accelerator: one that it computes, and one on its way there or back."""
 
 
 def parts(found: Iterable[tuple[str, float]]) -> dict[str, int]:
-    """Returns those parts that take any memory, in whole bytes."""
+    """Returns the parts that take memory, in whole bytes."""
     return {what: math.ceil(nbytes) for what, nbytes in found if nbytes}
 
 
 def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
-    """Returns the bytes at the step that takes most."""
+    """Returns the bytes during the step that takes the most."""
     each = (sum(step.values()) for step in steps.values())
     return sum(kept.values()) + max(each, default=0)
 
@@ -67,7 +68,7 @@ def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
 def estimate(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
 ) -> MemoryFact:
-    """Estimates the peak memory of the processes that run a plan, at most.
+    """Returns an upper bound of the peak memory of the processes that run a plan.
 
     Args:
       plan: the plan.
@@ -131,7 +132,7 @@ class _Estimation:
         used = {id(source): source for source in self.sources.values()}.values()
         blocks = sum(source.block_bytes for source in used)
         if blocks:
-            # The blocks of each thread stay whatever the limit, and one more is decoded.
+            # Each thread holds a block, whatever the limit is, and decodes another one.
             held = self.workers.threads * 2 * blocks
             yield "decoded blocks of sources", SLACK * (passing + held)
         if blocks and self.in_loops:
@@ -184,7 +185,7 @@ class _Estimation:
         """Yields what takes memory of one thread that computes shards of a pass."""
         plan = self.plan
         size = plan.shard_sizes[step.placement]
-        # Each of several devices has a shard to compute, and one that waits.
+        # Each of several devices computes a shard, and has another one in its queue.
         devices = self.options.local_devices or 1
         ahead = 1 if devices == 1 else 2 * devices
         each = {name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)}
@@ -204,14 +205,14 @@ class _Estimation:
         )
 
     def members(self, names: Iterable[str]) -> int:
-        """Returns the bytes of values, of all members; of unknown numbers of members none."""
+        """Returns the bytes of all members of values; 0 for an unknown number of members."""
         values = ((name, self.plan.values[name].placement) for name in names)
         known = [name for name, placement in values if not placement or self.plan.sizes[placement]]
         return sum(map(self.plan.nbytes, known))
 
 
 def accumulators_bytes(step: Map, mode: str) -> int:
-    """Returns the bytes of memory of the accumulators of a pass; those in files take none."""
+    """Returns the memory of the accumulators of a pass; of those in files, only their buffers."""
     if is_in_files(step, mode):
         return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
     return sum(accumulator_bytes(buffer, mode, most=True) for buffer in step.buffers)
@@ -227,7 +228,7 @@ def merging_bytes(step: Map, mode: str, bundles: int) -> int:
 
 
 def _names(spec: Any) -> list[str]:
-    """Returns one name of an input if any step reads it."""
+    """Returns one of the names under which steps read an input, or none if no step reads it."""
     names = [spec.server, spec.placed, *(view.placed for view in spec.views)]
     return [name for name in names if name is not None][:1]
 
@@ -282,11 +283,11 @@ def _device(plan: Plan, platform: str, beam: bool) -> DeviceFact:
     exported = [compiled[key] for key, body in plan.bodies.items() if platform in body.artefacts]
     if None in exported:
         made_from = (
-            f"the memory of bodies is counted from their equations, as this process does not "
-            f"compile for {platform}: XLA may take less, or more for its own"
+            f"the equations of the bodies, as this process does not compile for {platform}; XLA "
+            "may take less or more"
         )
     else:
-        made_from = f"the memory of bodies is what XLA reports, which compiled them for {platform}"
+        made_from = f"the memory that XLA reports for the bodies, compiled for {platform}"
     return DeviceFact(platform, kept, steps, peak(kept, steps), made_from)
 
 
@@ -351,10 +352,10 @@ def _bytes(plan: Plan, names: Iterable[str]) -> int:
 def check_memory(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
 ) -> None:
-    """Refuses a plan that may take more memory than `options.memory`.
+    """Checks that a plan takes at most `options.memory`.
 
     Raises:
-      StagingError: the message has the step, the largest parts, and what to change.
+      StagingError: it may take more. The message has the step, the largest parts, and advice.
     """
     limit = options.memory_bytes
     if limit is None:
@@ -435,15 +436,15 @@ def _advice(
         yield f"use {few.all_threads} of {workers.all_threads} threads in a worker process"
     saved = need() - need(options=replace(options, reduction="fast"))
     if 10 * saved > need() - limit:
-        fit = "" if need() - saved <= limit else ", which is not enough by itself"
+        fit = "" if need() - saved <= limit else ", which alone is not enough"
         yield f'set reduction="fast" in the options{fit}'
     if options.keep is None and need(options=replace(options, keep="placed")) <= limit:
-        yield 'store placed results in files, keep="placed"'
+        yield 'store placed results in files, with keep="placed"'
     # Caches grow with the limit, so the need at a larger limit is larger too.
     enough = need()
     while need(limit=enough) > enough:
         enough = math.ceil(1.1 * enough)
-    yield f'give a worker process more, memory="{math.ceil(enough / 2**20)}MiB"'
+    yield f'allow a worker process more, with memory="{math.ceil(enough / 2**20)}MiB"'
 
 
 def _with_shards(plan: Plan, size: int) -> Plan:

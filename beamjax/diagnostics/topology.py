@@ -1,4 +1,4 @@
-"""The processes and threads of a run, from the name and options of its runner, without Beam."""
+"""The worker processes and threads of a run, from the name and options of its runner."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from beamjax.options import Options, beam_flags
 from beamjax.runtime.ordered_pool import computing_threads
 
 DIRECT = ("direct", "fnapi")
+"""Names of the runner of Beam in this process."""
 EMBEDDED_FLINK = ("[local]", "[auto]")
 """Values of `flink_master` with which Flink runs in a job server of the launching process."""
 SPARK_THREADS = 4
@@ -24,12 +25,13 @@ class Workers:
     """The worker processes of a run.
 
     Attributes:
-      threads: threads of a worker process, each with a bundle of shards; without Beam one bundle.
+      threads: number of threads of a worker process that process bundles; 1 without Beam.
       shared: whether the launching process is the worker.
       beam: whether there is a Beam pipeline.
-      handing: the number of worker processes that send results to the launching process if that is
-        the runner; 0 otherwise.
-      computing: threads that compute the shards of a bundle; several only if there is one bundle.
+      handing: number of worker processes that send results to the launching process, if the runner
+        is in that process; otherwise 0.
+      computing: number of threads that compute the shards of a bundle; more than 1 only if a worker
+        has one bundle at a time.
     """
 
     threads: int = 1
@@ -99,7 +101,7 @@ def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _spark(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """Returns the same for Spark, which runs in a job server by default."""
+    """As `_found` for Spark, which runs in a job server by default."""
     master = str(flags.get("spark_master_url", f"local[{SPARK_THREADS}]"))
     if _elsewhere(flags, "spark") or not master.startswith("local"):
         return False, 1
@@ -108,7 +110,7 @@ def _spark(flags: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """Returns the same for Flink: a task manager with slots, or Flink in a job server."""
+    """As `_found` for Flink: a task manager with slots, or Flink in a job server."""
     if _elsewhere(flags, "flink"):
         return False, 1
     master = flags.get("flink_master")

@@ -99,7 +99,7 @@ def diff(
         if job.state is not JobState.DONE:
             raise JobError(
                 f"{job.folder}: found a job that is {job.state.value}, expected one that is done: "
-                "only then it has a result to compare"
+                "only such a job has a result to compare"
             )
     a, b = (dict(_leaves(job.result(like=like))) for job in jobs)
     for path in a | b:
@@ -160,8 +160,8 @@ def _leaves(result: Any) -> Iterator[tuple[str, Any]]:
         name = f"result{jax.tree_util.keystr(path)}"
         if isinstance(leaf, handles):
             raise JobError(
-                f"{name}: found a result that is kept in files of {leaf.folder}, expected arrays; "
-                "compare the files"
+                f"{name}: found a result in files of {leaf.folder}, expected arrays; compare the "
+                "files"
             )
         yield name, leaf
 
@@ -201,7 +201,7 @@ def _reasons(a: Report, b: Report) -> Iterator[str]:
             is_hash = any(text is None or text.startswith("#") for text in (left, right))
             yield what if is_hash else f"{what}: {left} and {right}"
     if not (a.fingerprint and b.fingerprint):
-        yield "something unknown: a folder does not hold the fingerprint of its plan"
+        yield "an unknown difference: a folder has no fingerprint of the plan"
     elif not begun:
         yield "the inputs: the plan, the machines and the dropped members are the same"
 

@@ -12,28 +12,29 @@ from beamjax.options import Options
 from beamjax.telemetry.progress import Progress, Tally, details, in_words
 
 DELAY = 2.0
-"""Seconds after which a bar appears by default."""
+"""Seconds of a run after which the bar appears by default."""
 EVERY = 10.0
-"""Seconds between two lines."""
+"""Seconds between two lines of progress."""
 NOTEBOOK_COLUMNS = 140
+"""Width of the bar in a notebook, in characters."""
 
 
 class Display(Protocol):
-    """Shows how far a job is."""
+    """Shows the progress of a job."""
 
     def update(self, progress: Progress) -> None:
-        """Shows this, if it is time."""
+        """Shows the progress, if it is time."""
 
     def close(self) -> None:
-        """The job is over."""
+        """Called at the end of the job."""
 
 
 def display_for(options: Options, launched: bool) -> Display | None:
-    """What shows the progress of a job, or None.
+    """The display for the progress of a job, or None.
 
     Args:
-      options: `progress`.
-      launched: whether no caller waits for the job, so that a bar would be in the way.
+      options: the options of the run, with `progress`.
+      launched: whether the caller does not wait for the job; then it gets no bar by default.
     """
     wish = options.progress
     if wish is False or (wish is None and launched):
@@ -60,14 +61,14 @@ class Lines:
         self._progress: Progress | None = None
 
     def update(self, progress: Progress) -> None:
-        """Shows this, if the last line is old."""
+        """Prints the progress, if the last line is old enough."""
         self._progress = progress
         if time.monotonic() - self._last >= EVERY:
             self._last = time.monotonic()
             self._print(progress)
 
     def close(self) -> None:
-        """Shows the last progress."""
+        """Prints the last progress."""
         if self._progress is not None:
             self._print(self._progress)
 
@@ -88,7 +89,7 @@ class Bar:
         self._task: Any = None
 
     def update(self, progress: Progress) -> None:
-        """Shows this, once the delay is over."""
+        """Shows the progress, once the delay is over."""
         if time.monotonic() < self._shown_at:
             return
         if self._bar is None:
@@ -103,7 +104,7 @@ class Bar:
         self._show()
 
     def close(self) -> None:
-        """Leaves the last state of the bar."""
+        """Ends the bar, which stays visible."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -132,10 +133,10 @@ class Bar:
 
 
 class NotebookBar(Bar):
-    """The same as an output of a cell, which is updated; that of `rich` needs `ipywidgets`."""
+    """A bar as an output of a cell, which is updated; rich's own needs `ipywidgets`."""
 
     def close(self) -> None:
-        """Leaves the last state of the bar."""
+        """Ends the bar, which stays visible."""
 
     def _start(self) -> None:
         from rich.console import Console
@@ -169,7 +170,7 @@ def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
 
 
 def made_in_words(done: Tally) -> str:
-    """A line on what was compiled, loaded and put on devices; "" if nothing was."""
+    """A line on executables, bodies and broadcasts; "" if there are none."""
     parts = []
     if done.executables:
         compiled = done.executables - done.cache_hits

@@ -1,4 +1,4 @@
-"""Follows a run in the launching process: writes and displays its progress, and its records."""
+"""Writes and displays the progress of a run, and writes its records, in the launching process."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ from beamjax.telemetry.progress import Progress
 from beamjax.telemetry.timeline import MOST, Timeline, thinned
 
 LOOK = 0.5
-"""Seconds between two looks of the launching process at its workers."""
+"""Seconds between two reads of the records of workers."""
 SOON = (0.03, 0.05, 0.1, 0.2)
-"""Seconds before each of the first looks, so that the report of a short run has samples."""
+"""Seconds between the first samples, so that the report of a short run has some."""
 FIRST, SLOWEST = 1.0, 30.0
-"""Seconds between two records of a run: at its beginning, and at most."""
+"""Shortest and longest time between two records of the history of a run, in seconds."""
 MAX_WARNINGS = 100
+"""Largest number of warnings in a report."""
 _LOG = logging.getLogger("beamjax")
 _SECRET = re.compile("password|passwd|secret|token|credential|api_?key", re.I)
 PACKAGES = ("jax", "jaxlib", "numpy", "apache-beam")
+"""Packages whose versions are in a report."""
 
 
 class Recording:
@@ -49,7 +51,7 @@ class Recording:
     Args:
       folder: the folder of the job.
       monitor: the monitor of the run.
-      call: what is run.
+      call: the call of the run.
     """
 
     def __init__(self, folder: JobFolder, monitor: Monitor, call: Call):
@@ -65,7 +67,7 @@ class Recording:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Records the run in its context."""
+        """A context for the run; records it from start to end."""
         with contextlib.suppress(Exception):
             self._folder.write(SETUP, to_plain(self._setup()), make=False)
         logger = logging.getLogger("beamjax")
@@ -81,7 +83,7 @@ class Recording:
                     self._folder.write(CHECKSUMS, {"values": checksums}, make=False)
 
     def look(self, progress: Progress) -> None:
-        """Takes a sample, and writes all samples if the last record is old enough."""
+        """Adds a sample, and writes the history if the last record is old enough."""
         with self._lock:
             self._timeline.add(progress)
         pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
@@ -143,11 +145,11 @@ def watched(
         if kept is not None:
             kept.look(progress)
         if display is not None:
-            with contextlib.suppress(Exception):  # as of a stderr that is closed
+            with contextlib.suppress(Exception):  # stderr may be closed
                 display.update(progress)
 
     def watch() -> None:
-        if kept is not None:  # a short run has samples, too
+        if kept is not None:  # so that a short run has samples, too
             for pause in SOON:
                 if over.wait(pause):
                     return
@@ -219,7 +221,7 @@ def machine() -> dict[str, str]:
 
 
 def curves(plan: Plan, result: Any) -> Iterator[Curve]:
-    """Yields the leaves of a result that have one float for each round of a loop of the plan."""
+    """Yields the vectors of floats in a result that have a value for each round of a loop."""
     lengths = {step.rounds for step in plan.steps if isinstance(step, Loop) and step.rounds}
     for path, leaf in jax.tree_util.tree_flatten_with_path(result)[0]:
         if not isinstance(leaf, jax.Array | np.ndarray) or leaf.ndim != 1:

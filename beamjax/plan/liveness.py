@@ -8,10 +8,10 @@ from typing import TypeAlias
 from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
 
 Position: TypeAlias = tuple[tuple[str, int], ...]
-"""How far a run has come: the loops and branches it is in, from the outermost to the innermost.
+"""A point in a run: the loops and branches around it, from the outermost to the innermost.
 
-Each is a pair of the step's name and a number: of completed rounds for a loop, of the chosen block
-for a branch.
+Each is a pair of the name of the step and a number: of completed rounds for a loop, of the chosen
+block for a branch.
 """
 
 

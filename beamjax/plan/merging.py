@@ -17,8 +17,8 @@ from beamjax.plan.buffer_ranges import accumulator_ranges, file_ranges
 from beamjax.plan.steps import FusedBuffer, Map
 
 HELD_BYTES = 512 << 20
-"""Largest total size, in bytes, of the accumulators of a pass that a process holds in memory;
-larger ones are in files."""
+"""Largest total size of the accumulators of a pass in the memory of a process, in bytes. Larger
+ones are in files."""
 
 MERGE_RATE = 2e8
 """Bytes of accumulators that a worker merges per second."""
@@ -27,7 +27,7 @@ GROUP_SECONDS = 0.1
 """Seconds of overhead for each group: sending it to a worker and its result from there."""
 
 WORTH_SECONDS = 1.0
-"""Seconds that merging in groups must save over one merge of each range to be chosen."""
+"""Smallest number of predicted seconds that merging in groups must save to be chosen."""
 
 MAX_PARTIALS = 256
 """Largest number of partials per range of values: a pass is distributed in at most as many ranges
@@ -47,9 +47,9 @@ class FanOut:
       nbytes: bytes of the accumulators of one process.
       in_files: whether partials are stored in files and travel as references to them.
       groups: number of parallel merges of each range before the last merge; 1 for none.
-      why: the reason for the last two, as text.
+      why: the reason for the number of groups, as text.
       seconds: predicted time of the merges.
-      other: the number of groups that it was compared with, 0 for none.
+      other: number of groups of the alternative, 0 for none.
       other_seconds: predicted time with `other` groups.
       merged: total bytes that are merged.
     """

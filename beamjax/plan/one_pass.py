@@ -26,7 +26,7 @@ def open_placements(plan: Plan) -> list[str]:
 
 
 def is_resident(plan: Plan, options: Options) -> bool:
-    """Whether a run is on the resident workers of one Beam job, rather than one pipeline.
+    """Whether a run uses the resident workers of one Beam job, rather than one pipeline.
 
     Loops and branches need resident workers, as their next step depends on values; so do
     checkpoints. Streams of unknown length need a pipeline.
@@ -52,15 +52,15 @@ def obstacle(plan: Plan, streamed: Sequence[int]) -> str:
     for i in streamed:
         spec = plan.inputs[i]
         if spec.views or spec.server is not None or spec.axis:
-            return f"{spec.path} is not read a member at a time"
+            return f"{spec.path} is not read one member at a time"
         if any(output.input == i for output in plan.outputs):
-            return f"the result has {spec.path} as it is"
+            return f"the result contains {spec.path} unchanged"
     passes = [s for s in plan.steps if isinstance(s, Map) and s.placement == placements[0]]
     if len(passes) > 1:
         return f"{len(passes)} passes read them: {', '.join(step.name for step in passes)}"
     before, _ = split(plan)
     if any(step not in before for step in passes):
-        return f"{passes[0].name} reads their number in each of them"
+        return f"{passes[0].name} uses the number of members for each of them"
     return ""
 
 

@@ -34,8 +34,9 @@ from beamjax.telemetry.progress import (
 from beamjax.telemetry.timeline import Moments
 
 EVERY = 1.0
-"""Seconds between two records of a worker. A cancelled job continues up to that long."""
+"""Seconds between two records of a worker, and so the longest time to notice a cancellation."""
 MAX_RECORDERS = 64
+"""Largest number of pipelines with a recorder in a process; the oldest recorder is removed."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ class Reports:
 
 
 class Listener:
-    """Adds up what is done of each step in a process.
+    """Adds up the work on each step in a process.
 
     Args:
       worker: the name of the process in events.
 
     Attributes:
-      spent: what was done, by the name of the step.
+      spent: the work so far, by the name of the step.
       events: the shards that were computed, evenly thinned if they are many.
-      step: the name of the last step of which a shard was done.
+      step: the name of the step of the last shard.
     """
 
     def __init__(self, worker: str):
@@ -77,13 +78,13 @@ class Listener:
         spent: Tally,
         checksum: int = NOT_CHECKED,
     ) -> None:
-        """Adds a shard that is done now.
+        """Adds a shard that was just computed.
 
         Args:
           step: the name of the step.
           shard: the shard.
-          spent: what it took.
-          checksum: of what came out; see `ShardEvent`.
+          spent: the work on the shard.
+          checksum: the checksum of its results; see `ShardEvent`.
         """
         seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
         now = round(time.time(), 6)
@@ -94,23 +95,23 @@ class Listener:
             self.step = step
 
     def spend(self, step: str, spent: Tally) -> None:
-        """Adds seconds of a step that belong to no shard."""
+        """Adds work on a step that belongs to no shard."""
         with self._lock:
             self._count(step, spent)
 
     def _count(self, step: str, spent: Tally) -> None:
-        """Adds to the sum of a step, while the lock is held."""
+        """Adds work to the sum of a step. The caller holds the lock."""
         self.spent[step] = self.spent.get(step, _NONE) + spent
 
     def tick(self) -> None:
-        """Called now and then, to write what has changed.
+        """Called after each shard; a subclass may write a record, if it is time.
 
         Raises:
           JobCancelledError: the job was cancelled.
         """
 
     def flush(self) -> None:
-        """Writes what has changed."""
+        """Writes a record, in a subclass that writes any."""
 
 
 class Meter:
@@ -119,7 +120,7 @@ class Meter:
     Args:
       step: the name of the step.
       listener: receives the shards as well.
-      sends: bytes of the partials of a shard, and bytes that compression saved of them.
+      sends: bytes of the partials of a shard, and bytes that compression saves per shard.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Meter:
         self.resume()
 
     def resume(self) -> None:
-        """Leaves out the time since the last lap, in which the thread waited."""
+        """Skips the time since the last lap, in which the thread waited."""
         self._last = _readings()
 
     def lap(self, name: str, nbytes: int = 0) -> None:
@@ -185,7 +186,7 @@ class Meter:
             self.listener.tick()
 
     def apart(self) -> None:
-        """Adds what was measured since the start to the step, but to no shard, as for a merge."""
+        """Adds the work measured since the start to the step, but to no shard, as for a merge."""
         spent = Tally(**self._laps)
         self.total += spent
         if self.listener is not None:
@@ -197,12 +198,12 @@ COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
     "bodies_loaded", "bodies_reused", "broadcasts", "shards_cached",
 )  # fmt: skip
-"""Counters of a thread, by the names of their fields in `Tally`."""
+"""Counters of a thread, by the names of their fields in `Tally`, in the order of `_readings`."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
 
 
 def _readings() -> tuple[Any, ...]:
-    """The time, the seconds of transfers and compilation of this thread, and its counters."""
+    """The clock, the seconds of transfers and compilation of this thread, and its counters."""
     clock = compile_clock()
     return (
         time.perf_counter(), transfer_seconds(), clock.seconds,
@@ -213,9 +214,9 @@ def _readings() -> tuple[Any, ...]:
 
 
 class Recorder(Listener):
-    """Writes what this process did in one pipeline into the folder of the job.
+    """Writes records of the work of this process in one pipeline to the folder of the job.
 
-    A record that can't be written is skipped; the work continues.
+    The work continues if a record can't be written.
 
     Args:
       reports: the folder and the pipeline.
@@ -265,11 +266,11 @@ class Recorder(Listener):
             self._folder.write_worker(self._pipeline, self.record())
 
     def record(self) -> WorkerRecord:
-        """Returns what this process has done so far."""
+        """Returns the work of this process so far."""
         with self._lock:
             counts = {}
             for step, spent in self.spent.items():
-                # Shards that were done in another order, and again, are joined here.
+                # Joins the ranges of shards that were computed out of order, or again.
                 members, shards = map(merged, self._ranges.get(step, ([], [])))
                 self._ranges[step] = members, shards
                 counts[step] = StepCount(tuple(members), tuple(shards), spent)
@@ -296,9 +297,9 @@ def _new_worker() -> str:
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Listener]:
-    """A context in which what this thread measures goes to a listener, and to no record.
+    """A context in which the work of this thread goes to a listener of its own, not to a record.
 
-    Another process learns of it from a message.
+    The caller sends the sums to another process in a message.
     """
     if not hasattr(_collectors, "worker"):
         _collectors.worker = _new_worker()
@@ -311,8 +312,7 @@ def collecting() -> Iterator[Listener]:
 
 
 def recorder_for(reports: Reports | None) -> Listener | None:
-    """What listens to this thread: its collector, or the recorder of this process for a pipeline;
-    None without either."""
+    """The listener of this thread: that of `collecting`, the recorder for a pipeline, or None."""
     collector: Listener | None = getattr(_collectors, "current", None)
     if collector is not None or reports is None:
         return collector

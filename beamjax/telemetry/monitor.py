@@ -1,4 +1,4 @@
-"""Follows a running job in the launching process, and cancels it."""
+"""Follows a job in the launching process, and cancels it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ HERE = "launching process"
 
 
 class Monitor(Listener):
-    """Sums up what is done of a plan, by any worker.
+    """Adds up the work of all workers on a plan.
 
-    It listens to work in this process; workers elsewhere write records into the folder.
+    Work in this process is added directly. Other workers write records to the folder.
 
     Args:
-      plan: what is to be done.
-      folder: of the job; without one, no other process can follow it.
+      plan: the plan of the run.
+      folder: the folder of the job, through which other processes follow it, or None.
       letters: records the members that are dropped.
-      predicted: seconds by step, see `Progress`.
-      advice: a sentence on a faster way to run the job, if there is one.
-      strict: whether a run fails whose results may have other bits another time.
+      predicted: predicted seconds by step, see `Progress`.
+      advice: a sentence on a faster way to run the job, or "".
+      strict: the option `strict`.
 
     Attributes:
-      provenance: with what the values of the run were computed.
+      provenance: the kinds of machine that computed the values of the run.
       folder, letters: as given.
-      round_ends: when rounds were over, in seconds since the job began.
-      checkpoints: when checkpoints were saved, likewise.
-      events: the shards that were computed, in this process and in pipelines that are over.
-      checksums: those of server values in rounds.
+      round_ends: when rounds ended, in seconds since the job began.
+      checkpoints: when checkpoints were saved, in seconds since the job began.
+      events: the shards that were computed, in this process and in pipelines that have ended.
+      checksums: checksums of server values in rounds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Monitor(Listener):
     def reported(
         self, worker: str, spent: Mapping[str, Tally], events: Iterable[ShardEvent] = ()
     ) -> None:
-        """Adds the work, by step, and the ends of shards that a worker reported."""
+        """Adds the work, by step, and the shards that a worker reported."""
         with self._lock:
             self._workers.add(worker)
             for step, more in spent.items():
@@ -94,11 +94,11 @@ class Monitor(Listener):
                 self.step = event.step
 
     def _count(self, step: str, spent: Tally) -> None:
-        """Adds to the sum of a step of all rounds, while the lock is held."""
+        """Adds work to the sum of a step over all rounds. The caller holds the lock."""
         super()._count(step_name(step), spent)
 
     def tick(self) -> None:
-        """Time has passed.
+        """Called after each shard, to end a cancelled job.
 
         Raises:
           JobCancelledError: the job was cancelled.
@@ -107,7 +107,7 @@ class Monitor(Listener):
             raise JobCancelledError("the job was cancelled")
 
     def rounds(self, count: int = 1) -> None:
-        """Records that rounds of a loop are done."""
+        """Records that rounds of a loop have ended."""
         with self._lock:
             self._rounds += count
             self.round_ends.add(round(time.monotonic() - self._began, 4))
@@ -133,7 +133,7 @@ class Monitor(Listener):
             _log.warning("%s", found.mixture())
 
     def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
-        """Members were dropped; see `DeadLetters.add`."""
+        """Records dropped members; see `DeadLetters.add`."""
         if found:
             self.letters.add(found, sizes)
             if self.folder is not None:
@@ -146,10 +146,10 @@ class Monitor(Listener):
         """One pipeline of the job, from its start to its end.
 
         Yields:
-          Where its workers report what they do; None if nothing reads that.
+          Where its workers write their records; None if nothing reads them.
 
         Raises:
-          JobCancelledError: the job was cancelled, whatever else is raised then.
+          JobCancelledError: the job was cancelled. It replaces errors that follow from that.
         """
         self.tick()
         with self._lock:
@@ -165,7 +165,7 @@ class Monitor(Listener):
         self.tick()
 
     def _asked_to_end(self) -> bool:
-        """Whether the folder asks for the end of the job; workers may see that first."""
+        """Whether the folder has a request to cancel the job; workers may read it first."""
         with contextlib.suppress(Exception):
             return self.folder is not None and self.folder.cancel_requested()
         return False
@@ -187,10 +187,10 @@ class Monitor(Listener):
 
     @contextlib.contextmanager
     def running(self, result: Any) -> Iterator[None]:
-        """While a pipeline runs elsewhere: it is cancelled together with the job.
+        """A context for a pipeline that is cancelled together with the job.
 
         Args:
-          result: Beam's, with a method `cancel`.
+          result: the `PipelineResult` of Beam.
         """
         with self._lock:
             self._results.append(result)
@@ -203,10 +203,10 @@ class Monitor(Listener):
             with self._lock:
                 self._results.remove(result)
 
-    # --- from outside
+    # --- for other threads
 
     def cancel(self) -> None:
-        """Ends the job as soon as that is possible: between two shards, or by the runner."""
+        """Cancels the job: pipelines at their runner, and work in this process between shards."""
         self._cancelled.set()
         with self._lock:
             results = list(self._results)
@@ -214,7 +214,7 @@ class Monitor(Listener):
             _cancel(result)
 
     def progress(self) -> Progress:
-        """How far the job is."""
+        """The progress of the job."""
         with self._lock:
             name = self._pipeline
         found = self.folder.workers(name) if self.folder is not None and name is not None else []

@@ -1,4 +1,4 @@
-"""Identifies processes by records that other processes can check."""
+"""Identifies processes, so that other processes can check whether they are alive."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Handles SIGTERM, by which Kubernetes and systemd end a process: it cancels the jobs of the
+"""Handles SIGTERM, with which Kubernetes and systemd end a process: it cancels the jobs of the
 process.
 
-By default, Python dies at once, which leaves jobs LOST and their temporary folders in place. With
-this handler, the process runs its exit handlers and then dies by the signal. A second SIGTERM ends
-it at once.
+By default, SIGTERM ends Python at once. Jobs are then LOST, and their temporary folders remain.
+This handler cancels the jobs, runs the exit handlers, and then ends the process by the signal. A
+second SIGTERM ends it at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 SECONDS_TO_CANCEL = 20.0
-"""Seconds that launched jobs have to end. Kubernetes kills a process after 30."""
+"""Seconds to wait for launched jobs to end. Kubernetes kills a process after 30."""
 
 Outcome = concurrent.futures.Future[Any]
 
@@ -31,11 +31,11 @@ _requested = False
 
 
 class Terminated(SystemExit):
-    """Raised in the main thread where it runs a job."""
+    """Raised in the main thread if it runs a job."""
 
 
 def requested() -> bool:
-    """Whether this process was asked to end: whatever fails from now on was cancelled."""
+    """Whether this process got SIGTERM. Jobs that fail after that count as cancelled."""
     return _requested
 
 
@@ -62,12 +62,12 @@ def cancelling() -> Iterator[None]:
 def cancel_at_end(
     outcome: Outcome, cancel: Callable[[], None], abandon: Callable[[], None]
 ) -> None:
-    """Lets SIGTERM cancel a job that another thread runs, until its outcome is known.
+    """Makes SIGTERM cancel a job that another thread runs.
 
     Args:
-      outcome: of the job.
-      cancel: asks the job to end.
-      abandon: is called if it has not ended in time.
+      outcome: the outcome of the job.
+      cancel: requests the end of the job.
+      abandon: called if the job has not ended in time.
     """
     _launched[outcome] = cancel, abandon
     outcome.add_done_callback(lambda outcome: _launched.pop(outcome, None))
@@ -75,13 +75,13 @@ def cancel_at_end(
 
 
 def restore() -> None:
-    """Gives SIGTERM its default again, if this thread may and no job runs."""
+    """Restores the default handler of SIGTERM, if this is the main thread and no job runs."""
     if _is_main() and not _depth and not _launched and signal.getsignal(signal.SIGTERM) is _handle:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _install() -> bool:
-    """Whether SIGTERM is handled here, as far as this thread can say."""
+    """Installs the handler if there is no other; returns whether it can interrupt this thread."""
     global _owner
     if not _is_main():
         return False
@@ -109,7 +109,7 @@ def _handle(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _end() -> None:
-    """Cancels launched jobs, does what is done at an exit, and dies by the signal."""
+    """Cancels launched jobs, runs the exit handlers, and ends the process by the signal."""
     jobs = dict(_launched)
     for cancel, _ in jobs.values():
         with contextlib.suppress(Exception):
@@ -120,6 +120,6 @@ def _end() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    # A signal would skip these: they remove temporary folders, and stop job servers.
+    # The signal would skip the exit handlers, which remove temporary folders and stop job servers.
     atexit._run_exitfuncs()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The course of a run in a bounded number of samples, which are thinned as their number grows."""
+"""The history of a run in a bounded number of samples, which are thinned as their number grows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from beamjax.telemetry.progress import SECONDS, Progress
 MOST = 400
 """Largest number of samples of a run."""
 MOST_CHECKSUMS = 10_000
+"""Largest number of checksums of server values in a run."""
 COLUMNS = (
     "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
     *SECONDS,
 )  # fmt: skip
-"""The numbers of a sample: the time since the job began, and those of `Progress`."""
+"""The numbers of a sample: seconds since the job began, and fields of `Progress` and `Tally`."""
 
 Samples = Mapping[str, tuple[float, ...]]
 """A column of numbers for each of `COLUMNS`, all of one length."""
@@ -24,7 +25,7 @@ class Timeline:
     """Samples of the progress of a run, at even intervals.
 
     Args:
-      most: that are kept; when there are more, every second one goes.
+      most: the largest number of samples; a full list drops every second one.
     """
 
     def __init__(self, most: int = MOST):
@@ -34,8 +35,8 @@ class Timeline:
         self._apart = 0.0
 
     def add(self, progress: Progress) -> None:
-        """Takes a sample, if the last one in the list is old enough. The newest is kept in any
-        case."""
+        """Adds a sample if the last one in the list is old enough; otherwise it only replaces the
+        newest one."""
         sample = _sample(progress)
         self._last = sample
         if self._kept and sample[0] - self._kept[-1][0] < self._apart:
@@ -64,7 +65,7 @@ T = TypeVar("T")
 
 
 class Moments(Generic[T]):
-    """A bounded list of what happened during a run, evenly thinned when it is full.
+    """A bounded list of events of a run, evenly thinned when it is full.
 
     Args:
       most: the largest number of entries; a full list drops every second one.
@@ -95,7 +96,7 @@ class Checksums:
     """Checksums of the first server values that a run computes, in their order.
 
     Args:
-      enabled: whether a later reader needs them.
+      enabled: whether to record checksums.
     """
 
     def __init__(self, enabled: bool):
@@ -103,14 +104,18 @@ class Checksums:
         self.found: dict[str, int] = {}
 
     def add(self, step: str, value: str, checksum: int) -> None:
-        """Adds the value of a step, whose name has the round, as `loop_0[3]/map_rows_0`."""
+        """Adds the checksum of a value; the step has the round, as in `loop_0[3]/map_rows_0`."""
         self.found[f"{step}:{value}"] = checksum
         # `diff` looks for the first difference of two runs, so later values can be left out.
         self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS
 
 
 def thinned(values: Iterable[float], most: int) -> tuple[list[int], list[float]]:
-    """The places of at most so many of the values, the first and the last among them; and these."""
+    """Thins values evenly to at most `most`, with the first and the last.
+
+    Returns:
+      The indices of the remaining values, and the values.
+    """
     whole = list(values)
     if len(whole) <= most:
         return list(range(len(whole))), whole

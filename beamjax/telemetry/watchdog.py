@@ -1,7 +1,7 @@
 """Records what the threads of this process do for a run, and stops work that takes too long.
 
-A worker that is killed can report nothing. So the record is also in a small file in the folder of
-the run, see `working_files`.
+A worker that is killed can't report anything, so the record is also in a small file in the folder
+of the run; see `working_files`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from beamjax.plan.steps import Map, Server
 from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
-"""Seconds that a thread of this process has to stop after it was asked to."""
+"""Seconds to wait for a thread of this process to stop after a timeout."""
 
 _NOBODY_LOOKS = contextlib.nullcontext()
 T = TypeVar("T")
@@ -58,15 +58,15 @@ class WorkTable:
     def at(
         self, doing: str, step: Map | Server, shard: Shard | None = None, limit: float | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which this thread does something.
+        """A context for one activity of this thread.
 
         Args:
           doing: one of `DOING`.
           step: the step of the plan.
           shard: the shard of the step, if it has any.
-          limit: seconds that this may take, without compilation.
+          limit: largest number of seconds, without compilation.
 
-        Raises, when it begins or ends:
+        Raises at its start or end:
           WorkerError: it took longer.
           JobCancelledError: the run has ended.
         """
@@ -76,7 +76,7 @@ class WorkTable:
         return AtWork(self, doing, step, shard, limit)
 
     def give_up(self) -> None:
-        """Stops threads when they next begin or end something."""
+        """Stops threads when they next begin or end an activity."""
         self._given_up = True
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class WorkTable:
 
     @property
     def has_file(self) -> bool:
-        """Whether other processes can read it."""
+        """Whether other processes can read the table."""
         return self._file is not None
 
     def leave(self) -> None:
@@ -101,7 +101,7 @@ class WorkTable:
             self._on_late(error)
 
     def begin(self, work: AtWork) -> int | None:
-        """Records what a thread begins; returns the slot in the file, if there is one."""
+        """Records the start of an activity; returns its slot in the file, if there is a file."""
         if self._file is None:
             return None
         shard = work.shard
@@ -118,7 +118,7 @@ class WorkTable:
 
 
 class AtWork:
-    """One thing that a thread does, see `Table.at`."""
+    """One activity of a thread, see `WorkTable.at`."""
 
     def __init__(
         self, table: WorkTable, doing: str, step: Map | Server, shard: Shard | None,
@@ -159,7 +159,7 @@ class AtWork:
         return spent - (self._clock.now() - self._compiled) > share * (self.limit or 0.0)
 
     def error(self, others: Sequence[AtWork] = ()) -> BeamjaxError:
-        """The error that this takes too long, with the other work of this process."""
+        """The error that this takes too long, which also lists other activities."""
         waiting = ""
         if others:
             listed = ", ".join(f"{other.step.name!r} shard {other.number}" for other in others[:8])
@@ -178,11 +178,11 @@ class AtWork:
 
     @property
     def number(self) -> int | None:
-        """Of the shard."""
+        """The index of the shard."""
         return self.shard.index if self.shard is not None else None
 
     def stack(self) -> str:
-        """Where its thread is now; "" if it is gone."""
+        """The stack of its thread now; "" if the thread has ended."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return ""
@@ -191,7 +191,7 @@ class AtWork:
         return f"{what} (most recent call last):\n{lines}"
 
     def in_user_code(self) -> bool:
-        """Whether its thread is in Python code of a user, and does not wait for JAX."""
+        """Whether its thread runs Python code of the user, and does not wait for JAX."""
         frame = sys._current_frames().get(self.thread)
         return frame is not None and not frame.f_code.co_filename.startswith(_OURS)
 
@@ -210,15 +210,16 @@ def placed_error(step: Map | Server, shard: Shard | None, error: BeamjaxError) -
 
 
 def bounded(function: Callable[[], T], table: WorkTable) -> T:
-    """Calls a function in a thread, and gives up when work of its table takes too long.
+    """Calls a function in a thread, and gives up when an activity in its table takes too long.
 
     Args:
-      function: what it does is in the table. It is called with the settings of JAX of here.
-      table: of this call alone.
+      function: a function that records its activities in the table. It is called with the JAX
+        settings of this thread.
+      table: the table, which belongs to this call alone.
 
     Raises:
-      WorkerError: something took too long. The thread is stopped where it next runs Python; from
-        code in C can't be stopped, but it does not keep the process from ending.
+      WorkerError: an activity took too long. The thread is stopped when it next runs Python. Code
+        in C can't be stopped, but it does not keep the process from ending.
       Exception: what the function raises.
     """
     call = with_settings_of_here(function)
@@ -277,7 +278,7 @@ def _look() -> None:
 
 
 def _report(late: AtWork, works: Sequence[AtWork]) -> None:
-    """Records that work is late, or that other work, which it may wait for in JAX's threads, is."""
+    """Records the error of work that is late, or of user code that it may wait for through JAX."""
     suspects = [work for work in works if work.table is late.table and work.is_late(0.5)]
     found = next((work for work in suspects if work.in_user_code()), late)
     late.table.note_late(found.error([work for work in suspects if work is not found]))

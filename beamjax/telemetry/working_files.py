@@ -1,7 +1,7 @@
-"""A small file in which a worker process records what its threads do, to be read if it dies.
+"""A small file in which a worker process records what its threads do; others read it if it dies.
 
-The file is mapped to memory, so a record costs no call of the file system, and outlives the process
-if that is killed.
+The file is mapped to memory. So a record needs no system call, and it remains if the process is
+killed.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT.size
 
 @dataclass(frozen=True)
 class WorkEntry:
-    """What a thread did last, as its process recorded it.
+    """An activity of a thread, as its process recorded it.
 
     Attributes:
       doing: one of `DOING`.
       thread: its number, as `threading.get_ident` gives it.
       since: when it began, in seconds since the epoch.
       step: name of the step.
-      shard: number of the shard, None where the step has none.
-      members: first and last one.
+      shard: index of the shard, None for a step without shards.
+      members: first and last member of the shard.
     """
 
     doing: str
@@ -61,10 +61,10 @@ class WorkingFile:
     """The file of this process in the folder of a run.
 
     Args:
-      folder: in which the launcher called `invite`.
+      folder: a folder for which the launching process called `invite`.
 
     Raises:
-      OSError: it did not, or on another machine, or the file can't be created.
+      OSError: no process on this machine called `invite`, or the file can't be created.
     """
 
     def __init__(self, folder: str):
@@ -72,7 +72,7 @@ class WorkingFile:
         self._free = collections.deque(range(SLOTS))
 
     def begin(self, entry: WorkEntry) -> int | None:
-        """Records what a thread begins; returns the slot, or None if all are taken."""
+        """Records the activity that a thread begins; returns its slot, or None if all are taken."""
         try:
             slot = self._free.popleft()
         except IndexError:
@@ -88,7 +88,7 @@ class WorkingFile:
         return slot
 
     def end(self, slot: int | None) -> None:
-        """Records that the thread is done."""
+        """Records that the activity in a slot has ended."""
         if slot is not None:
             self._memory[_HEADER_BYTES + slot * _SLOT.size] = 0
             self._free.append(slot)
@@ -100,7 +100,7 @@ class WorkingFile:
 
 @dataclass(frozen=True)
 class WorkingProcess:
-    """What the file of a process says.
+    """The contents of the file of a process.
 
     Attributes:
       process: as `process_ids.this_process` describes it.
@@ -114,7 +114,7 @@ class WorkingProcess:
 
 
 def read_file(path: str) -> WorkingProcess | None:
-    """Reads such a file; None if it is something else. All fields are checked."""
+    """Reads the file of a process and checks all fields; None if it is something else."""
     try:
         with open(path, "rb") as file:
             data = file.read(_FILE_BYTES + 1)
@@ -149,7 +149,7 @@ def _read_slot(data: bytes, at: int) -> WorkEntry | None:
 
 
 def invite(folder: str) -> None:
-    """Asks the workers on this machine to write their files into a folder."""
+    """Marks a folder, so that workers on this machine write their files into it."""
     with contextlib.suppress(OSError), open(os.path.join(folder, _MARK), "w") as file:
         json.dump(_machine(process_ids.this_process()), file)
 
@@ -159,7 +159,7 @@ def _machine(process: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(folder: str) -> mmap.mmap:
-    """Creates the mapped file of this process, if a launcher on this machine asked for it."""
+    """Creates the mapped file of this process in a folder with the mark of `invite`."""
     process = process_ids.this_process()
     with open(os.path.join(folder, _MARK)) as file:
         if file.read(_HEADER_BYTES) != json.dumps(_machine(process)):

@@ -40,7 +40,7 @@ def devices(fn, *values, beam=True, **options):
 def test_bytes_of_a_device_grow_with_shards_and_not_with_members():
     (found,) = devices(total, *args())
     assert found.platform == "cuda"
-    assert "counted from their equations" in found.made_from
+    assert "the equations of the bodies" in found.made_from
     assert found.kept == {"broadcasts": 16 * KIB}
     (of,) = found.steps.values()
     assert of["members of a shard, twice"] == 2 * 8 * 16 * 4
@@ -91,7 +91,7 @@ def test_xla_reports_the_memory_where_it_compiles(monkeypatch):
     monkeypatch.setattr(memory, "compiled_bytes", lambda body, platform, x64: 12345)
     (found,) = devices(total, *args())
     assert [of["computing"] for of in found.steps.values()] == [12345]
-    assert found.made_from.startswith("the memory of bodies is what XLA reports")
+    assert found.made_from.startswith("the memory that XLA reports")
 
 
 def test_explain_shows_the_memory_of_devices():
@@ -102,7 +102,7 @@ def test_explain_shows_the_memory_of_devices():
         "during map_clients_0",
         "broadcasts 16.0 KiB",
         "a device",
-        "counted from their equa",
+        "the equations of the bod",
     ):
         assert word in text
     (device,) = explanation.to_json()["memory"]["devices"]

@@ -288,7 +288,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_starts(runner):
     text = refusal(two_passes, np.zeros((16, 4), np.float32), Unread(100), runner=runner, memory=10)
     assert "a worker process may take" in text
     assert "memory=10 B: Python" in text
-    assert 'give a worker process more, memory="' in text
+    assert 'allow a worker process more, with memory="' in text
 
 
 def test_a_refusal_names_the_step_its_parts_and_the_largest_shard_size_that_fits():
@@ -313,7 +313,7 @@ def test_a_refusal_names_the_step_its_parts_and_the_largest_shard_size_that_fits
 def test_the_advised_limit_is_enough_and_just_so():
     w, source = np.zeros((64, 700), np.float32), Unread(100, 64, 30 * MIB)
     text = refusal(total, w, source, memory="1MiB", shard_size=8, local_threads=1)
-    more = text.split('more, memory="')[1].split('"')[0]
+    more = text.split('more, with memory="')[1].split('"')[0]
     needed = worker_bytes(total, w, source, memory=more, shard_size=8, local_threads=1)
     assert needed <= parse_options({"memory": more}).memory <= 1.25 * needed
 

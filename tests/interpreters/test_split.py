@@ -369,8 +369,8 @@ NOTES = {
     sums: "in the one pass of the plan",
     variance: "2 passes read them: map_clients_0, map_clients_1",
     descent: "rounds around placed operators",
-    scaled: "map_clients_0 reads their number",
-    as_it_is: "as it is",
+    scaled: "map_clients_0 uses the number of members",
+    as_it_is: "unchanged",
 }
 
 
