@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import threadpoolctl
 from helpers import assert_close, plan_of
 
 import beamjax as bj
 from beamjax.bodies import export as bodies
+from beamjax.bodies import xla_threads
 from beamjax.bodies.export import (
     export_body,
     key_impl,
@@ -101,6 +103,22 @@ def test_64_bits_for_a_while():
         with with_x64(True):
             assert jnp.arange(3).dtype == "int64"
     assert jnp.arange(3).dtype == "int32"
+
+
+def test_lapack_has_its_threads_back_when_nothing_holds_the_limit():
+    import scipy.linalg.cython_lapack  # noqa: F401 - as JAX does
+
+    found = lambda: {pool["num_threads"] for pool in threadpoolctl.threadpool_info()}
+    with threadpoolctl.threadpool_limits(3, user_api="blas"):
+        xla_threads.use_lapack(b"a call of lapack_sgesdd_ffi")
+        assert (xla_threads.lapack_threads(), found()) == (None, {3})
+        with xla_threads.with_lapack_threads():
+            with xla_threads.with_lapack_threads():
+                xla_threads.use_lapack(b"a call of something else")
+                assert found() == {3}
+                xla_threads.use_lapack(b"a call of lapack_sgesdd_ffi")
+            assert (xla_threads.lapack_threads(), found()) == (xla_threads.LAPACK_THREADS, {1})
+        assert (xla_threads.lapack_threads(), found()) == (None, {3})
 
 
 # --- bodies that hold a mesh

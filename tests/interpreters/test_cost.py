@@ -106,6 +106,8 @@ def test_linear_algebra_is_cubic():
         found, expected = cost_of(fn, of, *more).flops, times * math.prod(of.shape) * 9
         elementwise = 5 * math.prod(of.shape)
         assert expected - 0.1 < found <= expected + elementwise, fn
+    transform = cost_of(lambda x: lax.fft(x, "fft", (8,)), array(8, 8, dtype="complex64"))
+    assert transform.flops == 5 * 64 * math.log2(64)
 
 
 def test_rounds_and_branches():

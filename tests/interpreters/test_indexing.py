@@ -264,6 +264,18 @@ def test_single_members(shape):
         assert not wrong(ops, 20, index, SMALL, shape)
 
 
+def test_indices_that_members_make():
+    """One entry of an array of four axes, whose four indices are the members."""
+    numbers = lax.GatherDimensionNumbers((), (0, 1, 2, 3), (0, 1, 2, 3))
+
+    def entry(y, i):
+        i = bj.map_fn(lambda k: k % 3, jnp.asarray([4, 0, 2, 7]))
+        return lax.gather(y, i, numbers, (1, 1, 1, 1), mode="clip")
+
+    for runner in ("local", "DirectRunner"):
+        assert not wrong({"entry": entry}, 4, np.int32(0), SMALL, (3, 3, 3), runner)
+
+
 def test_indices_on_a_runner():
     """Nothing of it depends on where a shard is computed."""
 
