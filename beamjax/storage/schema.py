@@ -144,10 +144,19 @@ def _instance(kind: Any, value: dict[str, Any], path: str, where: str) -> Any:
         for field in dataclasses.fields(kind)
         if field.name in value
     }
+    missing = [f.name for f in dataclasses.fields(kind) if f.name not in known and _is_required(f)]
+    if missing:
+        raise ArrayFormatError(
+            f"{path}: found no {where}, expected the fields {', '.join(missing)} as well"
+        )
     try:
         return kind(**known)
-    except (TypeError, ValueError) as error:  # a missing field has no default, or one is refused
+    except (TypeError, ValueError) as error:  # from `__post_init__`
         raise ArrayFormatError(f"{path}: found no {where} ({error})") from None
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 @functools.cache
