@@ -267,7 +267,7 @@ class FileMailbox:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._write("stop", b"")
+        self._write("stop", b"stop")  # Beam cannot write an empty file to S3.
 
     def _keep_beating(self) -> None:
         while not self._stopped.wait(LAUNCHER_SECONDS):
