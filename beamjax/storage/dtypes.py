@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError
+from beamjax.storage.schema import add_codec
 
 FLOAT0 = np.dtype([("float0", "V")])
 """The dtype of tangents of integers in JAX. An array of it has a shape, but no bytes."""
@@ -67,3 +68,6 @@ def dtype_from_name(name: object) -> np.dtype:
             f"{ml_dtypes.__version__}."
         )
     return dtype
+
+
+add_codec(np.dtype, dtype_name, dtype_from_name)

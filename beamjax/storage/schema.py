@@ -12,16 +12,11 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-
 from beamjax.errors import ArrayFormatError
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
 
 T = TypeVar("T")
 
-_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    np.dtype: (dtype_name, dtype_from_name)
-}
+_CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Codecs of types that are no dataclasses: to plain values, and back."""
 
 

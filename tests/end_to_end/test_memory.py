@@ -151,13 +151,15 @@ def test_each_part_is_a_little_more_than_what_it_holds():
         "server values": members + square,
     }
     worker = {"broadcasts on devices": 8 * square, "broadcasts": 8 * square}
+    made = {"placed values for later steps": 2 * members}
     handed = {"server values for later steps": 8 * (members + 3 * square)}
     between = "placed values between passes"
     cases = (
         ("local", {"local_threads": 1}, 1, 0, launcher
          | {between: members, "broadcasts on the device": square}),
-        ("DirectRunner", THREADS, 3, 2**24, launcher | worker | handed | {between: 2 * members}),
-        ("DirectRunner", PROCESSES, 1, 2**24, worker),
+        ("DirectRunner", THREADS, 3, 2**24,
+         launcher | worker | made | handed | {between: 2 * members}),
+        ("DirectRunner", PROCESSES, 1, 2**24, worker | made),
     )  # fmt: skip
     w, x = np.ones((width, width), np.float32), np.ones((n, width), np.float32)
     faults = []
