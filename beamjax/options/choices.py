@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from beamjax.errors import OptionsError
+from beamjax.storage import files
 from beamjax.storage.schema import add_codec, from_plain, to_plain
 
 MEMBER_LOOPS = ("vmap", "batches", "loop")
@@ -179,12 +179,5 @@ def write_json(path: str | os.PathLike[str], record: Any) -> None:
     Raises:
       OSError: it can't be written.
     """
-    path = os.path.abspath(path)
-    handle, temporary = tempfile.mkstemp(".tmp", os.path.basename(path), os.path.dirname(path))
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    data = json.dumps(record, indent=1).encode()
+    files.write(os.path.abspath(path), data, make=False)
