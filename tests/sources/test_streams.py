@@ -99,7 +99,7 @@ PROGRAMS = {
     reductions: IN_ONE_PASS,
     jax.value_and_grad(summed_loss): IN_ONE_PASS,
     # Each member's share in a mean is one over their number.
-    jax.value_and_grad(mean_loss): "reads their number",
+    jax.value_and_grad(mean_loss): "uses the number of members",
     creations: "",
     number: "",
     two_passes: "because 2 passes read them",
