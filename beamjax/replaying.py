@@ -121,12 +121,14 @@ class _Found:
       rounds: the number of complete rounds before the failure.
       shard_sizes: the number of members in a shard, by placement, as far as it is known.
       sizes: the number of members as text, by placement, as far as it is known.
+      cut_at_files: whether shards of the job end where files end; None if it is not known.
     """
 
     failure: Failure | None
     rounds: int
     shard_sizes: Mapping[str, int]
     sizes: Mapping[str, str] = field(default_factory=dict)
+    cut_at_files: bool | None = None
 
 
 @contextlib.contextmanager
@@ -152,6 +154,8 @@ def _call_of(
         found = _Found(failure, getattr(failed, "rounds", 0), {})
     else:
         found = _found_in(JobFolder(failed.folder), failed)
+        if found.cut_at_files is not None:
+            parsed = replace(parsed, cut_at_files=found.cut_at_files)
     call = flatten_call(fn, args)
     with contextlib.ExitStack() as files:
         if call.has_streams:
@@ -180,7 +184,8 @@ def _found_in(folder: JobFolder, job: Job) -> _Found:
     error = _error_of(job)
     rounds = job.progress().rounds if error else 0
     shards = {name: int(text) for name, text in shard_sizes.items()}
-    return _Found(getattr(error, "failure", None), rounds, shards, sizes)
+    cut = any(name.startswith("the files of ") for name in recorded) if recorded else None
+    return _Found(getattr(error, "failure", None), rounds, shards, sizes, cut)
 
 
 def _replay(

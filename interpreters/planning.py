@@ -193,7 +193,8 @@ def make_plan(
         for placement in placed.file_rows
         if (why := why_not_cut(placement, stages, options))
     ]
-    return Planned(staged, flat, placed, stages, plan, tuple(notes))
+    planned = Planned(staged, flat, placed, stages, plan, tuple(notes))
+    return _with_file_starts(planned, call.arguments)
 
 
 def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:

@@ -282,3 +282,15 @@ def test_what_can_not_be_replayed(tmp_path):
     ]:
         with pytest.raises(error, match=message):
             bj.replay(*arguments, **options)
+
+
+def test_shards_that_end_where_files_end(tmp_path):
+    for number, rows in enumerate((5, 11, 3)):
+        start = 100 * number
+        np.save(tmp_path / f"{number}.npy", np.arange(start, start + rows, dtype=np.float32))
+    source = bj.from_npy(str(tmp_path / "*.npy"))
+    fn = bj.program(placements={"rows": None})(lambda x: bj.reduce_sum(bj.map_fn(jnp.negative, x)))
+    options = {"shard_size": 8, "cut_at_files": True, "job_folder": str(tmp_path / "job")}
+    bj.run(fn, source, runner="local", options=options)
+    found = bj.replay(tmp_path / "job", fn, source, shard=2)
+    np.testing.assert_array_equal(found, [-108, -109, -110])
