@@ -20,7 +20,7 @@ from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
 from beamjax.interpreters.lowering.map_bodies import map_body
-from beamjax.interpreters.planning import Planned, make_plan
+from beamjax.interpreters.planning import Planned, make_plan, with_file_starts
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.interpreters.staging.stage import FlatCall, flatten_call
@@ -106,6 +106,7 @@ class _Restaged:
         """The plan with bodies that are Python functions, and its inputs."""
         with keeping():
             planned = make_plan(self.call, self.options, shard_sizes=shard_sizes or None)
+        planned = with_file_starts(planned, self.call.arguments)
         plan = planned.plan
         if self.values is None:
             return planned, bind_inputs(plan, self.call.arguments)

@@ -78,11 +78,18 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     )  # fmt: skip
     # A plan from types alone has a key of its own: a call with arguments may still time its bodies.
     pending_key = (*full_key, PENDING)
-    found = _plans.get(call.fn, full_key)
-    if found is None and any(map(_is_abstract, call.arguments)):
-        found = _plans.get(call.fn, pending_key)
-    if found is not None:
-        return _with_file_starts(found, call.arguments)
+    known = _plans.get(call.fn, full_key)
+    if known is None and any(map(_is_abstract, call.arguments)):
+        known = _plans.get(call.fn, pending_key)
+    planned = with_file_starts(known or _tuned(call, options, unroll, buckets), call.arguments)
+    if planned is not known:
+        is_pending = planned.plan.choices.origin == PENDING
+        _plans.put(call.fn, pending_key if is_pending else full_key, planned)
+    return planned
+
+
+def _tuned(call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any]) -> Planned:
+    """Plans a call, with saved or probed choices, bodies for buckets and checks of padding."""
     planned = make_plan(call, options, unroll)
     special = "members have unequal lengths" if buckets else ""
     special = special or ("shards are cut at files" if planned.plan.file_starts else "")
@@ -91,13 +98,14 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         planned = _with_buckets(planned, call, options, unroll)
     if any(map(is_ragged, call.arguments)):
         planned = _with_padding_checks(planned, call, options, unroll)
-    is_pending = planned.plan.choices.origin == PENDING
-    _plans.put(call.fn, pending_key if is_pending else full_key, planned)
-    return _with_file_starts(planned, call.arguments)
+    return planned
 
 
-def _with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
-    """Sets where the files of these arguments start, which differs between calls of a plan."""
+def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
+    """Sets where the files of these arguments start, which may differ between calls of a plan.
+
+    If it does not, the result is the same object: sessions know a plan by its identity.
+    """
     plan = planned.plan
     if not plan.file_starts:
         return planned
@@ -107,6 +115,8 @@ def _with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planne
         if placement in starts and argument.is_source:
             starts[placement].update(argument.value.file_starts)
     found = {placement: tuple(sorted(each)) for placement, each in starts.items()}
+    if found == plan.file_starts:
+        return planned
     return replace(planned, plan=replace(plan, file_starts=found))
 
 
@@ -184,17 +194,32 @@ def make_plan(
     decisions = Decisions(options.recompute, saved)
     stages = split(placed, decisions)
     settle_sizes(placed, stages)
+    file_rows, notes = _files_to_cut_at(placed, call.arguments, stages, options)
+    placed = replace(placed, file_rows=file_rows)
     paths = _paths(call.arguments, placed)
     plan = lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, rematerialized=tuple(decisions.made))
     plan = replace(plan, choices=choices)
-    notes = [
+    return Planned(staged, flat, placed, stages, plan, notes)
+
+
+def _files_to_cut_at(
+    placed: PlacedProgram, arguments: Sequence[Argument], stages: Sequence[Stage], options: Options
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The `file_rows` of a placed program, and notes on placements that can't be cut at files."""
+    rows: dict[str, int] = {}
+    if options.cuts_at_files and not any(map(_is_abstract, arguments)):
+        for var, argument in zip(placed.flat.arguments, arguments, strict=True):
+            along, mine = placed.place(var), argument.file_rows
+            if along is not None and mine:
+                rows[along.placement] = min(mine, rows.get(along.placement, mine))
+    reasons = {placement: why_not_cut(placement, stages, options) for placement in rows}
+    notes = tuple(
         f"The shards of {placement} are not cut at files, because {why}."
-        for placement in placed.file_rows
-        if (why := why_not_cut(placement, stages, options))
-    ]
-    planned = Planned(staged, flat, placed, stages, plan, tuple(notes))
-    return _with_file_starts(planned, call.arguments)
+        for placement, why in reasons.items()
+        if why
+    )
+    return {placement: n for placement, n in rows.items() if not reasons[placement]}, notes
 
 
 def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:
@@ -216,14 +241,7 @@ def placed_program(
         if argument.comes_by_shards
     }
     guarded = guard_of(options) is not None
-    program = place(flat, known, staged.placements, guarded, options.shard_size)
-    if options.cuts_at_files and not any(map(_is_abstract, arguments)):
-        for var, argument in zip(flat.arguments, arguments, strict=True):
-            along, rows = program.place(var), argument.file_rows
-            if along is not None and rows:
-                known_rows = program.file_rows.get(along.placement, rows)
-                program.file_rows[along.placement] = min(rows, known_rows)
-    return program
+    return place(flat, known, staged.placements, guarded, options.shard_size)
 
 
 MAX_PLANS = 64

@@ -53,7 +53,7 @@ class Shards:
 
     def between(self, first: int, last: int) -> Iterator[Shard]:
         """Shards [first, last)."""
-        part = max(bisect.bisect_right(self._firsts, first) - 1, 0)
+        part = bisect.bisect_right(self._firsts, first) - 1
         for index in range(first, last):
             if index == self._firsts[part + 1]:
                 part += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -344,7 +345,7 @@ class ZippedSource(PlainSource, kind="zipped"):
     def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
         return ZippedSource(tuple(inner), self._treedef)
 
-    @property
+    @functools.cached_property
     def file_starts(self) -> tuple[int, ...]:
         return tuple(sorted({start for source in self._sources for start in source.file_starts}))
 

@@ -44,7 +44,6 @@ from beamjax.interpreters.lowering.map_bodies import (
 from beamjax.interpreters.lowering.shard_size import (
     choose_vectorization,
     cost_of_member,
-    cut_at_files,
     shard_sizes,
     with_whole_blocks,
 )
@@ -167,7 +166,6 @@ class _Lowering:
         self.counts: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
-        self.cut = cut_at_files(program, stages, options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(stage) for stage in self.stages]
@@ -197,7 +195,7 @@ class _Lowering:
             bodies=self.bodies,
             x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
-            file_starts=dict.fromkeys(self.cut, ()),
+            file_starts=dict.fromkeys(self.program.file_rows, ()),
             constants=tuple(self.program.flat.constants) if paths is not None else (),
             costs=self.costs,
         )
@@ -375,7 +373,7 @@ class _Lowering:
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
-        all_full = _are_all_full(n, size) and stage.placement not in self.cut
+        all_full = _are_all_full(n, size) and stage.placement not in self.program.file_rows
         # A guard that drops members passes shards with gaps even where all shards are full.
         if exported and all_full and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None

@@ -78,7 +78,6 @@ def shard_sizes(
     CPU backend.
     """
     sizes = {}
-    cut = cut_at_files(program, stages, options)
     may_batch = _may_batch(stages, options, platforms)
     for placement, n in program.sizes.items():
         passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
@@ -88,15 +87,10 @@ def shard_sizes(
             continue
         if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
             size *= _batches(passes, n, size)
-        if placement in cut and options.shard_size is None:
+        if placement in program.file_rows and options.shard_size is None:
             size = min(size, _size_in_files(passes, n, program.file_rows[placement]))
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
-
-
-def cut_at_files(program: PlacedProgram, stages: Sequence[Stage], options: Options) -> list[str]:
-    """The placements whose shards end at the ends of files."""
-    return [name for name in program.file_rows if not why_not_cut(name, stages, options)]
 
 
 def why_not_cut(placement: str, stages: Sequence[Stage], options: Options) -> str:

@@ -17,6 +17,9 @@ import url_files  # noqa: F401  (registers bjtest:// with Beam)
 
 import beamjax as bj
 from beamjax.commands.cli import main
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.options import parse_options
 from beamjax.sources.arrays import data_files
 from beamjax.storage.partial_cache import PartialCache
 
@@ -288,6 +291,11 @@ def write_files(folder, rows):
     return bj.from_npy(str(folder / "*.npy")), np.concatenate(arrays)
 
 
+def numbered(w, x):
+    y = bj.map_fn(lambda v, i: v * w * i, (x, jnp.arange(len(x), dtype=jnp.float32)))
+    return bj.reduce_sum(y)
+
+
 def carried(w, x):
     """Placed values that rounds carry, that are gathered, and that are returned."""
     body = lambda total, _: (bj.map_fn(lambda t, v: t + jnp.sin(v * w), (total, x)), None)
@@ -296,10 +304,10 @@ def carried(w, x):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("fn", [fit, positions, smallest, carried])
+@pytest.mark.parametrize("fn", [fit, numbered, smallest, carried])
 def test_shards_end_where_files_end(tmp_path, fn, runner):
     source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
-    fn = bj.program(placements={"clients": None})(fn if fn is not positions else numbered)
+    fn = bj.program(placements={"clients": None})(fn)
     expected = jax.tree.map(np.asarray, fn(W, x))
     options = {"shard_size": SIZE, "cut_at_files": True}
     with bj.launch(fn, W, source, runner=runner, options=options) as job:
@@ -311,11 +319,6 @@ def test_shards_end_where_files_end(tmp_path, fn, runner):
     again = bj.run(fn, W, source, runner=RUNNERS[runner == "local"], options=options)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def numbered(w, x):
-    y = bj.map_fn(lambda v, i: v * w * i, (x, jnp.arange(len(x), dtype=jnp.float32)))
-    return bj.reduce_sum(y)
 
 
 @pytest.mark.parametrize("shard_size", [None, SIZE])
@@ -355,3 +358,18 @@ def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
     assert "cut at files" in str(
         bj.explain(bj.program(placements={"clients": None})(smallest), W, source, options=options)
     )
+
+
+def test_calls_with_the_same_files_have_the_same_plan(tmp_path):
+    """Sessions know a plan by its identity, and send its programs once."""
+    fn = bj.program(placements={"clients": None})(smallest)
+    options = parse_options({"shard_size": SIZE, "cut_at_files": True})
+
+    def planned(files):
+        source, _ = write_files(tmp_path, files)
+        return plan_for(flatten_call(fn, (W, source)), options).plan
+
+    first = planned({"a": 20, "b": 12})
+    assert first.file_starts == {"clients": (20,)}
+    assert planned({"a": 20, "b": 12}) is first
+    assert planned({"a": 19, "b": 13}).file_starts == {"clients": (19,)}

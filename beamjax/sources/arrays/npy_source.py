@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import glob
 import math
 import os
@@ -139,7 +140,7 @@ class NpySource(HoldsLeaves, kind="npy"):
     def is_local(self) -> bool:
         return True
 
-    @property
+    @functools.cached_property
     def file_starts(self) -> tuple[int, ...]:
         return starts_of((int(end) for ends in self._ends for end in ends), len(self))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class RecordSource(HoldsLeaves):
     def is_local(self) -> bool:
         return True
 
-    @property
+    @functools.cached_property
     def file_starts(self) -> tuple[int, ...]:
         return starts_of(self._ends, len(self))
 

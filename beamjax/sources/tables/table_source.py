@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Hashable, Iterator, Sequence
@@ -136,7 +137,7 @@ class TableSource(BlockSource):
         # The lengths are not known before the rows are read, so the middle bucket is a guess.
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
 
-    @property
+    @functools.cached_property
     def file_starts(self) -> tuple[int, ...]:
         ends = itertools.accumulate(sum(file.rows) for file in self._files)
         return starts_of(ends, len(self))
