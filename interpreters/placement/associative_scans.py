@@ -36,6 +36,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     default_promotion,
     evaluate,
     shape_of,
+    with_axes_of,
 )
 from beamjax.interpreters.staging.flatten import flatten
 from beamjax.numerics.reducers import PICK
@@ -254,10 +255,10 @@ class _Scan:
             (*left, in_left), (*right, in_right) = left, right
             both = self.combine(left, right, served)
             single = [
-                jnp.where(_with_axes(in_left, x), x, y) for x, y in zip(left, right, strict=True)
+                jnp.where(with_axes_of(in_left, x), x, y) for x, y in zip(left, right, strict=True)
             ]
             found = [
-                jnp.where(_with_axes(in_left & in_right, x), x, y)
+                jnp.where(with_axes_of(in_left & in_right, x), x, y)
                 for x, y in zip(both, single, strict=True)
             ]
             return *found, in_left | in_right
@@ -290,11 +291,6 @@ class _Scan:
 
         found = jax.vmap(one)(ranges, *own)
         return found.reshape(-1, *found.shape[2:])[: shard.size]
-
-
-def _with_axes(marks: jax.Array, x: jax.Array) -> jax.Array:
-    """Marks of members, (1, ..., members), with as many axes as `x`."""
-    return marks.reshape(*marks.shape, *(1,) * (x.ndim - marks.ndim))
 
 
 # --- the function

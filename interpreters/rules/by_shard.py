@@ -27,6 +27,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     TracedShard,
     all_members,
     rule,
+    with_axes_of,
 )
 from beamjax.numerics.reducers import PICK, REDUCERS
 
@@ -126,8 +127,7 @@ def _table(operands: Sequence[Any], shard: TracedShard, function: Table, reducer
     """The table of a shard, with the identity of the reduction in the rows of other shards."""
     values, own = function(shard, *operands)
     neutral = 0 if reducer == PICK.name else REDUCERS[reducer].identity(values.dtype)
-    rows = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))
-    return jnp.where(rows, values, jnp.asarray(neutral, values.dtype))
+    return jnp.where(with_axes_of(own, values), values, jnp.asarray(neutral, values.dtype))
 
 
 # --- on the server

@@ -36,6 +36,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     replaced,
     rule,
     shape_of,
+    with_axes_of,
 )
 from beamjax.numerics.reducers import PICK
 from beamjax.plan.dropping import hole_of
@@ -192,8 +193,7 @@ def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
     front = range(len(axes))
     rows = jnp.moveaxis(unwrap(rows), axes, front)
     hole = np.array(hole_of(rows.dtype), rows.dtype)
-    missing = jnp.reshape(left_out, left_out.shape + (1,) * (rows.ndim - left_out.ndim))
-    bits = PICK.partial(jnp.where(missing, hole, rows), mask | left_out)
+    bits = PICK.partial(jnp.where(with_axes_of(left_out, rows), hole, rows), mask | left_out)
     return jnp.moveaxis(bits, front, axes)
 
 

@@ -276,6 +276,11 @@ def only(axes: Axes) -> int | None:
     return placed.pop() if len(placed) == 1 else None
 
 
+def with_axes_of(marks: jax.Array, x: jax.Array) -> jax.Array:
+    """Marks along the first axes of `x`, with as many axes as `x`."""
+    return marks.reshape(marks.shape + (1,) * (x.ndim - marks.ndim))
+
+
 def any_placed(axes: Axes) -> bool:
     """Whether some operand is placed."""
     return any(axis is not None for axis in axes)
