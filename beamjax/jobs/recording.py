@@ -124,7 +124,7 @@ class Recording:
 
 @contextlib.contextmanager
 def watched(
-    folder: JobFolder, monitor: Monitor, display: Display | None, kept: Recording | None
+    folder: JobFolder, monitor: Monitor, display: Display | None, recording: Recording | None
 ) -> Iterator[None]:
     """Runs a thread that writes and displays progress, and cancels the job on request.
 
@@ -132,7 +132,7 @@ def watched(
       folder: the folder of the job.
       monitor: the monitor of its run.
       display: displays the progress, if not None.
-      kept: records what a report needs, if not None.
+      recording: records what a report needs, if not None.
     """
     over = threading.Event()
 
@@ -142,18 +142,18 @@ def watched(
             folder.write_progress(progress)
             if folder.cancel_requested():
                 monitor.cancel()
-        if kept is not None:
-            kept.look(progress)
+        if recording is not None:
+            recording.look(progress)
         if display is not None:
             with contextlib.suppress(Exception):  # stderr may be closed
                 display.update(progress)
 
     def watch() -> None:
-        if kept is not None:  # so that a short run has samples, too
+        if recording is not None:  # so that a short run has samples, too
             for pause in SOON:
                 if over.wait(pause):
                     return
-                kept.look(monitor.progress())
+                recording.look(monitor.progress())
         while not over.wait(LOOK * folder.slowness):
             look()
 
