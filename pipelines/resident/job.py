@@ -302,15 +302,15 @@ class Pool:
             self._assign(left, tasks, done)
             arrived = self._collect(number, done, monitor)
             now = time.monotonic()
-            if arrived:
-                since = now  # waiting starts again, with short pauses
-                continue
             if now - looked > CHECK_SECONDS:
                 looked = now
                 look()
                 left.extend(self._lost(number, done))
                 self.check(self._died and not self._peers)
-            self.mailbox.wait(since)
+            if arrived:
+                since = now  # waiting starts again, with short pauses
+            else:
+                self.mailbox.wait(since)
         spent = sum(reply.seconds for reply in done.values())
         self._seconds[program.name] = spent / max(len(elements), 1)
         return [output for _, reply in sorted(done.items()) for output in reply.outputs]

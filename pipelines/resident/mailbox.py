@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import json
+import logging
 import queue
 import threading
 import time
@@ -55,6 +56,8 @@ MOST_PROGRAMS = 256
 LOST_SECONDS = 60.0
 """Seconds without a heartbeat after which workers end, since the launcher must be dead. On the same
 machine they end as soon as its process has ended."""
+
+_log = logging.getLogger("beamjax")
 
 
 @dataclass
@@ -141,14 +144,13 @@ class MemoryMailbox:
 
     programs: dict[str, bytes] = field(default_factory=dict)
     stopped: threading.Event = field(default_factory=threading.Event)
-    _new: list[Peer] = field(default_factory=list)
+    _new: queue.SimpleQueue[Peer] = field(default_factory=queue.SimpleQueue)
     _tasks: dict[str, queue.SimpleQueue[WorkerTask | None]] = field(default_factory=dict)
     _replies: dict[str, Reply] = field(default_factory=dict)
     _arrived: threading.Event = field(default_factory=threading.Event)
 
     def joined(self) -> list[Peer]:
-        new, self._new = self._new, []
-        return new
+        return [self._new.get() for _ in range(self._new.qsize())]
 
     def publish(self, program: Program) -> None:
         # Encoded, so that each worker has its own DoFns, as in Beam: they have state.
@@ -175,7 +177,7 @@ class MemoryMailbox:
         """Adds a worker, and returns its end."""
         worker = MemoryWorker(self)
         self._tasks[worker.name] = queue.SimpleQueue()
-        self._new.append(Peer(worker.name))
+        self._new.put(Peer(worker.name))
         self._arrived.set()
         return worker
 
@@ -271,7 +273,11 @@ class FileMailbox:
 
     def _keep_beating(self) -> None:
         while not self._stopped.wait(LAUNCHER_SECONDS):
-            self._beat()
+            try:
+                self._beat()
+            except Exception as error:  # whatever a file system raises
+                # Workers miss a heartbeat, but not the next ones.
+                _log.warning("beamjax: can't write the heartbeat to %s: %s", self.folder, error)
 
     def _beat(self) -> None:
         # Workers notice that the number changes: clocks of machines may differ.

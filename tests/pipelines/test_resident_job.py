@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from beamjax.errors import WorkerError
+from beamjax.errors import JobCancelledError, WorkerError
 from beamjax.pipelines.resident import job, mailbox
 
 
@@ -116,6 +116,42 @@ def test_a_task_of_a_dead_worker_goes_to_another_one_at_once(clock):
         program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
         assert pool.run(program, current, range(8), look, monitor) == list(range(8))
     assert [sent for sent in workers.sent if sent[0] == "c"] == [("c", 1, 0), ("c", 1, 1)]
+
+
+def test_a_pass_can_be_cancelled_while_replies_arrive(clock):
+    class Busy(Workers):
+        def reply(self, peer):
+            self.clock.now += 0.3
+            return super().reply(peer)
+
+        def wait(self, since):
+            raise AssertionError("there is always a reply")
+
+    def cancel():
+        raise JobCancelledError("now")
+
+    pool = job.Pool(Busy(clock, set()), lambda died: None)
+    monitor = SimpleNamespace(reported=lambda *_: None)
+    program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
+    with pytest.raises(JobCancelledError):
+        pool.run(program, current, range(8), cancel, monitor)
+
+
+def test_heartbeats_go_on_after_one_that_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(mailbox, "LAUNCHER_SECONDS", 0.02)
+    (tmp_path / "rounds").mkdir()
+    launcher = mailbox.FileMailbox(str(tmp_path / "rounds"), b"secret")
+    try:
+        (tmp_path / "rounds").rename(tmp_path / "unreachable")
+        time.sleep(0.2)
+        (tmp_path / "unreachable").rename(tmp_path / "rounds")
+        seen = (tmp_path / "rounds" / "launcher").read_bytes()
+        deadline = time.monotonic() + 60
+        while (tmp_path / "rounds" / "launcher").read_bytes() == seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        launcher.stop()
 
 
 LAUNCHER = """
