@@ -14,6 +14,15 @@ then the second one, and so on. A test that fails without the mutant too is left
 the mutants that survive, with the changed line, and the share of each group that was killed. The
 same tree, seed and number give the same mutants.
 
+Changes that no test should find are not drawn:
+
+- in a `raise` statement, in `warnings.warn` and in calls of a logger, where it mostly changes a
+  message
+- in the `strict=` of a `zip`
+- by one, of a multiple of 100, of a `timeout=` or of an argument of `sleep`, since such numbers
+  mostly are tuning constants
+- from `<` to `<=`, or the reverse, in a comparison that reads a clock
+
 Needs Python 3.12 and `pip install -e '.[test,benchmarks]'`. Works on copies of the tree.
 """
 
@@ -80,6 +89,10 @@ OPERATORS = [
 ]
 """Of cosmic-ray. Left out are those that mostly change annotations or messages."""
 
+MESSAGES = {"warn", "warning", "info", "debug"}
+CLOCKS = {"time", "monotonic", "perf_counter", "process_time"}
+BOUNDARIES = {f"ReplaceComparisonOperator_{c}" for c in ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt")}
+
 TEST_SECONDS = 120.0
 """Recorded seconds of tests that a mutant runs at most."""
 START_SECONDS = 60.0
@@ -132,10 +145,31 @@ def _functions(source: str) -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
+def _calls(node: ast.AST, names: set[str]) -> bool:
+    """Whether a node is a call of a method, or of a function of a module, with one of the names."""
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", None) in names
+
+
+def _has_no_effect(operator: str, node: ast.AST) -> bool:
+    """Whether changes by an operator in a node are not drawn; see the top of this file."""
+    if isinstance(node, ast.Raise) or _calls(node, MESSAGES):
+        return True
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return True
+    if operator in BOUNDARIES and isinstance(node, ast.Compare):
+        return any(_calls(part, CLOCKS) for part in ast.walk(node))
+    if operator != "NumberReplacer":
+        return False
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value >= 100 and node.value % 100 == 0
+    return _calls(node, {"sleep"}) or (isinstance(node, ast.keyword) and node.arg == "timeout")
+
+
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of the bodies of a file's functions."""
+    """The mutants of the bodies of a file's functions."""
     source = path.read_text()
-    tree, functions, lines = get_ast(source), _functions(source), source.splitlines()
+    tree, functions = get_ast(source), _functions(source)
+    python: list[Any] = [node for node in ast.walk(ast.parse(source)) if hasattr(node, "lineno")]
     starts = [first for first, _, _ in functions]
     file = path.relative_to(ROOT).as_posix()
 
@@ -147,11 +181,17 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     everything = list(nodes(tree))  # In the order in which cosmic-ray counts.
     for name in OPERATORS:
         operator, occurrence = _operator(name), 0
+        left_out = [
+            ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+            for node in python
+            if _has_no_effect(name, node)
+        ]
         for node in everything:
-            for (line, _), _ in operator.mutation_positions(node):
+            for position, _ in operator.mutation_positions(node):
+                line = position[0]
                 inside = [f for f in functions[: bisect.bisect(starts, line)] if f[1] >= line]
-                # The innermost function starts last. A zip that is not strict is only a lost check.
-                if inside and "strict=" not in lines[line - 1]:
+                # The innermost function starts last.
+                if inside and not any(first <= position < end for first, end in left_out):
                     yield Mutant(file, line, name, occurrence, f"{file}:{inside[-1][2]}")
                 occurrence += 1
 
