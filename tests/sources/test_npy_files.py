@@ -175,10 +175,9 @@ def test_files_are_mapped_once_for_all_threads_and_not_too_many(tmp_path, monkey
     with ThreadPoolExecutor(8) as pool:
         reads = list(pool.map(lambda i: int(source.read(i, i + 10)[0][0]), range(900)))
     assert (len(count), reads) == (1, list(range(900)))
-    monkeypatch.setattr(npy_source, "_MAX_MAPPED", 3)
+    monkeypatch.setattr(npy_source._MAPPED, "limit", 3)
     paths = save_npy(tmp_path, {f"x{i}": np.full(N, i) for i in range(6)})
     assert [int(array[0]) for array in bj.from_npy(paths).read(0, 1)] == list(range(6))
-    assert len(npy_source._MAPPED) == 3
     first = npy_source.map_file(paths["x0"])
     for name in ("x1", "x0", "x2", "x0", "x3", "x0"):
         again = npy_source.map_file(paths[name])

@@ -5,7 +5,6 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import glob
@@ -13,7 +12,6 @@ import math
 import os
 import re
 import struct
-import threading
 import tokenize
 import zipfile
 from collections.abc import Sequence
@@ -44,6 +42,7 @@ from beamjax.sources.source_base import (
     starts_of,
 )
 from beamjax.storage.dtypes import FLOAT0
+from beamjax.storage.shared_cache import SharedCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,10 +395,8 @@ def restored(stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 # --- maps of files
 
-_MAPPED: collections.OrderedDict[tuple[str, str, int, str], np.ndarray] = collections.OrderedDict()
-_MAPPED_LOCK = threading.Lock()
-_MAX_MAPPED = 128
-"""Files that stay mapped. Each map holds a file descriptor."""
+_MAPPED: SharedCache[np.ndarray] = SharedCache(128, lambda _: 1)
+"""Mapped files, at most 128. Each map holds a file descriptor."""
 
 
 def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.ndarray:
@@ -421,21 +418,11 @@ def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.nda
             status = os.stat(file)
         except (OSError, ValueError) as error:
             raise _cannot_open(file, error) from error
-        key = (file, name, status.st_size, str(status.st_mtime_ns))
+        nbytes, changed = status.st_size, str(status.st_mtime_ns)
     else:
-        key = (file, name, stamp.nbytes, stamp.stamp)
-    with _MAPPED_LOCK:
-        if key in _MAPPED:
-            _MAPPED.move_to_end(key)
-            return _MAPPED[key]
-    # Without the lock, so that slow file systems do not block other files. Two threads may map a
-    # file at the same time; the second map replaces the first.
-    array = _zipped_array(file, name) if name else _npy_array(file, key[2])
-    with _MAPPED_LOCK:
-        _MAPPED[key] = array
-        while len(_MAPPED) > _MAX_MAPPED:
-            _MAPPED.popitem(last=False)
-    return array
+        nbytes, changed = stamp.nbytes, stamp.stamp
+    load = lambda: _zipped_array(file, name) if name else _npy_array(file, nbytes)
+    return _MAPPED.get((file, name, nbytes, changed), load)
 
 
 def _npy_array(file: str, nbytes: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +9,9 @@ from beamjax.errors import PlacementError, SourceError
 from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look
 from beamjax.sources.records.record_source import Counted, RecordSource
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
+from beamjax.storage.shared_cache import SharedCache
 
 CALLER = "from_array_record"
-MAX_OPEN = 64
-"""Most files that are open in a process at a time; each has its index in memory."""
 
 
 class ArrayRecordSource(RecordSource, kind="array-record"):
@@ -91,17 +88,15 @@ def _read_records(counted: Counted, first: int, last: int) -> list[bytes]:
         ) from error
 
 
+_READERS: SharedCache[Any] = SharedCache(64, lambda _: 1)
+"""Open files, at most 64; each has its index in memory."""
+
+
 def _opened(file: DataFile) -> Any:
     """A reader, which threads may share: the calls here do not change its state."""
-    # `lru_cache` alone would open the file in several threads at the same time.
-    with _LOCK:
-        return _reader(file)
+    return _READERS.get(file, lambda: _reader(file))
 
 
-_LOCK = threading.Lock()
-
-
-@functools.lru_cache(MAX_OPEN)
 def _reader(file: DataFile) -> Any:
     try:
         from array_record.python import array_record_module

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import abc
-import bisect
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from beamjax.sources.arrays.data_files import DataFile
+from beamjax.sources.block_source import blocks_of, ends_of
 from beamjax.sources.records.tf_example import ExampleParser
 from beamjax.sources.source_base import (
     Count,
@@ -50,7 +49,7 @@ class RecordSource(HoldsLeaves):
         if not files:
             raise ValueError("found no files")
         self._files = tuple(files)
-        self._ends = list(itertools.accumulate(count for _, count in self._files))
+        self._ends = ends_of([count for _, count in self._files])
         self._names = tuple(names)
         self._parser = ExampleParser(names, leaves)
 
@@ -68,22 +67,17 @@ class RecordSource(HoldsLeaves):
 
     @functools.cached_property
     def file_starts(self) -> tuple[int, ...]:
-        return starts_of(self._ends, len(self))
+        return starts_of(map(int, self._ends), len(self))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
         records: list[bytes] = []
-        number = bisect.bisect_right(self._ends, start)
-        while len(records) < stop - start:
-            count = self._files[number][1]
-            base = self._ends[number] - count
-            first, last = start + len(records) - base, min(stop - base, count)
-            if first < last:
-                records += self.records(number, first, last)
-            number += 1
+        for file in blocks_of(self._ends, start, stop):
+            low, high = max(start, file.first), min(stop, file.last)
+            records += self.records(file.number, low - file.first, high - file.first)
         return self._parser.parse(records, lambda place: self._where(start + place))
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
@@ -97,9 +91,8 @@ class RecordSource(HoldsLeaves):
 
     def _where(self, member: int) -> str:
         """The name of a member in messages."""
-        number = bisect.bisect_right(self._ends, member)
-        file, count = self._files[number]
-        return f"{file.path}, record {member - (self._ends[number] - count)}"
+        (found,) = blocks_of(self._ends, member, member + 1)
+        return f"{self._files[found.number][0].path}, record {member - found.first}"
 
 
 def check_features(names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
