@@ -6,21 +6,18 @@ Specs of sources are read from files, so they may name only functions that are m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from beamjax.errors import BeamjaxError, SourceError, StructureError
+from beamjax.storage.shared_cache import SharedCache
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 _MARK = "_beamjax_opens_dataset"
-MAX_OPEN = 16
-"""Most datasets that are open in a process at a time."""
 
 
 def opens_dataset(function: T) -> T:
@@ -93,9 +90,8 @@ class OpenedBy:
         Raises:
           SourceError: the function is not found, is not marked, or fails.
         """
-        # `lru_cache` alone would call the function in several threads at the same time.
-        with _LOCK:
-            return _opened(self.module, self.name, self._arguments())
+        key = self.module, self.name, self._arguments()
+        return _DATASETS.get(key, lambda: _opened(*key))
 
     def _arguments(self) -> str:
         try:
@@ -114,10 +110,10 @@ class OpenedBy:
         return f"{self.module}:{self.name}"
 
 
-_LOCK = threading.RLock()  # Reentrant: a function may open other datasets.
+_DATASETS: SharedCache[Any] = SharedCache(16, lambda _: 1)
+"""Open datasets of this process, at most 16."""
 
 
-@functools.lru_cache(MAX_OPEN)
 def _opened(module: str, name: str, arguments: str) -> Any:
     where = f"{module}:{name}"
     try:

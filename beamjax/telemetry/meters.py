@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import socket
@@ -19,6 +18,7 @@ from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.plan.shard import Shard
 from beamjax.sources.padding import padding_bytes
+from beamjax.storage.shared_cache import SharedCache
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
     MOST_EVENTS,
@@ -35,8 +35,6 @@ from beamjax.telemetry.timeline import Moments
 
 EVERY = 1.0
 """Seconds between two records of a worker, and so the longest time to notice a cancellation."""
-MAX_RECORDERS = 64
-"""Largest number of pipelines with a recorder in a process; the oldest recorder is removed."""
 
 
 @dataclass(frozen=True)
@@ -285,8 +283,8 @@ def _extend(ranges: list[Range], start: int, stop: int) -> None:
         ranges.append((start, stop, 1))
 
 
-_recorders: collections.OrderedDict[Reports, Recorder] = collections.OrderedDict()
-_making = threading.Lock()
+_recorders: SharedCache[Recorder] = SharedCache(64, lambda _: 1)
+"""Recorders of the pipelines in which this process works, at most 64."""
 _collectors = threading.local()
 
 
@@ -316,9 +314,4 @@ def recorder_for(reports: Reports | None) -> Listener | None:
     collector: Listener | None = getattr(_collectors, "current", None)
     if collector is not None or reports is None:
         return collector
-    with _making:
-        if reports not in _recorders:
-            _recorders[reports] = Recorder(reports)
-            if len(_recorders) > MAX_RECORDERS:
-                _recorders.popitem(last=False)
-        return _recorders[reports]
+    return _recorders.get(reports, lambda: Recorder(reports))
