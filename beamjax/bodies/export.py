@@ -228,9 +228,9 @@ def load_body(
     loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)
     with _loading:
         if loaded in _loaded:
-            counts.bodies_reused += 1
+            counts().bodies_reused += 1
         else:
-            counts.bodies_loaded += 1
+            counts().bodies_loaded += 1
             if platform not in body.artefacts:
                 raise WorkerError(
                     f"{body.name}: this process computes on {platform!r}, but the body was "

@@ -11,19 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.depth = 0
+from beamjax.bodies.counts import counts
 
 
-_local = _Local()
+class _Depth(threading.local):
+    depth = 0
 
 
-def transfer_seconds() -> float:
-    """Seconds in which this thread has moved values. Only differences have a meaning."""
-    return _local.seconds
+_local = _Depth()
 
 
 @contextlib.contextmanager
@@ -36,7 +31,7 @@ def transferring() -> Iterator[None]:
     finally:
         _local.depth -= 1
         if not _local.depth:
-            _local.seconds += time.perf_counter() - begun
+            counts().transfer += time.perf_counter() - begun
 
 
 def is_copied(device: jax.Device | None) -> bool:

@@ -160,7 +160,7 @@ class CachedShards:
         if types != self._types or type(meta.get("left_out")) is not int:
             _log.warning("cache: the arrays in %s are not of the types of this pass", address)
             return None
-        counts.shards_cached += 1
+        counts().shards_cached += 1
         return Computed([], partials_of(self._step, arrays), meta["left_out"])
 
     @property

@@ -294,7 +294,7 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
     """Puts a server value on a device; a `jax.Array` is returned as it is."""
     if isinstance(value, jax.Array):
         return value
-    counts.broadcasts += 1
+    counts().broadcasts += 1
     return jax.device_put(value, device)
 
 

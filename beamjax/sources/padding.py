@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from beamjax._text import human_bytes
+from beamjax.bodies.counts import counts
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
 from beamjax.sources.source_base import MASK, LeafSpec, Source
@@ -158,19 +158,6 @@ SAMPLED_SHARDS = 64
 """Number of shards that are sampled to estimate the padding of all."""
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-
-_local = _Local()
-
-
-def padding_bytes() -> int:
-    """Bytes of padding that this thread has read since it started; callers take differences."""
-    return _local.nbytes
-
-
 def count_padding(
     leaves: Sequence[LeafSpec], arrays: Sequence[np.ndarray], used: Sequence[int], mask: int
 ) -> None:
@@ -186,7 +173,7 @@ def count_padding(
     short = rows.size - int(np.count_nonzero(rows))
     for number in used:
         if leaves[number].ragged and short:
-            _local.nbytes += arrays[number].nbytes * short // rows.size
+            counts().bytes_padding += arrays[number].nbytes * short // rows.size
 
 
 def mask_of(source: Source) -> int | None:

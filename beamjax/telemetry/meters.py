@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax.bodies.compile_time import compile_clock
+from beamjax.bodies import compile_time as _compile_time  # noqa: F401  (counts compilations)
 from beamjax.bodies.counts import counts
-from beamjax.bodies.transfer_time import transfer_seconds
 from beamjax.errors import JobCancelledError
 from beamjax.plan.shard import Shard
-from beamjax.sources.padding import padding_bytes
 from beamjax.storage.shared_cache import SharedCache
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
@@ -147,18 +145,18 @@ class Meter:
 
         Compilation and transfers in that time are counted separately.
         """
-        readings, last, laps = _readings(), self._last, self._laps
-        passed = readings[0] - last[0]
-        moving = min(readings[1] - last[1], passed)
-        making = min(readings[2] - last[2], passed - moving)
+        last, before, laps = *self._last, self._laps
+        now, found = self._last = _readings()
+        passed = now - last
+        moving = min(found["transfer"] - before["transfer"], passed)
+        making = min(found["compile"] - before["compile"], passed - moving)
         laps["transfer"] += moving
         laps["compile"] += making
         laps[name] += passed - making - moving
         laps["bytes_read"] += nbytes
-        if readings[3:] != last[3:]:
-            for kind, now, then in zip(COUNTED, readings[3:], last[3:], strict=True):
-                laps[kind] += now - then
-        self._last = readings
+        if found != before:
+            for kind in COUNTED:
+                laps[kind] += found[kind] - before[kind]
 
     @property
     def seconds(self) -> float:
@@ -196,19 +194,13 @@ COUNTED = (
     "bytes_padding", "executables", "cache_hits", "cache_misses",
     "bodies_loaded", "bodies_reused", "broadcasts", "shards_cached",
 )  # fmt: skip
-"""Counters of a thread, by the names of their fields in `Tally`, in the order of `_readings`."""
+"""The counters that `Counts` and `Tally` have in common."""
 _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fromkeys(SECONDS, 0.0)
 
 
-def _readings() -> tuple[Any, ...]:
-    """The clock, the seconds of transfers and compilation of this thread, and its counters."""
-    clock = compile_clock()
-    return (
-        time.perf_counter(), transfer_seconds(), clock.seconds,
-        padding_bytes(), clock.executables, clock.cache_hits, clock.cache_misses,
-        counts.bodies_loaded, counts.bodies_reused, counts.broadcasts,
-        counts.shards_cached,
-    )  # fmt: skip
+def _readings() -> tuple[float, dict[str, Any]]:
+    """The clock, and a copy of the counts of this thread."""
+    return time.perf_counter(), vars(counts()).copy()
 
 
 class Recorder(Listener):

@@ -22,7 +22,8 @@ from typing import TypeVar
 import jax
 
 from beamjax import _compat
-from beamjax.bodies.compile_time import compile_clock
+from beamjax.bodies import compile_time as _compile_time  # noqa: F401  (counts compilations)
+from beamjax.bodies.counts import counts
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
@@ -135,9 +136,9 @@ class AtWork:
         self.thread = threading.get_ident()
         self._slot = self.table.begin(self)
         if self.limit is not None:
-            self._clock = compile_clock()
-            self._clock.since = None
-            self._compiled = self._clock.seconds
+            self._counts = counts()
+            self._counts.compiles_since = None
+            self._compiled = self._counts.compile
             self._began = time.monotonic()
             _watch(self)
 
@@ -156,7 +157,9 @@ class AtWork:
     def is_late(self, share: float = 1.0) -> bool:
         """Whether this has taken longer than a share of its limit; any thread may call this."""
         spent = time.monotonic() - self._began
-        return spent - (self._clock.now() - self._compiled) > share * (self.limit or 0.0)
+        return spent - (self._counts.compile_so_far() - self._compiled) > share * (
+            self.limit or 0.0
+        )
 
     def error(self, others: Sequence[AtWork] = ()) -> BeamjaxError:
         """The error that this takes too long, which also lists other activities."""
