@@ -29,7 +29,7 @@ from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
-from beamjax.telemetry.timeline import MOST, Timeline, thinned
+from beamjax.telemetry.timeline import MOST, Timeline
 
 LOOK = 0.5
 """Seconds between two reads of the records of workers."""
@@ -228,7 +228,9 @@ def curves(plan: Plan, result: Any) -> Iterator[Curve]:
             continue
         if leaf.shape[0] not in lengths or not jax.numpy.issubdtype(leaf.dtype, np.floating):
             continue
-        places, values = thinned(np.asarray(leaf).astype(np.float64).tolist(), MOST)
+        count = leaf.shape[0]
+        rounds = np.linspace(0, count - 1, min(count, MOST)).round().astype(int)
+        values = np.asarray(leaf)[rounds].astype(np.float64).tolist()
         where = f"result{jax.tree_util.keystr(path)}"
         known = tuple(value if math.isfinite(value) else None for value in values)
-        yield Curve(where, tuple(places), known, leaf.shape[0])
+        yield Curve(where, tuple(rounds.tolist()), known, count)

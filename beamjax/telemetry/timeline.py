@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from beamjax.telemetry.progress import SECONDS, Progress
@@ -19,46 +19,6 @@ COLUMNS = (
 
 Samples = Mapping[str, tuple[float, ...]]
 """A column of numbers for each of `COLUMNS`, all of one length."""
-
-
-class Timeline:
-    """Samples of the progress of a run, at even intervals.
-
-    Args:
-      most: the largest number of samples; a full list drops every second one.
-    """
-
-    def __init__(self, most: int = MOST):
-        self._most = most
-        self._kept: list[tuple[float, ...]] = []
-        self._last: tuple[float, ...] | None = None
-        self._apart = 0.0
-
-    def add(self, progress: Progress) -> None:
-        """Adds a sample if the last one in the list is old enough; otherwise it only replaces the
-        newest one."""
-        sample = _sample(progress)
-        self._last = sample
-        if self._kept and sample[0] - self._kept[-1][0] < self._apart:
-            return
-        self._kept.append(sample)
-        if len(self._kept) >= self._most:
-            self._kept = self._kept[::2]
-            self._apart = (self._kept[-1][0] - self._kept[0][0]) / len(self._kept)
-
-    @property
-    def samples(self) -> dict[str, tuple[float, ...]]:
-        """All samples."""
-        rows = list(self._kept)
-        if self._last is not None and rows[-1] is not self._last:
-            rows.append(self._last)
-        return {name: tuple(row[i] for row in rows) for i, name in enumerate(COLUMNS)}
-
-
-def _sample(progress: Progress) -> tuple[float, ...]:
-    done = progress.done
-    found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
-    return tuple(round(value, 4) for value in found)
 
 
 T = TypeVar("T")
@@ -92,6 +52,37 @@ class Moments(Generic[T]):
         return tuple(self._kept)
 
 
+class Timeline:
+    """Samples of the progress of a run, at even distances, and the newest one.
+
+    Args:
+      most: the largest number of samples, see `Moments`.
+    """
+
+    def __init__(self, most: int = MOST):
+        self._sampled: Moments[tuple[float, ...]] = Moments(most)
+        self._last: tuple[float, ...] | None = None
+
+    def add(self, progress: Progress) -> None:
+        """Adds a sample; the caller does so at even intervals of time."""
+        self._last = _sample(progress)
+        self._sampled.add(self._last)
+
+    @property
+    def samples(self) -> dict[str, tuple[float, ...]]:
+        """All samples."""
+        rows = list(self._sampled.times)
+        if self._last is not None and rows[-1] is not self._last:
+            rows.append(self._last)
+        return {name: tuple(row[i] for row in rows) for i, name in enumerate(COLUMNS)}
+
+
+def _sample(progress: Progress) -> tuple[float, ...]:
+    done = progress.done
+    found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
+    return tuple(round(value, 4) for value in found)
+
+
 class Checksums:
     """Checksums of the first server values that a run computes, in their order.
 
@@ -108,16 +99,3 @@ class Checksums:
         self.found[f"{step}:{value}"] = checksum
         # `diff` looks for the first difference of two runs, so later values can be left out.
         self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS
-
-
-def thinned(values: Iterable[float], most: int) -> tuple[list[int], list[float]]:
-    """Thins values evenly to at most `most`, with the first and the last.
-
-    Returns:
-      The indices of the remaining values, and the values.
-    """
-    whole = list(values)
-    if len(whole) <= most:
-        return list(range(len(whole))), whole
-    places = [round(i * (len(whole) - 1) / (most - 1)) for i in range(most)]
-    return places, [whole[i] for i in places]

@@ -27,7 +27,7 @@ from beamjax.plan.dropping import Dropped
 from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import NOT_CHECKED, Progress, Tally
-from beamjax.telemetry.timeline import COLUMNS, Moments, Timeline, thinned
+from beamjax.telemetry.timeline import COLUMNS, Moments, Timeline
 
 N = 24
 X = np.arange(N, dtype=np.float32)
@@ -183,14 +183,17 @@ def test_secrets_among_options_are_not_shown():
     assert shown_options(parse_options(None)) == {}
 
 
-def test_curves_are_floats_of_the_length_of_a_loop():
+def test_curves_are_floats_of_the_length_of_a_loop(monkeypatch):
     result = {
         "loss": jnp.array([1, jnp.nan, 3, jnp.inf, 5], jnp.bfloat16), "ints": jnp.arange(5),
         "long": jnp.ones(6), "wide": jnp.ones((5, 1)), "scalar": jnp.float32(1), "not": "x",
         "keys": jax.random.split(jax.random.key(0), 5),
     }  # fmt: skip
-    (found,) = curves(plan_of(descend, jnp.float32(1), X), result)
+    plan = plan_of(descend, jnp.float32(1), X)
+    (found,) = curves(plan, result)
     assert found == Curve("result['loss']", (0, 1, 2, 3, 4), (1.0, None, 3.0, None, 5.0), 5)
+    monkeypatch.setattr(recording, "MOST", 3)
+    assert list(curves(plan, result)) == [Curve("result['loss']", (0, 2, 4), (1.0, 3.0, 5.0), 5)]
 
 
 def test_damaged_records_are_clear_errors(tmp_path):
@@ -260,16 +263,6 @@ def test_moments_are_every_so_many(count, most):
     assert count < most or len(found) >= most // 2
     if count:
         assert found[0] == 0
-
-
-@given(st.lists(st.floats(allow_nan=False), max_size=60), st.integers(2, 20))
-def test_thinned_values_are_those_of_their_places(values, most):
-    places, left = thinned(values, most)
-    assert left == [values[i] for i in places]
-    assert len(places) == min(len(values), most)
-    assert places == sorted(set(places))
-    if values:
-        assert (places[0], places[-1]) == (0, len(values) - 1)
 
 
 # --- the page
