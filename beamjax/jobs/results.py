@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies.export import key_impl, unwrap, with_weak_type, with_x64, wrap
-from beamjax.errors import ArrayFormatError
+from beamjax.errors import ArrayFormatError, JobError
 from beamjax.runtime.materialized_outputs import open_placed
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
@@ -32,8 +32,11 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
     leaves, treedef = jax.tree_util.tree_flatten(value)
     types = tuple(map(_leaf_type, leaves))
     leaves = [np.empty(0) if isinstance(leaf, Placed | KeyedTable) else leaf for leaf in leaves]
-    record = to_plain(_ResultRecord(types, x64, treedefs.tree_to_json(treedef)))
-    folder.write_result([np.asarray(unwrap(leaf)) for leaf in leaves], record)
+    for number, leaf in enumerate(leaves):
+        folder.write_leaf(number, np.asarray(unwrap(leaf)))
+    # Written last: a result with a record is whole.
+    record = _ResultRecord(types, x64, treedefs.tree_to_json(treedef))
+    folder.write("result", to_plain(record))
 
 
 @dataclass(frozen=True)
@@ -83,21 +86,21 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
       StructureError: the folder does not describe the structure, or `like` has another one.
       JobError, ArrayFormatError, SourceError: a file was removed or changed.
     """
-    arrays, record = folder.result()
-    path = folder.record_path("result")
+    record, path = folder.read("result"), folder.record_path("result")
+    if record is None:
+        raise JobError(f"{folder.path}: the job is done, but its result was removed")
     found = from_plain(_ResultRecord, record, path)
     if like is not None:
-        treedef = treedefs.like(like, len(arrays))
+        treedef = treedefs.like(like, len(found.types))
     else:
         treedef = treedefs.tree_from_json(found.tree, path)
-    if not treedef.num_leaves == len(arrays) == len(found.types):
+    if treedef.num_leaves != len(found.types):
         raise ArrayFormatError(
-            f"{path}: found a tree of {treedef.num_leaves} leaves with {len(found.types)} types "
-            f"for {len(arrays)} arrays"
+            f"{path}: found a tree of {treedef.num_leaves} leaves, expected {len(found.types)}, "
+            "one for each type"
         )
-    leaves = [
-        _leaf(array, kind, found.x64, path) for array, kind in zip(arrays, found.types, strict=True)
-    ]
+    kinds = enumerate(found.types)
+    leaves = [_leaf(folder.leaf(number), kind, found.x64, path) for number, kind in kinds]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 

@@ -10,12 +10,13 @@ import os
 import socket
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 from beamjax import errors
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure
 from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.schema import from_plain, to_plain
 
 SUFFIX = ".record"
 MAX_TEXT = 16_000
@@ -43,29 +44,6 @@ def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
         raise ArrayFormatError(f"{path}: {error}") from None
 
 
-def checked(record: dict[str, Any], types: dict[str, Any], path: str) -> dict[str, Any]:
-    """The fields of a record with these names, after a check of their types.
-
-    Args:
-      record: the record as it was read. Other fields are left out.
-      types: a type, or a tuple of types, for each name. A bool does not count as an int.
-      path: the path of the record, for the message.
-
-    Raises:
-      ArrayFormatError: a field is missing or has another type.
-    """
-    for name, kind in types.items():
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if name not in record or type(record[name]) not in kinds:
-            found = f"{record[name]!r:.200}" if name in record else "nothing"
-            expected = " or ".join(kind.__name__ for kind in kinds)
-            raise ArrayFormatError(
-                f"{path}: found {found} as {name!r}, expected {expected}; the file was not "
-                "written by this version of beamjax"
-            )
-    return {name: record[name] for name in types}
-
-
 # --- errors
 
 
@@ -86,29 +64,24 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     known = getattr(error, "failure", None) or Failure(step)
     text = "".join(traceback.format_exception(error))
     kinds = (kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
-    return asdict(known) | {
+    found: dict[str, Any] = to_plain(known)
+    return found | {
         # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
         # The hint how to replay the shard depends on the process that reads the record.
         "message": str(error).removesuffix(getattr(error, "replay_hint", "")).rstrip()[:MAX_TEXT],
-        "members": list(known.members) if known.members else None,
         "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",
         "traceback": known.traceback or text[-MAX_TEXT:],
         "time": known.time or time.time(),
     }
 
 
-_ERROR_FIELDS: dict[str, Any] = {
-    "type": str,
-    "message": str,
-    "step": str,
-    "shard": (int, type(None)),
-    "members": (list, type(None)),
-    "worker": str,
-    "traceback": str,
-    "time": float,
-    "others": int,
-}
+@dataclass(frozen=True)
+class _Raised:
+    """The fields of a record of an error that are not those of its `Failure`."""
+
+    type: str
+    message: str
 
 
 def error_of(
@@ -124,14 +97,13 @@ def error_of(
     Raises:
       ArrayFormatError: the record is not one that `error_record` makes.
     """
-    found = checked(record, _ERROR_FIELDS, path)
-    kind, message, members = (found.pop(name) for name in ("type", "message", "members"))
-    failure = Failure(**found, members=tuple(members) if members else None)
-    made = getattr(errors, kind, None)
+    found = from_plain(_Raised, record, path)
+    failure = from_plain(Failure, record, path)
+    made = getattr(errors, found.type, None)
     if isinstance(made, type) and issubclass(made, BeamjaxError):
-        error = made(message)
+        error = made(found.message)
     else:
         where = f"step {failure.step!r}: " if failure.step else ""
-        error = otherwise(f"{where}{kind}: {message}")
+        error = otherwise(f"{where}{found.type}: {found.message}")
     error.failure = failure
     return error

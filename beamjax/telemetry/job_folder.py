@@ -304,29 +304,18 @@ class JobFolder:
 
     # --- the result
 
-    def write_result(self, leaves: Sequence[np.ndarray], record: dict[str, Any]) -> None:
-        """Writes the leaves of a result, and then the record that describes them."""
-        for number, leaf in enumerate(leaves):
-            path = files.join(self.path, f"result-{number}.arrays")
-            self._write(path, encode_array(leaf))
-        self.write("result", record | {"count": len(leaves)})
+    def write_leaf(self, number: int, leaf: np.ndarray) -> None:
+        """Writes a leaf of the result."""
+        self._write(self._leaf_path(number), encode_array(leaf))
 
-    def result(self) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Undoes `write_result`.
+    def leaf(self, number: int) -> np.ndarray:
+        """A leaf of the result.
 
         Raises:
-          JobError: there is no result.
-          ArrayFormatError: a file is damaged.
-          SourceError: a file is missing.
+          ArrayFormatError: the file is damaged.
+          SourceError: the file is missing.
         """
-        record = self.read("result")
-        if record is None:
-            raise JobError(f"{self.path}: the job is done, but its result was removed")
-        count = records.checked(record, {"count": int}, self.record_path("result"))["count"]
-        return [self._leaf(number) for number in range(count)], record
-
-    def _leaf(self, number: int) -> np.ndarray:
-        path = files.join(self.path, f"result-{number}.arrays")
+        path = self._leaf_path(number)
         try:
             data = files.read(path)
         except Exception as error:
@@ -335,6 +324,9 @@ class JobFolder:
             return decode_array(data)
         except ArrayFormatError as error:
             raise ArrayFormatError(f"{path}: {error}") from None
+
+    def _leaf_path(self, number: int) -> str:
+        return files.join(self.path, f"result-{number}.arrays")
 
     # --- the end
 
