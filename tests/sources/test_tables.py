@@ -1,6 +1,7 @@
 """Files of tables, of Parquet and of Arrow: the rows that were written, read once."""
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -409,6 +410,15 @@ def test_dictionaries_over_batches_and_streams(tmp_path):
     refused(SourceError, message, bj.from_arrow, tmp_path / "y.arrow")
 
 
+def test_a_cached_block_of_a_file_that_has_changed_is_not_used(form, tmp_path):
+    path = save(form, tmp_path / "x", pa.table({"x": [1, 2]}))
+    source = form.read(path, "x")
+    assert_reads(source, np.array([1, 2]))
+    save(form, tmp_path / "x", pa.table({"x": [3, 4]}))
+    os.utime(path, (1, 1))  # The clock of some file systems is coarse.
+    refused(SourceError, "the file was changed", source.read, 0, 2)
+
+
 def test_missing_numbers_and_times_by_choice(form, tmp_path):
     stamps = np.array(["2020-01-01T00:00:00.5", "1969-12-31"], "M8[ns]")
     columns = pa.table(
@@ -419,15 +429,19 @@ def test_missing_numbers_and_times_by_choice(form, tmp_path):
             "t": pa.array(stamps),
             "d": pa.array([None, 3], pa.date32()),
             "r": pa.array([[1], [None, 3]]),
+            "b": pa.array([None, True]),
+            "c": pa.array([5, None]).dictionary_encode(),
+            "n": pa.array([[1], None]),
         }
     )
     path = save(form, tmp_path / "x", columns)
-    numbers = ["f", "i", "l"]
+    numbers = ["c", "f", "i", "l"]
     refused(SourceError, "found null.*fill_null=0", form.read(path, numbers).read, 0, 2)
     refused(StructureError, "times=True", form.read, path, ["t"])
     for fill in (-1, 0):
         source = form.read(path, [*numbers, "t", "d"], fill_null=fill, times=True)
         tree = {
+            "c": np.array([5, fill]),
             "d": np.array([fill, 3], np.int32),
             "f": np.array([fill, 2.5]),
             "i": np.array([7, fill], np.int16),
@@ -441,5 +455,13 @@ def test_missing_numbers_and_times_by_choice(form, tmp_path):
     source = form.read(path, "f", fill_null=np.nan)
     assert_reads(open_spec(source.to_spec()), np.array([np.nan, 2.5]))
     source = form.read(path, "i", fill_null=0.5)
-    refused(SourceError, "x: cannot read.*fill_null=0.5", source.read, 0, 2)
+    refused(SourceError, "column 'i': found fill_null=0.5.*int16", source.read, 0, 2)
+    assert_reads(form.read(path, "b", fill_null=0), np.array([False, True]))
+    refused(SourceError, "fill_null=-1.*bool", form.read(path, "b", fill_null=-1).read, 0, 2)
+    message = r"found null.*expected a list<.*> in each row, which fill_null does not replace"
+    refused(SourceError, message, form.read(path, "n", fill_null=0).read, 0, 2)
+    columns = pa.table({"s": pa.array([{"a": 1}])})
+    with pytest.raises(StructureError) as failed:
+        form.read(save(form, tmp_path / "y", columns))
+    assert str(failed.value).endswith("Write it as numbers.")
     refused(StructureError, "fill_null: found 'a'", form.read, path, "i", fill_null="a")

@@ -247,8 +247,9 @@ def readable(path: str, expected: str = "") -> Iterator[None]:
             f"{expected or 'a file'} that {_SEEN}."
         ) from error
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        text = " ".join(str(error).split())  # Those of Arrow have several lines.
         raise SourceError(
-            f"{path}: cannot read ({type(error).__name__}: {error}); expected "
+            f"{path}: cannot read ({type(error).__name__}: {text}); expected "
             f"{expected or 'a file'} that {_SEEN}."
         ) from error
 

@@ -192,18 +192,15 @@ class _Rows:
         """Converts an array, the items of which are below `depth` axes, `each` of them in a row."""
         import pyarrow.types as types
 
+        if types.is_dictionary(array.type):
+            return self.values(array.dictionary_decode(), depth, each)
         if is_time(array.type):
             array = array.view(f"int{array.type.bit_width}")
         kind, count = array.type, len(array)
         if array.null_count and self.fill is not None and types.is_primitive(kind):
-            with arrow_readable(self.batch.file, f"{kind} that hold fill_null={self.fill}"):
-                if not types.is_floating(kind) and not float(self.fill).is_integer():
-                    raise ValueError(f"{self.fill} is not of the type {kind}")
-                array = array.fill_null(self.fill)
+            array = self._filled(array)
         if array.null_count:
             self.refuse_null(array, each)
-        if types.is_dictionary(kind):
-            return self.values(array.dictionary_decode(), depth, each)
         if is_tensor(kind):
             order = axes_order(kind) or []
             below = each * math.prod(kind.shape)
@@ -224,6 +221,24 @@ class _Rows:
         if is_text(kind):
             return self._texts(array, depth, each)
         return array.to_numpy(zero_copy_only=not types.is_boolean(kind))
+
+    def _filled(self, array: Any) -> Any:
+        """An array of numbers or bools, with `fill` in place of missing ones."""
+        import pyarrow as pa
+
+        fill = self.fill
+        try:
+            # pyarrow would round 0.5 to an integer, and refuse 0 and 1 as bools.
+            if pa.types.is_boolean(array.type) and fill in (0, 1):
+                fill = bool(fill)
+            elif not pa.types.is_floating(array.type) and not float(fill or 0).is_integer():
+                raise pa.ArrowInvalid
+            return array.fill_null(fill)
+        except pa.ArrowException as error:
+            raise SourceError(
+                f"{self.batch.file}: column {self.column!r}: found fill_null={fill}, expected a "
+                f"number of the type of the column, {array.type}."
+            ) from error
 
     def _texts(self, array: Any, depth: int, each: int) -> np.ndarray:
         """Texts as uint8, with zeros after them up to the expected width."""
@@ -271,12 +286,16 @@ class _Rows:
 
     def refuse_null(self, array: Any, each: int) -> None:
         """Raises RowError for the first missing item; a row has `each` items."""
+        import pyarrow as pa
         import pyarrow.compute as compute
 
         null = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         count = compute.sum(array.is_null()).as_py()
+        remedy = "a number in each row. Give a number for them, fill_null=0, or leave"
+        if not pa.types.is_primitive(array.type):
+            remedy = f"a {array.type} in each row, which fill_null does not replace. Leave"
         raise RowError(
             f"{self.batch.at(self.column, self.first + null // each)}: found null, {count} of them "
-            f"in this {self.batch.kind}; expected a number in each row. Give a number for "
-            "them, fill_null=0, or leave out such rows before: arrays have no missing values."
+            f"in this {self.batch.kind}; expected {remedy} out such rows before: arrays have no "
+            "missing values."
         )

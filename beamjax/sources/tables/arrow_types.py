@@ -74,15 +74,18 @@ def row_type(
     found = _row_type(kind, text_bytes, times)
     if found is None:
         others = [f.name for f in schema if _row_type(f.type, text_bytes, times) is not None]
-        texts = (
-            ", read it as bytes, text_bytes=64," if _row_type(kind, 1, False) is not None else ""
-        )
+        ways = []
+        if others:
+            choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
+            ways.append(f"choose others, columns=[{choice}]")
+        if _row_type(kind, 1, False) is not None:
+            ways.append("read it as bytes, text_bytes=64")
         if _row_type(kind, None, True) is not None:
-            texts = ", read it as integers, times=True,"
-        choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
+            ways.append("read it as integers, times=True")
+        remedy = ", or ".join([*ways, "write it as numbers"])
         raise StructureError(
-            f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. Choose others, "
-            f"columns=[{choice}]{texts} or write it as numbers."
+            f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. "
+            f"{remedy[0].upper()}{remedy[1:]}."
         )
     return found
 

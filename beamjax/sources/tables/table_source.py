@@ -187,6 +187,12 @@ class TableSource(BlockSource):
         file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
         return self._files[file], block.number - int(self._numbers[file])
 
+    def _block(self, block: SourceBlock) -> Arrays:
+        file, _ = self._place(block)
+        if not is_url(file.file.path):
+            file.file.check()  # The cache may still hold what was in the file before.
+        return super()._block(block)
+
     def _key(self, block: SourceBlock) -> Hashable:
         file, number = self._place(block)
         return file.file, number, block.start, self._columns, self._fill
