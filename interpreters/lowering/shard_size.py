@@ -54,6 +54,9 @@ MOST_BATCHES, FEWEST_SHARDS = 256, 16
 """Largest number of batches per shard, and the fewest such shards of a placement."""
 MAX_BATCHED_BYTES = 8 << 20
 """Largest size of what a shard of several batches reads and returns, in bytes."""
+MAX_FILE_SECONDS = 1.0
+"""Predicted seconds of the largest shard that is a whole file. All of it is computed again if a
+member of the file changes, or if the shard fails."""
 PRODUCT_MEMBERS = 1024
 """Fewest members per shard that a product contracts over, as long as two shards remain. Each shard
 writes the result of the product and adds it up, which for 128 members takes longer than the product
@@ -85,10 +88,13 @@ def shard_sizes(
         if is_unknown(n):
             sizes[placement] = size
             continue
-        if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
+        batched = may_batch and all(can_run_sequentially(stage, ()) for stage in passes)
+        rows = program.file_rows.get(placement)
+        if rows is not None and options.shard_size is None:
+            skips = batched and guard_of(options) is None and _skips_padding(passes, n)
+            size = _size_in_files(passes, n, size, rows, skips)
+        elif batched:
             size *= _batches(passes, n, size)
-        if placement in program.file_rows and options.shard_size is None:
-            size = min(size, _size_in_files(passes, n, program.file_rows[placement]))
         sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
     return sizes
 
@@ -105,15 +111,36 @@ def why_not_cut(placement: str, stages: Sequence[Stage], options: Options) -> st
     return ""
 
 
-def _size_in_files(passes: Sequence[MapStage], n: int, rows: int) -> int:
-    """The number of members per shard at which passes over files of about `rows` are fastest.
+def _size_in_files(
+    passes: Sequence[MapStage], n: int, size: int, rows: int, skips_padding: bool
+) -> int:
+    """The number of members per shard of a placement whose shards are cut at files.
 
-    A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
-    its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
+    Args:
+      passes: the passes over the placement.
+      n: the number of members.
+      size: the number of members that are computed at once, which is best without cuts.
+      rows: approximate number of members per file.
+      skips_padding: whether a shard of several batches does not compute its padding.
     """
-    seconds = sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes)
-    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / max(seconds, 1e-12))
-    return max(MULTIPLE, power_of_two(min(best, 2 * rows)))
+    seconds = max(sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes), 1e-12)
+    if skips_padding and rows >= size:
+        # Files of up to four times the usual length are one shard.
+        moved = max(_moved(stage, n) for stage in passes)
+        most = max(size * _batches(passes, n, size), MAX_FILE_SECONDS * len(passes) / seconds)
+        most = min(most, 4 * rows, MAX_BATCHED_BYTES / max(moved, 1), n / FEWEST_SHARDS)
+        return size * power_of_two(most / size)
+    # A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
+    # its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
+    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / seconds)
+    return min(size, max(MULTIPLE, power_of_two(min(best, 2 * rows))))
+
+
+def _skips_padding(passes: Sequence[MapStage], n: int) -> bool:
+    """Whether shards of several batches leave out batches of padding; see `sequential_body`."""
+    if any(stage.results or is_streamed(stage, n) for stage in passes):
+        return False
+    return bool(passes) and not any(member_cost(stage, n).guessed for stage in passes)
 
 
 def with_whole_blocks(

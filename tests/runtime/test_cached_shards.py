@@ -343,6 +343,24 @@ def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, s
     assert check(new) == 0
 
 
+def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
+    source, _ = write_files(tmp_path, {f"f{i:02}": 20 + i % 30 for i in range(40)})
+
+    @bj.program(placements={"clients": None})
+    def costly(x):
+        def one(v):
+            large = jnp.outer(jnp.tile(v, 80), jnp.tile(v, 80))
+            return jnp.sum(jnp.sin(large) @ jnp.cos(large))
+
+        return bj.reduce_max(bj.map_fn(one, x))
+
+    options = parse_options({"cut_at_files": True})
+    plan = plan_for(flatten_call(costly, (source,)), options).plan
+    (step,) = plan.steps[:1]
+    assert plan.shard_sizes["clients"] > 8 == step.vectorization.batch
+    assert len(plan.shards("clients")) == 40
+
+
 def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
     source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
     fn = bj.program(placements={"clients": None})(lambda x: jnp.cumsum(bj.map_fn(jnp.sin, x), 0))
