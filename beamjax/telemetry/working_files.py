@@ -11,33 +11,30 @@ import contextlib
 import json
 import mmap
 import os
-import struct
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from beamjax.storage.schema import from_plain
 from beamjax.storage.scratch import allocate
 from beamjax.telemetry import process_ids
 
 PREFIX = "working-"
 SLOTS = 64
 """The number of threads that one file can record; further threads are not recorded."""
-DOING = ("", "reading", "computing", "merging")
-"""Activities of a thread, by their numbers in the file; 0 is none."""
+DOING = ("reading", "computing", "merging")
+"""Activities of a thread."""
+MAX_NAME = 200
+"""Largest number of characters of the name of a step in the file."""
 
 _MARK = "workers-wanted"
 _HEADER_BYTES = 1024
 _LEFT_AT = _HEADER_BYTES - 1  # the byte that says that the process ended normally
-# Layout of an entry: activity, thread, time, shard, first and last member, length of the name; the
-# name.
-_SLOT = struct.Struct("<B7xQdqqqH462x")
-_NAME = struct.Struct("<462s")
-_NAME_AT = _SLOT.size - _NAME.size
-_FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT.size
+_SLOT_BYTES = 1024  # an entry as JSON, and zeros
+_FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
 
 
-@dataclass(frozen=True)
-class WorkEntry:
+class WorkEntry(NamedTuple):
     """An activity of a thread, as its process recorded it.
 
     Attributes:
@@ -77,20 +74,18 @@ class WorkingFile:
             slot = self._free.popleft()
         except IndexError:
             return None
-        at = _HEADER_BYTES + slot * _SLOT.size
-        shard = -1 if entry.shard is None else entry.shard
-        name = entry.step.encode(errors="replace")[: _NAME.size]
-        where = shard, *(entry.members or (-1, -1))
-        _SLOT.pack_into(self._memory, at, 0, entry.thread, entry.since, *where, len(name))
-        _NAME.pack_into(self._memory, at + _NAME_AT, name)
-        # Written last, so that a reader never sees half a record.
-        self._memory[at] = DOING.index(entry.doing)
+        text = json.dumps(entry._replace(step=entry.step[:MAX_NAME]), ensure_ascii=False)
+        data = text.encode(errors="replace").ljust(_SLOT_BYTES, b"\0")
+        at = _HEADER_BYTES + slot * _SLOT_BYTES
+        self._memory[at + 1 : at + _SLOT_BYTES] = data[1:]
+        # Written last, so that a reader never sees half an entry.
+        self._memory[at] = data[0]
         return slot
 
     def end(self, slot: int | None) -> None:
         """Records that the activity in a slot has ended."""
         if slot is not None:
-            self._memory[_HEADER_BYTES + slot * _SLOT.size] = 0
+            self._memory[_HEADER_BYTES + slot * _SLOT_BYTES] = 0
             self._free.append(slot)
 
     def leave(self) -> None:
@@ -123,8 +118,9 @@ def read_file(path: str) -> WorkingProcess | None:
         return None
     if len(data) != _FILE_BYTES or not _is_process(process):
         return None
-    slots = (_read_slot(data, _HEADER_BYTES + slot * _SLOT.size) for slot in range(SLOTS))
-    entries = sorted((entry for entry in slots if entry), key=lambda entry: entry.since)
+    slots = (data[at : at + _SLOT_BYTES] for at in range(_HEADER_BYTES, _FILE_BYTES, _SLOT_BYTES))
+    found = (_read_slot(slot.rstrip(b"\0"), path) for slot in slots if slot[0])
+    entries = sorted((entry for entry in found if entry), key=lambda entry: entry.since)
     return WorkingProcess(process, bool(data[_LEFT_AT]), tuple(entries))
 
 
@@ -136,16 +132,15 @@ def _is_process(found: Any) -> bool:
     )
 
 
-def _read_slot(data: bytes, at: int) -> WorkEntry | None:
-    doing, thread, since, shard, first, last, length = _SLOT.unpack_from(data, at)
-    (name,) = _NAME.unpack_from(data, at + _NAME_AT)
-    text = name[:length].decode(errors="replace")
-    plain = 0 < doing < len(DOING) and length <= _NAME.size and text.isprintable()
-    # Comparisons with NaN are false.
-    if not plain or not 0 < since < 1e11 or shard < -1 or (shard >= 0 and not 0 <= first <= last):
+def _read_slot(data: bytes, path: str) -> WorkEntry | None:
+    try:
+        entry = from_plain(WorkEntry, json.loads(data), path)
+    except (ValueError, RecursionError):
         return None
-    members = (first, last) if shard >= 0 else None
-    return WorkEntry(DOING[doing], thread, since, text, shard if shard >= 0 else None, members)
+    first, last = entry.members or (0, 0)
+    is_sound = entry.doing in DOING and entry.step.isprintable() and 0 < entry.since < 1e11
+    is_shard = (entry.shard is None) == (entry.members is None) and 0 <= first <= last
+    return entry if is_sound and is_shard else None
 
 
 def invite(folder: str) -> None:

@@ -37,7 +37,7 @@ def entry(shard=3, members=(24, 31), step="map_clients_0", doing="computing", si
 
 def test_an_entry_is_there_until_it_ends(folder):
     file = WorkingFile(str(folder))
-    for doing in DOING[1:]:
+    for doing in DOING:
         for given_entry in (
             entry(doing=doing),
             entry(None, None, doing=doing),
@@ -82,8 +82,7 @@ def test_entries_of_many_threads(folder):
 def test_a_long_name_of_a_step_is_cut(folder):
     WorkingFile(str(folder)).begin(entry(step="é" * 1000))
     (found,) = read(folder).entries
-    assert found.step.startswith("é" * 200)
-    assert len(found.step.encode()) < 600
+    assert found.step == "é" * 200
 
 
 def test_files_that_nobody_here_wants(folder, tmp_path):
@@ -126,12 +125,18 @@ def test_bytes_that_are_no_such_file(tmp_path):
     assert read_file(str(tmp_path / "folder")) is None
 
 
-@given(st.binary(max_size=4 * working_files._SLOT.size))
-def test_any_bytes_in_slots_give_plain_entries(tmp_path_factory, slots):
+VALUES = st.one_of(
+    st.none(), st.text(max_size=9), st.floats(), st.integers(), st.sampled_from(DOING),
+    st.lists(st.integers(-1, 9), max_size=3),
+)  # fmt: skip
+
+
+@given(st.one_of(st.binary(max_size=99), st.lists(VALUES, max_size=7).map(json.dumps)))
+def test_whatever_is_in_a_slot_gives_plain_entries(tmp_path_factory, slot):
     path = tmp_path_factory.getbasetemp() / "hostile"
-    path.write_bytes(whole(slots=slots))
+    path.write_bytes(whole(slots=slot if isinstance(slot, bytes) else slot.encode()))
     for found in read_file(str(path)).entries:
-        assert found.doing in DOING[1:]
+        assert found.doing in DOING
         assert found.step.isprintable()
         assert len(found.step) < 600
         assert 0 < found.since < 1e11
