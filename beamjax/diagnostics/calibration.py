@@ -40,8 +40,6 @@ class Calibration:
 
 # --- the file
 
-_known: dict[str, Calibration] = {}
-
 
 def _name() -> str:
     return f"machine-{plan_cache.digest(FORMAT, plan_cache.machine())}"
@@ -60,10 +58,9 @@ def calibration() -> Calibration:
             return found
         except ArrayFormatError as error:
             plan_cache.ignore(name, error)
-    return _known.get(name, Calibration())
+    return Calibration()
 
 
 def remember(found: Calibration) -> None:
-    """Saves rates for this process and later ones."""
-    _known[_name()] = found
+    """Saves rates in the file, for later predictions."""
     plan_cache.store(_name(), to_plain(found) | {"machine": plan_cache.machine()})

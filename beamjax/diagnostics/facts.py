@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from beamjax.diagnostics.fact_types import (
     Edge,
     HandedFact,
     InputFact,
+    MemoryFact,
     OutputFact,
     PlacementFact,
     PlanFacts,
@@ -44,7 +45,6 @@ from beamjax.plan.steps import (
     Gather,
     Loop,
     Map,
-    Output,
     Plan,
     Scatter,
     Server,
@@ -75,29 +75,47 @@ def facts_of(
       runner: the name of the runner.
       inputs: the values of the inputs, to count the shards that the cache has; None not to.
     """
-    plan, tree = planned.plan, planned.staged.out_tree
-    leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
-    paths = [
-        f"result{jax.tree_util.keystr(path)}"
-        for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]
-    ]
-    sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
-    facts = plan_facts(plan, input_facts(plan, arguments), paths, options)
+    plan = planned.plan
+    found = input_facts(plan, arguments)
+    steps = tuple(step_fact(plan, step, options) for step in plan.steps)
+    every = list(walk_facts(steps))
+    makers = {name: fact.path for fact in found for name in fact.values}
+    for fact in every:
+        makers |= {value.name: fact.name for value in _made(fact)}
+    outputs = tuple(_output_facts(planned, found, makers))
+    edges = list(dict.fromkeys(edge for fact in every for edge in _edges(fact, makers)))
+    edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
+    platforms = dict.fromkeys(p for fact in every for p in fact.executables)
     crossed = crossings(planned.placed, named_passes(planned.stages))
+    known = all(n is not None for n in plan.sizes.values())
+    return PlanFacts(
+        program=plan.name, jax_version=plan.jax_version, x64=plan.x64, passes=plan.passes(),
+        placements=tuple(
+            PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name).count)
+            for name, n in plan.sizes.items()
+        ),
+        inputs=found, steps=steps, edges=tuple(edges), outputs=outputs,
+        read_bytes=_total(v for fact in every if fact.kind == "Map" for v in fact.placed),
+        broadcast_bytes=sum(fact.broadcast_bytes for fact in every),
+        partial_bytes=sum(fact.partial_bytes for fact in every),
+        saved_bytes=sum(fact.saved_bytes for fact in every),
+        gathered_bytes=_total(v for f in every if f.kind == "Gather" for v in f.placed),
+        executable_bytes={p: sum(f.executables.get(p, 0) for f in every) for p in platforms},
+        notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
+        memory=_memory(plan, arguments, options, runner),
+        choices=tuple(choice_facts(plan, steps, options, runner, crossed)),
+        tried=tried_facts(plan),
+        predicted=prediction(plan, options, runner) if known else None,
+    )  # fmt: skip
+
+
+def _memory(plan: Plan, arguments: Sequence[Argument], options: Options, runner: str) -> MemoryFact:
+    sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     workers = Workers.of(runner, options)
-    memory = dataclasses.replace(
+    return dataclasses.replace(
         estimate(plan, sources, options, workers),
         where=f"{runner}, {workers.text()}",
         devices=tuple(device_estimates(plan, options, workers.beam)),
-    )
-    known = all(n is not None for n in plan.sizes.values())
-    return dataclasses.replace(
-        facts,
-        notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
-        memory=memory,
-        choices=tuple(choice_facts(plan, facts.steps, options, runner, crossed)),
-        tried=tried_facts(plan),
-        predicted=prediction(plan, options, runner) if known else None,
     )
 
 
@@ -125,56 +143,7 @@ def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None)
     return f"looked up in the cache{most}; how many it has is not known before the run, as {known}"
 
 
-def plan_facts(
-    plan: Plan, inputs: Sequence[InputFact], paths: Sequence[str], options: Options
-) -> PlanFacts:
-    """Returns the facts that follow from a plan alone.
-
-    Args:
-      plan: the plan.
-      inputs: the result of `input_facts`.
-      paths: the path of each output in the result.
-      options: the options of the run; `reduction`, `merge_fan_out` and the number of workers count.
-    """
-    merging = _Merging(options.reduction, workers_of(options.beam), options.merge_fan_out)
-    steps = tuple(step_fact(plan, step, merging) for step in plan.steps)
-    everything = list(walk_facts(steps))
-    makers = {name: fact.path for fact in inputs for name in fact.values}
-    for fact in everything:
-        makers |= {value.name: fact.name for value in _made(fact)}
-    outputs = tuple(
-        _output_fact(plan, out, path, inputs, makers)
-        for out, path in zip(plan.outputs, paths, strict=True)
-    )
-    edges = list(dict.fromkeys(edge for fact in everything for edge in _edges(fact, makers)))
-    edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
-    platforms = dict.fromkeys(p for fact in everything for p in fact.executables)
-    placements = tuple(
-        PlacementFact(name, n, plan.shard_sizes[name], plan.shards(name).count)
-        for name, n in plan.sizes.items()
-    )
-    return PlanFacts(
-        program=plan.name, jax_version=plan.jax_version, x64=plan.x64, passes=plan.passes(),
-        placements=placements, inputs=tuple(inputs), steps=steps, edges=tuple(edges),
-        outputs=outputs,
-        read_bytes=_total(v for fact in everything if fact.kind == "Map" for v in fact.placed),
-        broadcast_bytes=sum(fact.broadcast_bytes for fact in everything),
-        partial_bytes=sum(fact.partial_bytes for fact in everything),
-        saved_bytes=sum(fact.saved_bytes for fact in everything),
-        gathered_bytes=_total(v for f in everything if f.kind == "Gather" for v in f.placed),
-        executable_bytes={p: sum(f.executables.get(p, 0) for f in everything) for p in platforms},
-    )  # fmt: skip
-
-
-class _Merging(NamedTuple):
-    """The arguments of `fan_out` that do not depend on the step."""
-
-    mode: str
-    workers: int | None
-    groups: int | None
-
-
-def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
+def step_fact(plan: Plan, step: Step, options: Options) -> StepFact:
     """Returns the facts of one step."""
     more: dict[str, Any] = {}
     placement: str | None = None
@@ -188,7 +157,7 @@ def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
         case Map():
             body = plan.bodies[step.body]
             reads, made, lines = (*step.broadcasts, *step.operands), step.results, body.lines
-            placement, more = step.placement, _pass_facts(plan, step, merging)
+            placement, more = step.placement, _pass_facts(plan, step, options)
         case Gather() | Scatter():
             reads, made, lines = [step.operand], [step.result], (step.line,)
             more = {"axis": step.axis, "reason": step.reason}
@@ -197,11 +166,11 @@ def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
         case Loop():
             reads = [v.init for v in step.carried] + [v.operand for v in step.sliced]
             made = [*(v.result for v in step.carried), *step.stacked]
-            lines, more = (step.line,), _loop_facts(plan, step, merging)
+            lines, more = (step.line,), _loop_facts(plan, step, options)
         case Branch():
             reads, made, lines = [step.index], step.results, (step.line,)
             blocks = enumerate(step.blocks)
-            more["blocks"] = tuple(_block(plan, f"block {i}", x, merging) for i, x in blocks)
+            more["blocks"] = tuple(_block(plan, f"block {i}", x, options) for i, x in blocks)
     read = [value_fact(plan, name) for name in reads]
     return StepFact(
         step.name,
@@ -215,11 +184,12 @@ def step_fact(plan: Plan, step: Step, merging: _Merging) -> StepFact:
     )
 
 
-def _pass_facts(plan: Plan, step: Map, merging: _Merging) -> dict[str, Any]:
+def _pass_facts(plan: Plan, step: Map, options: Options) -> dict[str, Any]:
     """Returns the facts of a step that only a pass has."""
-    reductions = tuple(_reduction_facts(plan, step, merging.mode))
+    reductions = tuple(_reduction_facts(plan, step, options.reduction))
     shards = plan.shards(step.placement).count
-    merge = fan_out(step, shards, merging.workers, merging.mode, merging.groups)
+    workers = workers_of(options.beam)
+    merge = fan_out(step, shards, workers, options.reduction, options.merge_fan_out)
     ways = []
     if step.loop_reason:
         how = "sequentially" if step.vectorization.kind == "loop" else f"in {step.vectorization}"
@@ -240,7 +210,7 @@ def _pass_facts(plan: Plan, step: Map, merging: _Merging) -> dict[str, Any]:
     }
 
 
-def _loop_facts(plan: Plan, loop: Loop, merging: _Merging) -> dict[str, Any]:
+def _loop_facts(plan: Plan, loop: Loop, options: Options) -> dict[str, Any]:
     """Returns the facts of a step that only a loop has."""
     entries = loop.block.outputs[len(loop.carried) :]
     handed = [
@@ -251,9 +221,9 @@ def _loop_facts(plan: Plan, loop: Loop, merging: _Merging) -> dict[str, Any]:
             for entry, name in zip(entries, loop.stacked, strict=True)
         ),
     ]
-    blocks = [_block(plan, "each round", loop.block, merging)]
+    blocks = [_block(plan, "each round", loop.block, options)]
     if loop.condition is not None:
-        blocks.insert(0, _block(plan, "condition", loop.condition, merging))
+        blocks.insert(0, _block(plan, "condition", loop.condition, options))
     return {
         "rounds": loop.rounds,
         "reverse": loop.reverse,
@@ -262,8 +232,8 @@ def _loop_facts(plan: Plan, loop: Loop, merging: _Merging) -> dict[str, Any]:
     }
 
 
-def _block(plan: Plan, title: str, block: Block, merging: _Merging) -> BlockFact:
-    steps = tuple(step_fact(plan, step, merging) for step in block.steps)
+def _block(plan: Plan, title: str, block: Block, options: Options) -> BlockFact:
+    steps = tuple(step_fact(plan, step, options) for step in block.steps)
     return BlockFact(title, steps, tuple(value_fact(plan, name) for name in block.outputs))
 
 
@@ -359,7 +329,7 @@ def input_facts(plan: Plan, arguments: Sequence[Argument]) -> tuple[InputFact, .
         ways += [f"by shards of {view.rows} rows a member" for view in spec.views]
         how = " and ".join(ways) or ("returned as it is" if i in returned else "not read")
         if aval.dtype == jax.dtypes.float0:
-            described = _float0(aval.shape)
+            described = _type_text("float0", aval.shape)
         else:
             described = str(value_type(aval, placement, spec.axis if placement else None))
         nbytes = _whole_bytes(aval)
@@ -387,25 +357,28 @@ def _where(argument: Argument) -> str:
     return "abstract" if argument.value is None else "in memory"
 
 
-def _float0(shape: Sequence[int]) -> str:
-    return f"float0[{','.join(map(str, shape))}]"
+def _type_text(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def _output_fact(
-    plan: Plan,
-    out: Output,
-    path: str,
-    inputs: Sequence[InputFact],
-    makers: Mapping[str, str],
-) -> OutputFact:
-    if out.value is not None:
-        value = value_fact(plan, out.value)
-        part = "" if out.members is None else f", members {out.members[0]} to {out.members[1] - 1}"
-        return OutputFact(path, f"{value.type}{part}", value.nbytes, makers[value.name], value.name)
-    if out.input is not None:
-        fact = inputs[out.input]
-        return OutputFact(path, fact.type, fact.nbytes, fact.path, fact.path)
-    constant = np.asarray(out.constant)
-    dims = ",".join(map(str, constant.shape))
-    described = f"{dtype_name(constant.dtype)}[{dims}]"
-    return OutputFact(path, described, constant.nbytes, "constant", "")
+def _output_facts(
+    planned: Planned, inputs: Sequence[InputFact], makers: Mapping[str, str]
+) -> Iterator[OutputFact]:
+    plan, tree = planned.plan, planned.staged.out_tree
+    leaves = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
+    paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
+    for out, (keys, _) in zip(plan.outputs, paths, strict=True):
+        path = f"result{jax.tree_util.keystr(keys)}"
+        if out.value is not None:
+            value = value_fact(plan, out.value)
+            kind, maker = value.type, makers[value.name]
+            if out.members is not None:
+                kind += f", members {out.members[0]} to {out.members[1] - 1}"
+            yield OutputFact(path, kind, value.nbytes, maker, value.name)
+        elif out.input is not None:
+            fact = inputs[out.input]
+            yield OutputFact(path, fact.type, fact.nbytes, fact.path, fact.path)
+        else:
+            constant = np.asarray(out.constant)
+            kind = _type_text(dtype_name(constant.dtype), constant.shape)
+            yield OutputFact(path, kind, constant.nbytes, "constant", "")

@@ -126,11 +126,10 @@ def _steps(
                 ways = [list(_steps(plan, b.steps, rounds, guessed, by)) for b in blocks]
                 yield from max(ways, key=lambda way: sum(s.seconds for s in way), default=[])
             case Map():
-                found = _map(plan, step, by)
-                yield StepSeconds(
-                    step.name, rounds, rounds * found.read, rounds * found.compute,
-                    rounds * found.merge, found.source, guessed or found.guessed, by.workers,
-                    found.gain, found.shards, found.cores,
+                once = _map(plan, step, by)
+                yield replace(
+                    once, rounds=rounds, read=rounds * once.read, compute=rounds * once.compute,
+                    merge=rounds * once.merge, guessed=guessed or once.guessed,
                 )  # fmt: skip
             case Server(name=name) if name in plan.costs:
                 cost = plan.costs[name]
@@ -145,7 +144,7 @@ def _steps(
 
 
 def _map(plan: Plan, step: Map, by: _Rates) -> StepSeconds:
-    """Predicts one pass over all members, in the threads of one process."""
+    """Predicts one pass over all members."""
     known = by.known
     n = plan.sizes[step.placement] or 0
     size = plan.shard_sizes[step.placement]
@@ -157,21 +156,20 @@ def _map(plan: Plan, step: Map, by: _Rates) -> StepSeconds:
     cost = plan.costs.get(step.name)
     cores = max(by.cores // by.workers, 1)
     gain = speed_up(cost, step.vectorization, size, shards, by.threads, cores)
+    source, guessed = "counted", False
     if (step.name, size, step.vectorization) in tried:
-        seconds = shards * tried[step.name, size, step.vectorization]
-        compute = max(seconds - merge, 0.0)
-        return StepSeconds(
-            step.name, 1, read, compute, merge, "probe", gain=gain.threads, shards=shards,
-            cores=gain.busy,
-        )  # fmt: skip
-    if cost is None:
-        return StepSeconds(step.name, 1, read, shards * known.rates.shard, merge)
-    calls = cost.calls * known.rates.call * _calls(step.vectorization, size)
-    work = gain.alone * known.rates.seconds(cost) * size
-    compute = shards * (work + calls + known.rates.shard)
+        source = "probe"
+        compute = max(shards * tried[step.name, size, step.vectorization] - merge, 0.0)
+    else:
+        each = known.rates.shard
+        if cost is not None:
+            each += cost.calls * known.rates.call * _calls(step.vectorization, size)
+            each += gain.alone * known.rates.seconds(cost) * size
+            guessed = cost.guessed
+        compute = shards * each
     return StepSeconds(
-        step.name, 1, read, compute, merge, guessed=cost.guessed, gain=gain.threads,
-        shards=shards, cores=gain.busy,
+        step.name, 1, read, compute, merge, source, guessed, by.workers, gain.threads, shards,
+        gain.busy,
     )  # fmt: skip
 
 
