@@ -19,6 +19,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -84,6 +85,16 @@ def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args,
             return function(*args, **kwargs)
 
     return call
+
+
+def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
+    """Gives a future the result of a function, or its error."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 # --- functions in memory

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.call import Call
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
 from beamjax.jobs.display import display_for
@@ -223,7 +223,9 @@ class _Launched(Job):
         super().__init__(folder)
         self._monitor = monitor
         self._outcome = outcome
-        self._release = weakref.finalize(self, _release, folder, outcome, keep)
+        # Removes the folder of a handle that was closed or collected, once the job has ended.
+        ended = functools.partial(_remove, folder, keep)
+        self._release = weakref.finalize(self, outcome.add_done_callback, ended)
 
     @property
     def state(self) -> JobState:
@@ -264,18 +266,13 @@ def _cancel(folder: JobFolder, monitor: Monitor) -> None:
     monitor.cancel()
 
 
-def _release(
+def _remove(
     folder: JobFolder,
-    outcome: concurrent.futures.Future[Any],
     keep: Callable[[BaseException | None], bool],
+    outcome: concurrent.futures.Future[Any],
 ) -> None:
-    """Removes the folder of a handle that was closed or collected, once the job has ended."""
-
-    def ended(outcome: concurrent.futures.Future[Any]) -> None:
-        if not keep(outcome.exception()):
-            folder.remove()
-
-    outcome.add_done_callback(ended)
+    if not keep(outcome.exception()):
+        folder.remove()
 
 
 class JobRun:
@@ -375,16 +372,7 @@ class JobRun:
         assert self._folder is not None
         folder, monitor = self._folder, self.monitor
         outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        run = with_settings_of_here(run)
-
-        def target() -> None:
-            try:
-                value = run()
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(value)
-
+        target = functools.partial(fulfil, outcome, with_settings_of_here(run))
         job = _Launched(folder, monitor, outcome, self.keeps_folder)
         cancel = functools.partial(_cancel, folder, monitor)
         termination.cancel_at_end(outcome, cancel, lambda: folder.write_state("cancelled"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
-from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.errors import JobCancelledError
 from beamjax.options import Options
 
@@ -90,17 +90,8 @@ class Workers:
         # The watchdog raises JobCancelledError in this thread. That may happen after the late job.
         with contextlib.suppress(JobCancelledError):
             while (item := self._jobs.get()) is not None:
-                _do(*item)
+                fulfil(*item)
                 del item  # else the operands of the job would stay in memory until the next job
-
-
-def _do(future: Future[Any], job: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(job())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 class OrderedResults(Generic[T]):

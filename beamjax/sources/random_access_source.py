@@ -9,7 +9,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,14 +28,6 @@ from beamjax.sources.source_base import (
 )
 
 CALLER = "from_random_access"
-
-
-class Dataset(Protocol):
-    """What `from_random_access` takes; `__getitems__` is used if there is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class RandomAccessSource(HoldsLeaves, kind="random-access"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ import jax
 from beamjax import _compat
 from beamjax.bodies import compile_time as _compile_time  # noqa: F401  (counts compilations)
 from beamjax.bodies.counts import counts
-from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Server
@@ -225,15 +226,8 @@ def bounded(function: Callable[[], T], table: WorkTable) -> T:
         in C can't be stopped, but it does not keep the process from ending.
       Exception: what the function raises.
     """
-    call = with_settings_of_here(function)
     outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
+    work = functools.partial(fulfil, outcome, with_settings_of_here(function))
     thread = threading.Thread(target=work, name="beamjax run", daemon=True)
     thread.start()
     try:
