@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax._text import Bytes, MemberBytes
+from beamjax._text import Bytes, MemberBytes, human_bytes
 from beamjax.bodies.export import value_type
-from beamjax.diagnostics.choice_facts import choice_facts, tried_facts
 from beamjax.diagnostics.fact_types import (
     BlockFact,
+    ChoiceFact,
     Edge,
     HandedFact,
     InputFact,
@@ -24,20 +24,22 @@ from beamjax.diagnostics.fact_types import (
     PlanFacts,
     ReductionFact,
     StepFact,
+    TriedFact,
     ValueFact,
+    WayFact,
     walk_facts,
 )
 from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory import device_estimates, estimate
 from beamjax.diagnostics.topology import Workers
-from beamjax.interpreters.cutting.remat import crossings
+from beamjax.interpreters.cutting.remat import Crossing, crossings
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.interpreters.tuning.buckets import padding_notes
 from beamjax.interpreters.tuning.search import named_passes
 from beamjax.options import Options
-from beamjax.plan.merging import fan_out, workers_of
+from beamjax.plan.merging import MERGE_RATE, FanOut, fan_out, workers_of
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -103,8 +105,8 @@ def facts_of(
         executable_bytes={p: sum(f.executables.get(p, 0) for f in every) for p in platforms},
         notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
         memory=_memory(plan, arguments, options, runner),
-        choices=tuple(choice_facts(plan, steps, options, runner, crossed)),
-        tried=tried_facts(plan),
+        choices=tuple(_choices(plan, steps, options, runner, crossed)),
+        tried=tuple(_tried(plan)),
         predicted=prediction(plan, options, runner) if known else None,
     )  # fmt: skip
 
@@ -382,3 +384,105 @@ def _output_facts(
             constant = np.asarray(out.constant)
             kind = _type_text(dtype_name(constant.dtype), constant.shape)
             yield OutputFact(path, kind, constant.nbytes, "constant", "")
+
+
+# --- choices
+
+
+def _choices(
+    plan: Plan,
+    steps: Sequence[StepFact],
+    options: Options,
+    runner: str,
+    crossed: Iterable[Crossing],
+) -> Iterator[ChoiceFact]:
+    """Yields the choices of a plan; `crossed` are the values that cross from a pass to later ones."""
+    passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
+    sizes = dict.fromkeys(step.placement for step in passes.values())
+    for placement in sizes:
+        fixed = options.shard_size is not None and options.plan is None
+        why = "the option shard_size" if fixed else plan.choices.why
+        cut = ", cut at files" if placement in plan.file_starts else ""
+        chosen = f"{plan.shard_sizes[placement]} members{cut}"
+        yield ChoiceFact(f"shards of {placement}", chosen, why, "shard_size")
+    for name, step in passes.items():
+        at_once = step.vectorization.kind == "vmap"
+        why = step.loop_reason or ("all members of a shard at once" if at_once else "")
+        yield ChoiceFact(f"members in {name}", str(step.vectorization), why, "member_loop")
+    for fact in walk_facts(steps):
+        if fact.merge is not None:
+            yield _merged(plan, passes[fact.name], fact, fact.merge)
+    for crossing in crossed:
+        yield _crossing(crossing, options)
+    yield from _rounds(plan, options, runner)
+
+
+def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
+    """Returns how the partials of a pass are merged, with the alternatives."""
+    chosen, others = _groups(merge.groups), []
+    if merge.other:
+        others.append(WayFact(_groups(merge.other), merge.other_seconds, merge.merged))
+    n = plan.sizes[step.placement]
+    if n is not None:
+        nbytes = n * fact.partial_bytes
+        others.append(WayFact("each member separately", nbytes / MERGE_RATE, nbytes))
+    return ChoiceFact(
+        f"reduction of {fact.name}",
+        f"{human_bytes(fact.partial_bytes)} a shard, merged in {chosen}",
+        merge.why,
+        "merge_fan_out",
+        merge.seconds,
+        merge.merged,
+        tuple(others),
+    )
+
+
+def _groups(count: int) -> str:
+    return f"{count} groups" if count > 1 else "one step"
+
+
+def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
+    """Returns how later passes get the values of a pass: stored, or rematerialized."""
+    times, later = crossing.predicted, ", ".join(crossing.later)
+    stored = WayFact(f"{human_bytes(times.nbytes)} stored", times.stored, times.nbytes)
+    again = None if times.recomputed is None else WayFact("rematerialized", times.recomputed, 0)
+    if crossing.is_stored:
+        what, chosen, other = f"results of {crossing.step}", stored, again
+        why = f"read by {later}"
+        if again is None:
+            why += "; the later pass cannot rematerialize them from its inputs"
+    else:
+        assert again is not None
+        what, chosen, other = f"values of {crossing.step} in {later}", again, stored
+        why = "they are results of elementwise operations"
+        if not crossing.is_elementwise:
+            why = "they take little time to compute"
+    if options.recompute is not None:
+        why = f"the option recompute={options.recompute!r}; {why}"
+    elif options.plan is not None:
+        why = f"by the saved plan; {why}"
+    elif times.is_clear(recompute=not crossing.is_stored):
+        why = f"clearly faster; {why}"
+    others = () if other is None else (other,)
+    return ChoiceFact(what, chosen.what, why, "recompute", chosen.seconds, chosen.nbytes, others)
+
+
+def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
+    chosen, why = "in this process", "no pipeline is needed"
+    if Workers.of(runner, options).beam:
+        chosen, why = "on resident workers", "one job serves all rounds"
+    for loop in walk(plan.steps):
+        if isinstance(loop, Loop):
+            yield ChoiceFact(f"rounds of {loop.name}", chosen, why, "")
+
+
+def _tried(plan: Plan) -> Iterator[TriedFact]:
+    """Yields what a probe measured."""
+    for t in plan.choices.tried:
+        is_chosen = any(
+            (step.name, plan.shard_sizes[step.placement], step.vectorization)
+            == (t.step, t.size, t.vectorization)
+            for step in walk(plan.steps)
+            if isinstance(step, Map)
+        )
+        yield TriedFact(t.step, t.size, str(t.vectorization), t.member_seconds, is_chosen)

@@ -257,7 +257,6 @@ def plan_text(facts: PlanFacts) -> str:
     shown = tables(facts)
     if not facts.tried:
         del shown["measured by a probe"]
-    edges = [(e.source, "->", e.target, e.value, human_bytes(e.nbytes)) for e in facts.edges]
     lines = [
         f"plan of {facts.program}",
         f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
@@ -271,7 +270,6 @@ def plan_text(facts: PlanFacts) -> str:
         *(f"  {note}" for note in facts.notes),
         *_section("inputs", shown.pop("inputs").rows),
         *["", "steps", *(line for step in facts.steps for line in _step_lines(step, facts))],
-        *_section("edges", edges),
         *["", "gathered and scattered", *_moves(facts)],
     ]
     for title, table in shown.items():
