@@ -33,7 +33,6 @@ from beamjax.plan.steps import Map, Plan
 from beamjax.reading import counted
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import values_before
-from beamjax.telemetry.job_folder import JobFolder
 
 
 def replay(
@@ -121,14 +120,14 @@ class _Found:
       failure: the failure of the job, if it failed on a shard.
       rounds: the number of complete rounds before the failure.
       shard_sizes: the number of members in a shard, by placement, as far as it is known.
-      sizes: the number of members as text, by placement, as far as it is known.
+      sizes: the number of members, by placement, as far as it is known.
       cut_at_files: whether shards of the job end where files end; None if it is not known.
     """
 
     failure: Failure | None
     rounds: int
     shard_sizes: Mapping[str, int]
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
     cut_at_files: bool | None = None
 
 
@@ -154,7 +153,7 @@ def _call_of(
         failure = getattr(failed, "failure", None)
         found = _Found(failure, getattr(failed, "rounds", 0), {})
     else:
-        found = _found_in(JobFolder(failed.folder), failed)
+        found = _found_in(failed)
         if found.cut_at_files is not None:
             parsed = replace(parsed, cut_at_files=found.cut_at_files)
     call = flatten_call(fn, args)
@@ -174,19 +173,18 @@ def _error_of(job: Job) -> BaseException | None:
     return None
 
 
-def _found_in(folder: JobFolder, job: Job) -> _Found:
-    """The record of a job in its folder."""
-    about = folder.read("about") or {}
-    recorded: Mapping[str, str] = about.get("fingerprint") or {}
-    sizes, shard_sizes = (
-        {name.removeprefix(start)[1:-1]: text for name, text in recorded.items() if start in name}
-        for start in ("the size of placement ", "the shard size of ")
+def _found_in(job: Job) -> _Found:
+    """What the folder of a job says of it."""
+    report, error = job.report(), _error_of(job)
+    placements = report.plan.placements if report.plan is not None else ()
+    cut = any(name.startswith("the files of ") for name in report.fingerprint)
+    return _Found(
+        getattr(error, "failure", None),
+        rounds=report.progress.rounds if error else 0,
+        shard_sizes={placement.name: placement.shard_size for placement in placements},
+        sizes={placement.name: placement.members for placement in placements},
+        cut_at_files=cut if report.fingerprint else None,
     )
-    error = _error_of(job)
-    rounds = job.progress().rounds if error else 0
-    shards = {name: int(text) for name, text in shard_sizes.items()}
-    cut = any(name.startswith("the files of ") for name in recorded) if recorded else None
-    return _Found(getattr(error, "failure", None), rounds, shards, sizes, cut)
 
 
 def _replay(
@@ -200,7 +198,7 @@ def _replay(
     planned, inputs = restaged.planned(found.shard_sizes)
     plan, failure = planned.plan, found.failure
     for placement, n in plan.sizes.items():
-        if found.sizes.get(placement, str(n)) != str(n):
+        if found.sizes.get(placement, n) not in (n, None):
             raise JobError(
                 f"replay: found {n} members of {placement!r}, expected the "
                 f"{found.sizes[placement]} of the job; pass its function and arguments"

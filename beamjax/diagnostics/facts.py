@@ -396,7 +396,7 @@ def _choices(
     runner: str,
     crossed: Iterable[Crossing],
 ) -> Iterator[ChoiceFact]:
-    """Yields the choices of a plan; `crossed` are the values that cross from a pass to later ones."""
+    """Yields the choices of a plan; `crossed` are values that cross from a pass to later ones."""
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     sizes = dict.fromkeys(step.placement for step in passes.values())
     for placement in sizes:
