@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import hypothesis
@@ -396,3 +397,36 @@ def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, 
     np.testing.assert_array_equal(here, on_beam)
     np.testing.assert_allclose(here, x[:, :4].var(axis=0), rtol=1e-5)
     assert len(started) == passes
+
+
+def test_a_value_is_dropped_before_the_passes_that_do_not_read_it():
+    n, width, held = 64, 1 << 16, []
+
+    def look(x):
+        held.append(tracemalloc.get_traced_memory()[0])
+        return np.asarray(x)
+
+    def looked(x):
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(look, result, x, vmap_method="expand_dims")
+
+    @bj.program(clients=n)
+    def three_passes(x):
+        y = bj.map_fn(lambda v: jnp.full(width, v), x)
+        squares = bj.map_fn(lambda v, m: ((v - m) ** 2).sum(), (y, bj.broadcast(bj.reduce_mean(y))))
+        spread = bj.broadcast(bj.reduce_sum(bj.map_fn(looked, squares)))
+        return bj.reduce_sum(bj.map_fn(lambda v, s: looked(v * s), (x, spread)))
+
+    def run():
+        options = {"shard_size": n, "recompute": "nothing"}
+        bj.run(three_passes, np.arange(n, dtype="f4"), runner="local", options=options)
+
+    run()  # Allocates what the plan and its executables need.
+    held.clear()
+    tracemalloc.start()
+    try:
+        run()
+    finally:
+        tracemalloc.stop()
+    second, third = held
+    assert second > 4 * n * width > 10 * third

@@ -199,8 +199,9 @@ def test_mean_next_to_the_middle_of_two_floats(dtype, data):
 def test_means_over_whole_numbers_next_to_the_middle_of_two_floats():
     """Counts that are divided as Python integers."""
     for count in (2**26, 2**26 + 1, 2**40 + 1):
-        for odd, tiny in itertools.product((2**24 + 1, -(2**24) - 1, 2**24 + 3), (-1, 0, 1)):
-            value = Fraction(odd * count) + tiny * Fraction(2) ** -100
+        middles = (2**24 + 1, -(2**24) - 1, 2**24 + 3)
+        for odd, tiny, exponent in itertools.product(middles, (-1, 0, 1), (-100, -149)):
+            value = Fraction(odd * count) + tiny * Fraction(2) ** exponent
             found = summed(pieces(value, F32)).mean(0, 1, count, F32)
             assert_bits(found, [rounded(value / count, F32)])
 

@@ -114,10 +114,11 @@ def test_logs_and_ports(tmp_path):
     (tmp_path / "empty").touch()
     assert "empty" in processes.tail(tmp_path / "empty")
     assert "no log" in processes.tail(tmp_path / "none")
-    ports = processes.free_ports(4, ["127.0.0.1"])
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    ports = processes.free_ports(4, hosts)
     assert len(set(ports)) == 4
-    assert all(processes.can_listen("127.0.0.1", port) for port in ports)
-    assert not any(processes.listens("127.0.0.1", port) for port in ports)
+    assert all(processes.can_listen(host, port) for host in hosts for port in ports)
+    assert not any(processes.listens(host, port) for host in hosts for port in ports)
 
 
 # --- the guard
