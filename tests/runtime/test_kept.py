@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import os
 import re
 import subprocess
@@ -241,6 +242,12 @@ def test_damaged_folders(tmp_path):
             bj.open_placed(tmp_path)
     placed, _ = run(embed, W, X, results_folder=tmp_path / "r")
     score = placed["score"]
+    manifest = Path(score.folder, MANIFEST)
+    whole = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(whole) | {"parts": []}))
+    with pytest.raises(SourceError, match="found member 0 in no file"):
+        bj.open_placed(score.folder)[0]
+    manifest.write_text(whole)
     path = Path(score.folder, score.files[0])
     np.save(path, np.zeros(3))
     with pytest.raises(ArrayFormatError, match="found float64"):
