@@ -17,7 +17,7 @@ from beamjax.interpreters.cutting.remat import Decisions
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.dropped_members import guard_of
-from beamjax.interpreters.lowering.lower import lower
+from beamjax.interpreters.lowering.lower import lower, platforms_of
 from beamjax.interpreters.lowering.shard_size import why_not_cut
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.placement.propagate import place
@@ -72,7 +72,7 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         for a in call.arguments
     )
     buckets = tuple(buckets_of(call.arguments).values())
-    files = tuple(a.file_rows for a in call.arguments) if options.cuts_at_files else ()
+    files = tuple(a.file_rows for a in call.arguments) if options.cut_at_files is not False else ()
     full_key = (
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
@@ -92,7 +92,6 @@ def _tuned(call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any
     """Plans a call, with saved or probed choices, bodies for buckets and checks of padding."""
     planned = make_plan(call, options, unroll)
     special = "members have unequal lengths" if buckets else ""
-    special = special or ("shards are cut at files" if planned.plan.file_starts else "")
     planned = _chosen(planned, call.arguments, options, special)
     if buckets:
         planned = _with_buckets(planned, call, options, unroll)
@@ -208,12 +207,16 @@ def _files_to_cut_at(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The `file_rows` of a placed program, and notes on placements that can't be cut at files."""
     rows: dict[str, int] = {}
-    if options.cuts_at_files and not any(map(_is_abstract, arguments)):
+    if options.cut_at_files is not False and not any(map(_is_abstract, arguments)):
         for var, argument in zip(placed.flat.arguments, arguments, strict=True):
             along, mine = placed.place(var), argument.file_rows
             if along is not None and mine:
                 rows[along.placement] = min(mine, rows.get(along.placement, mine))
-    reasons = {placement: why_not_cut(placement, stages, options) for placement in rows}
+    platforms = platforms_of(options)
+    reasons = {
+        placement: why_not_cut(placed, placement, mine, stages, options, platforms)
+        for placement, mine in rows.items()
+    }
     notes = tuple(
         f"The shards of {placement} are not cut at files, because {why}."
         for placement, why in reasons.items()

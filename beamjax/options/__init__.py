@@ -106,8 +106,8 @@ class Options:
         changed, with the same bits. The folder holds the 10 GiB that were used last. No other user
         may write there. None stores nothing.
       cut_at_files: whether shards end where a file of a source ends, so that an inserted file moves
-        no members of other files into other shards. The bits of float sums depend on it. None is
-        True with a `cache`, and False without.
+        no members of other files into other shards. The bits of float sums depend on it. None cuts
+        if files are so large that this hardly costs time, with a `cache` and without.
       shard_timeout: seconds that reading or computing a shard may take. After that, the run fails
         with a `WorkerError`. Compilation does not count. None sets no limit.
       checkpoint: folder, by path or URL, for checkpoints, from which a stopped run continues. They
@@ -165,7 +165,7 @@ class Options:
     strict: bool = _option(False, rules.boolean)
     compile_cache: str | None = _option(None, rules.path("folder"))
     cache: str | None = _option(None, rules.path("folder"))
-    cut_at_files: bool | None = _option(None, rules.boolean)
+    cut_at_files: bool | None = _option(None, rules.boolean, planning=True)
     shard_timeout: float | None = _option(None, rules.seconds)
     checkpoint: str | None = _option(None, rules.path("folder"))
     checkpoint_every: int = _option(1, rules.at_least_1)
@@ -193,11 +193,6 @@ class Options:
     def keeps_files(self) -> bool:
         """Whether users or later runs read files of the run, not only its workers."""
         return bool(self.checkpoint or self.keep_folder)
-
-    @property
-    def cuts_at_files(self) -> bool:
-        """The option `cut_at_files`, or its default."""
-        return self.cache is not None if self.cut_at_files is None else self.cut_at_files
 
     @property
     def planning(self) -> tuple[Any, ...]:

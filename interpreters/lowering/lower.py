@@ -32,7 +32,7 @@ from beamjax.interpreters.cutting.stages import (
     Stage,
     walk,
 )
-from beamjax.interpreters.dimensions import is_unknown, known_size
+from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import callbacks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
@@ -42,8 +42,10 @@ from beamjax.interpreters.lowering.map_bodies import (
     sequential_body,
 )
 from beamjax.interpreters.lowering.shard_size import (
+    MASKED_SECONDS,
     choose_vectorization,
     cost_of_member,
+    masked_values,
     shard_sizes,
     with_whole_blocks,
 )
@@ -51,12 +53,10 @@ from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgr
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
-    ReductionRule,
     default_promotion,
     draw_by_batch,
     evaluate,
     read,
-    shape_of,
 )
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
@@ -82,8 +82,6 @@ from beamjax.plan.steps import (
     View,
 )
 
-MASKED_SECONDS = 1e-9
-"""Assumed seconds to mask one value of one member."""
 EXECUTABLE_SECONDS = 0.3
 """Assumed seconds to stage, export and compile one more executable."""
 UNKNOWN_MEMBERS = 1 << 20
@@ -114,7 +112,7 @@ def lower(
       StagingError: a stage can't be exported, or more would be gathered than the options allow.
     """
     if sizes is None:
-        sizes = shard_sizes(program, stages, options, _platforms(options))
+        sizes = shard_sizes(program, stages, options, platforms_of(options))
     sizes = with_whole_blocks(program, stages, sizes)
     return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
 
@@ -155,7 +153,7 @@ class _Lowering:
         self.program = program
         self.stages = stages
         self.options = options
-        self.platforms = _platforms(options)
+        self.platforms = platforms_of(options)
         self.sizes = sizes
         self.vectorizations = vectorizations
         self.costs: dict[str, Cost] = {}
@@ -475,21 +473,10 @@ def _separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n
-    return _masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+    return masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
 
 
-def _masked_values(stage: MapStage, n: Any) -> float:
-    """The number of values per member that reductions read."""
-    values = 0.0
-    for emission in stage.emissions:
-        if isinstance(emission.rule, ReductionRule):
-            for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
-                if axis is not None:
-                    values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
-    return values
-
-
-def _platforms(options: Options) -> tuple[str, ...]:
+def platforms_of(options: Options) -> tuple[str, ...]:
     return (default_platform(),) if options.platforms is None else options.platforms
 
 

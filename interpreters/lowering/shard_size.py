@@ -18,13 +18,13 @@ from typing import Any
 from beamjax.bodies.jaxprs import nbytes_of, peak_bytes
 from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.stages import Emission, MapStage, Stage, walk
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import PlacedProgram
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import USUAL, Cost
@@ -57,6 +57,12 @@ MAX_BATCHED_BYTES = 8 << 20
 MAX_FILE_SECONDS = 1.0
 """Predicted seconds of the largest shard that is a whole file. All of it is computed again if a
 member of the file changes, or if the shard fails."""
+FILE_SECONDS = 3e-4
+"""Assumed seconds to find and open a file."""
+MAX_CUT_SHARE = 0.1
+"""Largest predicted share by which cutting shards at files may slow down the passes, by default."""
+MASKED_SECONDS = 1e-9
+"""Assumed seconds to mask one value of one member."""
 PRODUCT_MEMBERS = 1024
 """Fewest members per shard that a product contracts over, as long as two shards remain. Each shard
 writes the result of the product and adds it up, which for 128 members takes longer than the product
@@ -80,67 +86,145 @@ def shard_sizes(
     With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on XLA's
     CPU backend.
     """
-    sizes = {}
     may_batch = _may_batch(stages, options, platforms)
-    for placement, n in program.sizes.items():
-        passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
-        size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
-        if is_unknown(n):
-            sizes[placement] = size
-            continue
-        batched = may_batch and all(can_run_sequentially(stage, ()) for stage in passes)
-        rows = program.file_rows.get(placement)
-        if rows is not None and options.shard_size is None:
-            skips = batched and guard_of(options) is None and _skips_padding(passes, n)
-            size = _size_in_files(passes, n, size, rows, skips)
-        elif batched:
-            size *= _batches(passes, n, size)
-        sizes[placement] = min(size, -(-n // MULTIPLE) * MULTIPLE)
-    return sizes
+    return {
+        placement: _shard_size(
+            _passes(placement, stages), n, program.file_rows.get(placement), options, may_batch
+        )[0]
+        for placement, n in program.sizes.items()
+    }
 
 
-def why_not_cut(placement: str, stages: Sequence[Stage], options: Options) -> str:
-    """Why all shards of a placement but the last must have one size; "" if they need not."""
-    guard = guard_of(options)
-    if guard is not None and guard.drops:
-        return "members may be dropped"
-    maps = [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
-    # They find their ranges by the index of the first member, see `rules.by_shard`.
-    if any(emission.rule.by_shard for stage in maps for emission in stage.emissions):
-        return "a pass depends on the order of the members"
-    return ""
-
-
-def _size_in_files(
-    passes: Sequence[MapStage], n: int, size: int, rows: int, skips_padding: bool
-) -> int:
-    """The number of members per shard of a placement whose shards are cut at files.
+def _shard_size(
+    passes: Sequence[MapStage], n: Any, rows: int | None, options: Options, may_batch: bool
+) -> tuple[int, int]:
+    """The number of members per shard of a placement, and the most members that padding computes.
 
     Args:
       passes: the passes over the placement.
       n: the number of members.
-      size: the number of members that are computed at once, which is best without cuts.
-      rows: approximate number of members per file.
-      skips_padding: whether a shard of several batches does not compute its padding.
+      rows: approximate number of members per file if shards are cut at files, else None.
+      options: options of the run.
+      may_batch: whether passes of the program can compute shards in several batches.
     """
-    seconds = max(sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes), 1e-12)
-    if skips_padding and rows >= size:
-        # Files of up to four times the usual length are one shard.
-        moved = max(_moved(stage, n) for stage in passes)
-        most = max(size * _batches(passes, n, size), MAX_FILE_SECONDS * len(passes) / seconds)
-        most = min(most, 4 * rows, MAX_BATCHED_BYTES / max(moved, 1), n / FEWEST_SHARDS)
-        return size * power_of_two(most / size)
-    # A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
-    # its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
-    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / seconds)
+    size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
+    if is_unknown(n):
+        return size, size
+    batches = 1
+    if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
+        batches = _batches(passes, n, size)
+    padded = whole = size * batches
+    if rows is not None and options.shard_size is None:
+        whole = padded = _size_in_files(passes, n, whole, rows)
+        if may_batch and rows >= size and _skips_padding(passes, n, options):
+            whole, padded = _size_of_files(passes, n, size, size * batches, rows), size
+    all_members = -(-n // MULTIPLE) * MULTIPLE
+    return min(whole, all_members), min(padded, all_members)
+
+
+def _passes(placement: str, stages: Sequence[Stage]) -> list[MapStage]:
+    return [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
+
+
+def slowdown_by_cuts(
+    program: PlacedProgram,
+    placement: str,
+    rows: int,
+    stages: Sequence[Stage],
+    options: Options,
+    platforms: Sequence[str],
+) -> float:
+    """The predicted share by which cutting shards at files of about `rows` slows down the passes.
+
+    It depends on the plan alone, not on the option `cache`, so neither do the bits of results.
+    """
+    passes, n = _passes(placement, stages), program.sizes[placement]
+    if not passes:
+        return 0.0
+    may_batch = _may_batch(stages, options, platforms)
+    plain, _ = _shard_size(passes, n, None, options, may_batch)
+    size, padded = _shard_size(passes, n, rows, options, may_batch)
+    overhead, seconds = len(passes) * USUAL.shard, _seconds(passes, n)
+    masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
+    before = len(passes) * FILE_SECONDS + rows * (seconds + overhead / plain)
+    # The last shard of a file is half full on average, and masks its reductions.
+    last = overhead / 2 + padded * (seconds / 2 + masking)
+    return (last + rows * (overhead / size - overhead / plain)) / before
+
+
+def why_not_cut(
+    program: PlacedProgram,
+    placement: str,
+    rows: int,
+    stages: Sequence[Stage],
+    options: Options,
+    platforms: Sequence[str],
+) -> str:
+    """Why the shards of a placement are not cut at files of about `rows`; "" if they are."""
+    guard = guard_of(options)
+    if guard is not None and guard.drops:
+        return "members may be dropped"
+    # They find their ranges by the index of the first member, see `rules.by_shard`.
+    if any(
+        emission.rule.by_shard
+        for stage in _passes(placement, stages)
+        for emission in stage.emissions
+    ):
+        return "a pass depends on the order of the members"
+    share = slowdown_by_cuts(program, placement, rows, stages, options, platforms)
+    if options.cut_at_files is None and share > MAX_CUT_SHARE:
+        return f"passes would take about {share:.0%} longer (option cut_at_files)"
+    return ""
+
+
+def _size_in_files(passes: Sequence[MapStage], n: int, size: int, rows: int) -> int:
+    """The number of members per shard, at most `size`, at which passes over files are fastest.
+
+    A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
+    its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
+    """
+    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / _seconds(passes, n))
     return min(size, max(MULTIPLE, power_of_two(min(best, 2 * rows))))
 
 
-def _skips_padding(passes: Sequence[MapStage], n: int) -> bool:
-    """Whether shards of several batches leave out batches of padding; see `sequential_body`."""
+def _size_of_files(passes: Sequence[MapStage], n: int, batch: int, size: int, rows: int) -> int:
+    """The number of members per shard if shards leave out batches of padding.
+
+    Files of up to four times the usual length are one shard, unless it would be too large.
+
+    Args:
+      passes: the passes over the placement.
+      n: the number of members.
+      batch: members per batch.
+      size: members per shard without cuts.
+      rows: approximate number of members per file.
+    """
+    moved = max(_moved(stage, n) for stage in passes)
+    most = max(size, MAX_FILE_SECONDS * len(passes) / _seconds(passes, n))
+    most = min(most, 4 * rows, MAX_BATCHED_BYTES / max(moved, 1), n / FEWEST_SHARDS)
+    return batch * power_of_two(most / batch)
+
+
+def _skips_padding(passes: Sequence[MapStage], n: int, options: Options) -> bool:
+    """Whether shards of several batches leave out batches of padding; see `sequential_body`.
+
+    All batches of a short shard mask its reductions, which may take longer than the padding.
+    """
+    if guard_of(options) is not None:
+        return False
     if any(stage.results or is_streamed(stage, n) for stage in passes):
         return False
-    return bool(passes) and not any(member_cost(stage, n).guessed for stage in passes)
+    if not all(can_run_sequentially(stage, ()) for stage in passes):
+        return False
+    if not passes or any(member_cost(stage, n).guessed for stage in passes):
+        return False
+    masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
+    return masking <= MAX_CUT_SHARE * _seconds(passes, n)
+
+
+def _seconds(passes: Sequence[MapStage], n: int) -> float:
+    """Predicted seconds of all passes per member, without overhead."""
+    return max(sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes), 1e-12)
 
 
 def with_whole_blocks(
@@ -330,6 +414,17 @@ def _counted(n: Any) -> int:
 def _read(stage: MapStage, n: int) -> float:
     """Bytes that a pass reads per member."""
     return sum(nbytes_of(var.aval) for var, _ in stage.operands) / n
+
+
+def masked_values(stage: MapStage, n: Any) -> float:
+    """The number of values per member that reductions read."""
+    values = 0.0
+    for emission in stage.emissions:
+        if isinstance(emission.rule, ReductionRule):
+            for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
+                if axis is not None:
+                    values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
+    return values
 
 
 def _moved(stage: MapStage, n: int) -> float:

@@ -85,7 +85,7 @@ def chosen_plan(
         return _with(plan, replace(rule, why=f"by the rules: {reason}"))
     if options.probe is False:
         return _with(plan, replace(rule, why="by the rules: probe=False"))
-    passes = passes_of(plan, stages, options.memory_bytes)
+    passes = passes_of(plan, stages, options.memory_bytes, program.file_rows)
     total = sum(p.rounds * p.seconds * plan.sizes[p.placement] for p in passes)
     if options.probe is None and total < WORTH_SECONDS:
         why = f"by the rules: passes of about {total:.2g} s are not worth a probe"
@@ -166,6 +166,8 @@ def _cache_name(plan: Plan, rule: Choices, options: Options) -> str:
     fixed = [options.shard_size, options.member_loop, options.member_batch, options.memory]
     fixed += [options.recompute, options.reduction, options.on_error, options.on_nonfinite]
     fixed += [options.xla_threads]
+    # The sizes to try depend on the files.
+    fixed += [f"{name}: {rule.shard_sizes[name]}" for name in plan.file_starts]
     sizes = {name: magnitude(n) for name, n in plan.sizes.items()}
     key = plan_cache.digest(rule.program, plan.x64, sizes, fixed, plan_cache.machine())
     return f"choices-{key}"

@@ -67,13 +67,16 @@ class SearchedPass:
     seconds: float
 
 
-def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[SearchedPass]:
+def passes_of(
+    plan: Plan, stages: Sequence[Stage], memory: int | None, file_rows: Mapping[str, int]
+) -> list[SearchedPass]:
     """The passes of a plan over placements of known size.
 
     Args:
       plan: the plan by the rules.
       stages: its stages.
       memory: memory of a worker process in bytes, None without a limit.
+      file_rows: approximate number of members per file, for placements whose shards are cut there.
     """
     steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
@@ -87,7 +90,10 @@ def passes_of(plan: Plan, stages: Sequence[Stage], memory: int | None) -> list[S
         at_once = {"loop": 1, "vmap": size}.get(step.vectorization.kind, step.vectorization.batch)
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
-        largest = max(shard_size.largest_size(stage, n, limit), size)
+        largest = shard_size.largest_size(stage, n, limit)
+        if stage.placement in file_rows:  # A probe times full shards, so files need many of them.
+            largest = min(largest, shard_size.power_of_two(file_rows[stage.placement] / 8))
+        largest = max(largest, size)
         loops = can_run_sequentially(stage, step.buffers)
         found.append(
             SearchedPass(

@@ -181,12 +181,12 @@ def test_passes_are_chosen_for_by_their_rounds_and_memory():
         return bj.reduce_sum(bj.map_fn(lambda v: v - w, x))
 
     found = planned(rounds, jnp.float32(1), jnp.ones(16))
-    passes = passes_of(found.plan, found.stages, None)
+    passes = passes_of(found.plan, found.stages, None, {})
     assert [(p.name, p.rounds) for p in passes] == [("map_clients_0", 7), ("map_clients_1", 1)]
     assert [p.size for p in passes] == [16, 16]
     assert all(p.loops and p.seconds > 0 for p in passes)
     large = mean_of(lambda v: jnp.outer(v, v), 100_000)
-    (free,), (tight,) = (passes_of(large.plan, large.stages, m) for m in (None, 1 << 20))
+    (free,), (tight,) = (passes_of(large.plan, large.stages, m, {}) for m in (None, 1 << 20))
     assert tight.size <= tight.largest <= free.largest <= 4096
 
 
