@@ -346,6 +346,8 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
             return array
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
+        if output.tail is not None:
+            array = np.concatenate([array, values[output.tail]], output.axis)
         # On the CPU, device_put may share the array's memory, which may belong to an argument.
         put = jax.device_put(array) if is_immutable(array) else jax.numpy.array(array)
         return wrap(put, spec.key_impl)

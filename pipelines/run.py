@@ -97,7 +97,7 @@ def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     if open_placements(plan):
         return True
     made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in made(step)}
-    outputs = {out.value for out in plan.outputs if out.value is not None}
+    outputs = plan.returned().keys()
     if is_resident(plan, connection.options) or not outputs <= made_there:
         return False
     return not connection.holds_elements or not _hands_on_much(plan)
@@ -118,7 +118,7 @@ def _hands_on_much(plan: Plan) -> bool:
 def as_one_pipeline(plan: Plan) -> Plan:
     """The plan with the outputs of its pipeline: values only, and numbers of members if open."""
     number = [size_name(placement) for placement in open_placements(plan)]
-    names = (*number, *(out.value for out in plan.outputs if out.value is not None))
+    names = (*number, *plan.returned())
     return replace(
         plan,
         values={**plan.values, **dict.fromkeys(number, ValueType((), "int32"))},

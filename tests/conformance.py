@@ -114,7 +114,7 @@ TABLE = {
         slopes: a reduction of `x[1:] - x[:-1]`, differentiated
         returned_slices: `jnp.diff` of members as a result, differences of differences
         slopes: `jnp.convolve` of members, `"same"` and `"valid"`, differentiated
-        gathered: `jnp.convolve` of members, `"full"`
+        more_rows_than_members: `jnp.convolve` of members, `"full"`, differentiated | `jnp.pad`
         windows: `lax.reduce_window` along members with stride 1
         reduced: `jnp.histogram`, `bincount` of members
         gathered: `jnp.median` along members, of less than 1 MiB

@@ -376,7 +376,11 @@ def _output_facts(
             kind, maker = value.type, makers[value.name]
             if out.members is not None:
                 kind += f", members {out.members[0]} to {out.members[1] - 1}"
-            yield OutputFact(path, kind, value.nbytes, maker, value.name)
+            nbytes = value.nbytes
+            if out.tail is not None:
+                tail = value_fact(plan, out.tail)
+                kind, nbytes = f"{kind}, then {tail.type}", nbytes + tail.nbytes
+            yield OutputFact(path, kind, nbytes, maker, value.name)
         elif out.input is not None:
             fact = inputs[out.input]
             yield OutputFact(path, fact.type, fact.nbytes, fact.path, fact.path)

@@ -112,7 +112,7 @@ class _Estimation:
         served = {spec.server for spec in plan.inputs if spec.server is not None}
         given = self.members(whole | served) + self.members(served) + sum(s.nbytes for s in live)
         yield "inputs in memory", given
-        outputs = {out.value for out in plan.outputs if out.value is not None}
+        outputs = plan.returned().keys()
         kept = self.options.keep == "placed"
         returned = {x for x in outputs if plan.values[x].placement is None or not kept}
         yield "results", 2 * SLACK * self.members(returned)

@@ -97,6 +97,7 @@ class Output:
       constant: raw array of an output that depends on no input, or None.
       axis: the axis of the members in the result, for a placed value.
       members: of which members of a placed value it is, [start, stop); None for all.
+      tail: name of a server value with the rows that follow those of the members, or None.
     """
 
     value: str | None = None
@@ -104,6 +105,7 @@ class Output:
     constant: np.ndarray | None = None
     axis: int = 0
     members: tuple[int, int] | None = None
+    tail: str | None = None
 
 
 @dataclass(frozen=True)
@@ -491,6 +493,11 @@ class Plan:
         """The shards of a placement."""
         cuts = self.file_starts.get(placement, ())
         return Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
+
+    def returned(self) -> dict[str, None]:
+        """The names of the values that the outputs are made of, in order."""
+        names = (name for out in self.outputs for name in (out.value, out.tail))
+        return dict.fromkeys(name for name in names if name is not None)
 
     def passes(self) -> int:
         """Number of passes over placed data; a pass in a loop counts once."""

@@ -141,8 +141,7 @@ class ControlFlow(abc.ABC, Generic[V]):
           WorkerError: a body failed; the message names rounds, step and shard.
         """
         saved = self._checkpointer
-        outputs = dict.fromkeys(out.value for out in self.plan.outputs if out.value is not None)
-        whole = Block(self.plan.steps, tuple(outputs))
+        whole = Block(self.plan.steps, tuple(self.plan.returned()))
         if saved is not None and saved.finished:
             found = [self.value(name) for name in whole.outputs]
         else:

@@ -149,7 +149,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         self.table = WorkTable()
         self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
-        self.outputs = {out.value for out in plan.outputs if out.value is not None}
+        self.outputs = set(plan.returned())
 
     def evaluated(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; returns the outputs that are values of the plan, by name."""

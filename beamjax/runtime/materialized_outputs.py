@@ -159,7 +159,7 @@ def materialized_outputs(
     base = base if is_url(base) else os.path.abspath(base)
     folders: dict[str, str] = {}
     for number, (path, out) in enumerate(zip(paths, plan.outputs, strict=True)):
-        if out.members is not None or (options.keep is None and number not in numbers):
+        if out.members or out.tail or (options.keep is None and number not in numbers):
             continue
         name = out.value
         if name is None or plan.values[name].placement is None or name in folders:

@@ -167,7 +167,9 @@ class _Lowering:
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(stage) for stage in self.stages]
-        outputs = tuple(self.output(*each) for each in enumerate(self.program.flat.outputs))
+        atoms = self.program.flat.outputs
+        own = atoms[: len(atoms) - len(self.program.tails)]
+        outputs = tuple(self.output(*each) for each in enumerate(own))
         plan = self.with_steps(steps, name, outputs, paths)
         if self.guard is None or not self.guard.drops:
             return plan
@@ -254,7 +256,10 @@ class _Lowering:
         if along is None:
             return Output(value=self.served(atom))
         members = self.program.slices.get(number)
-        return Output(value=self.placed(atom, along), axis=along.axis, members=members)
+        rest = self.program.tails.get(number)
+        tail = None if rest is None else self.served(rest)
+        value = self.placed(atom, along)
+        return Output(value=value, axis=along.axis, members=members, tail=tail)
 
     # ------------------------------------------------------------------------------- steps
 

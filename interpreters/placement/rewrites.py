@@ -107,6 +107,7 @@ class BlockRewriter:
 
     Attributes:
       makers: for each value of the block, the equation that computes it.
+      pads: for each value of padded members that is rewritten, the equation that pads.
       added: equations that the next rewrite needs before it.
     """
 
@@ -114,6 +115,7 @@ class BlockRewriter:
         self.program = program
         self.rewrites = rewrites
         self.makers: dict[Var, Eqn] = {}
+        self.pads: dict[Atom, Eqn] = {}
         self.added: list[Eqn] = []
 
     def rewritten(self, eqn: Eqn) -> list[Eqn] | None:
@@ -127,7 +129,8 @@ class BlockRewriter:
         added, self.added = self.added, []
         if rewrite is None:
             return None
-        placed = [a for a in rewrite.atoms if self.program.place(a) is not None]
+        read = {a for a in rewrite.atoms if isinstance(a, Var)}
+        placed = [a for a in read if self.program.place(a) is not None]
         origins = frozenset[Var]().union(*map(self.rewrites.origins, placed))
         made, results = self.traced(rewrite.function, rewrite.atoms, eqn.line)
         renamed = dict(zip(results, eqn.outputs, strict=True))
@@ -136,7 +139,7 @@ class BlockRewriter:
             if rewrite.is_view:
                 self.rewrites.roots.update(dict.fromkeys(new.outputs, origins))
         self.rewrites.sources[eqn.outputs[0]] = origins
-        self.rewrites.views.update(atom for atom in eqn.inputs if isinstance(atom, Var))
+        self.rewrites.views.update(a for a in eqn.inputs if isinstance(a, Var) and a not in read)
         return added + made
 
     def maker(self, atom: Atom, name: str) -> Eqn | None:

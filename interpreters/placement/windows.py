@@ -8,13 +8,16 @@ If an equation reads different slices of equal length, as in `jnp.sum((x[1:] - x
 are moved onto each other by an exchange of the borders of shards. So are the two parts of
 `jnp.roll`. With the same exchange, each shard computes operations that read windows of the members,
 such as `jnp.convolve`.
+
+A value may have a few more rows than there are members, as that of `jnp.convolve` or `jnp.pad`. It
+is moved past equations as the concatenation of all members and a *tail*, which is a server value.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules import table as rules
@@ -38,6 +41,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     bind,
     replaced,
     shape_of,
+    with_axes_of,
 )
 from beamjax.numerics.reducers import PICK, REDUCERS
 
@@ -80,9 +84,10 @@ def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     part = _slice_of(rewriter.program, eqn)
     if part is not None:
         return _cut(rewriter, eqn, part) if part.is_large else None
-    found = _roll(rewriter, eqn) or _slid(rewriter, eqn)
-    if found is not None:
-        return found
+    for find in _roll, _joined, _slid, _tailed:
+        found = find(rewriter, eqn)
+        if found is not None:
+            return found
     parts = {view[0] for atom in eqn.inputs if (view := _view_of(rewriter, atom))}
     if not parts:
         return None
@@ -96,16 +101,22 @@ def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
 def return_slices(program: PlacedProgram) -> None:
     """Lets a program return placed values instead of large slices of them, in place.
 
-    Not in a user's own pipeline, where an array without all members is one element.
+    It returns placed values with their tails, too. Not in a user's own pipeline, where an array
+    without all members, or with more rows, is one element.
     """
     if program.flat.unrolled:
         return
     makers = {var: eqn for eqn in program.flat.eqns for var in eqn.outputs}
     for number, atom in enumerate(program.flat.outputs):
-        view = _view(program, makers.get(atom)) if isinstance(atom, Var) else None
+        maker = makers.get(atom) if isinstance(atom, Var) else None
+        view, extended = _view(program, maker), Extended.of(program, maker)
         if view is not None and view[1] in makers:
             program.flat.outputs[number] = view[1]
             program.slices[number] = view[0].start, view[0].start + view[0].count
+        elif extended is not None and {extended.members, extended.tail} <= makers.keys():
+            program.flat.outputs[number] = extended.members
+            program.tails[number] = extended.tail
+    program.flat.outputs += program.tails.values()
 
 
 def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
@@ -237,14 +248,14 @@ class _Sliding:
       padding: how many entries there are before the first entry and after the last one.
       neutral: the value of these entries.
       out_axis: the axis of the results.
-      changes: parameters of the equation without the padding.
+      number: the number of the axis in the parameters of the equation.
     """
 
     width: int
     padding: tuple[int, int]
     neutral: Any
     out_axis: int
-    changes: dict[str, Any]
+    number: int
 
     @classmethod
     def of(cls, eqn: Eqn, axis: int) -> _Sliding | None:
@@ -268,11 +279,9 @@ class _Sliding:
             neutral = REDUCERS[_WINDOWED[name]].identity(aval_of(eqn.inputs[0]).dtype)
         if strides[k] != 1 or between[k] != 1:
             return None
-        padding = params["padding"]
-        changes = {"padding": replaced(padding, k, (0, 0))}
         width = (size - 1) * int(dilations[k]) + 1
-        low, high = map(int, padding[k])
-        return cls(width, (low, high), neutral, out_axis, changes)
+        low, high = map(int, params["padding"][k])
+        return cls(width, (low, high), neutral, out_axis, k)
 
 
 _WINDOWED = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -287,9 +296,11 @@ def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if not rewriter.rewrites.moves or any(map(program.place, eqn.inputs[1:])):
         return None
     # The derivative of windows pads its operand.
-    pad = rewriter.maker(eqn.inputs[0], "pad")
+    pad = rewriter.maker(eqn.inputs[0], "pad") or rewriter.pads.get(eqn.inputs[0])
     atom = pad.inputs[0] if pad is not None else eqn.inputs[0]
-    part, members, axis = _view_of(rewriter, atom) or _all_of(program, atom) or (None, atom, 0)
+    extended = _extended(rewriter, atom)
+    view = extended.view() if extended else _view_of(rewriter, atom) or _all_of(program, atom)
+    part, members, axis = view or (None, atom, 0)
     sliding = _Sliding.of(eqn, axis) if part is not None else None
     if part is None or sliding is None:
         return None
@@ -302,37 +313,61 @@ def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         if not is_neutral or min(before, after) < 0 or between:
             return None
         low, high = low + before, high + after
-    count = part.count + low + high - (sliding.width - 1)
-    if not (0 <= low < sliding.width > high >= 0 and sliding.width > 1) or count > part.n:
+    n, count = part.n, part.count + low + high - (sliding.width - 1)
+    if not (0 <= low < sliding.width > high >= 0 and sliding.width > 1) or count > 2 * n:
         return None
     # Results begin at the member at which the slice begins, or earlier if there are more of them.
-    start = min(part.start, part.n - count)
-    made = replace(part, start=start, count=count)
+    start = max(min(part.start, n - count), 0)
+    made = replace(part, start=start, count=min(count, n))
     # The window of a result reaches from `before` members before it to `after` members after it.
     before = start - part.start + low
     after = sliding.width - 1 - before
     block = _range(rewriter, members, axis, before + after, fewest=max(before, after))
-    if block is None or not (made.is_large or count == part.n):
+    if block is None or min(before, after) < 0 or not (made.is_large or made.count == n):
         return None
+
+    def results(rows: Any, others: Sequence[Any], padding: tuple[int, int]) -> Any:
+        padded = replaced(eqn.params["padding"], sliding.number, padding)
+        return bind(eqn, [rows, *others], padding=padded)[0]
 
     def windows_of(shard: TracedShard, rows: Any, *others: Any) -> Any:
         member = shard.start - before + lax.iota(np.dtype("int32"), len(rows))
         inside = (member >= part.start) & (member < part.start + part.count)
-        inside = inside.reshape(-1, *(1 for _ in rows.shape[1:]))
-        rows = jnp.where(inside, rows, jnp.asarray(sliding.neutral, rows.dtype))
-        (found,) = bind(eqn, [jnp.moveaxis(rows, 0, axis), *others], **sliding.changes)
+        if extended is not None:
+            tail, others = others[0], others[1:]
+            after_last = jnp.take(tail, member - n, axis=0, mode="clip")
+            rows = jnp.where(with_axes_of(member >= n, rows), after_last, rows)
+        rows = jnp.where(with_axes_of(inside, rows), rows, jnp.asarray(sliding.neutral, rows.dtype))
+        found = results(jnp.moveaxis(rows, 0, axis), others, (0, 0))
         return jnp.moveaxis(found, sliding.out_axis, 0)
 
-    def function(x: Any, *others: Any) -> Sequence[Any]:
-        if pad is not None:
-            config = replaced(pad.params["padding_config"], axis, (0, 0, 0))
-            (x,) = bind(pad, [x, sliding.neutral], padding_config=config)
-        x = jnp.moveaxis(x, axis, 0)
-        found = with_neighbours(windows_of, x, *others, before=before, after=after, block=block)
-        found = jnp.moveaxis(found, 0, sliding.out_axis)
-        return [found if count == part.n else made.of(found, sliding.out_axis)]
+    def padded(x: Any) -> Any:
+        """The operand with its padding along other axes."""
+        if pad is None:
+            return x
+        config = replaced(pad.params["padding_config"], axis, (0, 0, 0))
+        return bind(pad, [x, sliding.neutral], padding_config=config)[0]
 
-    return Rewrite(function, [members, *eqn.inputs[1:]], is_view=count < part.n)
+    def last(x: Any, tail: Sequence[Any]) -> Any:
+        """The entries that results after the last member read."""
+        stop = min(part.start + part.count, n)
+        own = lax.slice_in_dim(x, min(part.start + n - low, stop), stop, axis=axis)
+        return lax.concatenate([own, *tail], axis)
+
+    def function(x: Any, *others: Any) -> Sequence[Any]:
+        x, tail = padded(x), [padded(t) for t in others[: len(tails)]]
+        kernel = others[len(tail) :]
+        served = [*(jnp.moveaxis(t, axis, 0) for t in tail), *kernel]
+        rows, kinds = jnp.moveaxis(x, axis, 0), {"before": before, "after": after, "block": block}
+        found = with_neighbours(windows_of, rows, *served, **kinds)
+        found = jnp.moveaxis(found, 0, sliding.out_axis)
+        if count > n:
+            rest = results(last(x, tail), kernel, (0, high))
+            return [lax.concatenate([found, rest], sliding.out_axis)]
+        return [found if count == n else made.of(found, sliding.out_axis)]
+
+    tails = [extended.tail] if extended is not None else []
+    return Rewrite(function, [members, *tails, *eqn.inputs[1:]], is_view=count != n)
 
 
 def _all_of(program: PlacedProgram, atom: Atom) -> tuple[Slice, Atom, int] | None:
@@ -342,6 +377,252 @@ def _all_of(program: PlacedProgram, atom: Atom) -> tuple[Slice, Atom, int] | Non
         return None
     n = program.sizes[along.placement]
     return Slice(along.placement, 0, n, n), atom, along.axis
+
+
+# --- more rows than members
+
+
+@dataclass(frozen=True)
+class Extended:
+    """All n members along `axis`, followed by the rows of a server value, `count` rows in all."""
+
+    members: Var
+    tail: Var
+    along: MemberAxis
+    n: int
+    count: int
+
+    @staticmethod
+    def of(program: PlacedProgram, eqn: Eqn | None) -> Extended | None:
+        """The members and the tail that an equation concatenates, if it does so, or None."""
+        if eqn is None or eqn.primitive.name != "concatenate" or len(eqn.inputs) != 2:
+            return None
+        (members, tail), axis = eqn.inputs, eqn.params["dimension"]
+        along = program.place(members)
+        if along is None or along.axis != axis or not isinstance(members, Var):
+            return None
+        n = program.sizes[along.placement]
+        if program.place(tail) is not None or is_unknown(n) or not isinstance(tail, Var):
+            return None
+        return Extended(members, tail, along, n, shape_of(eqn.outputs[0])[axis])
+
+    def view(self) -> tuple[Slice, Atom, int]:
+        """Like `_view`, where the slice has more members than there are."""
+        part = Slice(self.along.placement, 0, self.count, self.n)
+        return part, self.members, self.along.axis
+
+
+def _extended(rewriter: BlockRewriter, atom: Atom) -> Extended | None:
+    return Extended.of(rewriter.program, rewriter.maker(atom, "concatenate"))
+
+
+def _joined(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites a concatenation of members and server values, or padding of all members."""
+    program, name = rewriter.program, eqn.primitive.name
+    if name == "concatenate" and Extended.of(program, eqn) is None:
+        axis, atoms = eqn.params["dimension"], list(eqn.inputs)
+        found = [
+            i for i, atom in enumerate(atoms) if program.place(atom) or _view_of(rewriter, atom)
+        ]
+        if len(found) != 1:
+            return None
+        (at,) = found
+        view = _view_of(rewriter, atoms[at]) or _all_of(program, atoms[at])
+        others = atoms[:at] + atoms[at + 1 :]
+
+        def ends(*others: Any) -> list[Any]:
+            return [lax.concatenate(x, axis) if x else None for x in (others[:at], others[at:])]
+
+        heads = sum(shape_of(atom)[axis] for atom in atoms[:at])
+        tails = sum(shape_of(atom)[axis] for atom in atoms[at + 1 :])
+        return _placed_rows(rewriter, view, axis, (heads, tails), others, ends)
+    if name == "pad":
+        (atom, fill), config = eqn.inputs, eqn.params["padding_config"]
+        view = _all_of(program, atom)
+        if view is None or program.place(fill) is not None:
+            return None
+        axis = view[2]
+        low, high, between = map(int, config[axis])
+        others_padded = any(any(map(int, c)) for k, c in enumerate(config) if k != axis)
+        if between or others_padded or min(low, high) < 0:
+            return None
+        rewriter.pads[eqn.outputs[0]] = eqn
+
+        def fills(fill: Any) -> list[Any]:
+            shape = shape_of(atom)
+            return [lax.full(replaced(shape, axis, k), fill) if k else None for k in (low, high)]
+
+        return _placed_rows(rewriter, view, axis, (low, high), [fill], fills)
+    return None
+
+
+def _placed_rows(
+    rewriter: BlockRewriter,
+    view: tuple[Slice, Atom, int] | None,
+    axis: int,
+    sizes: tuple[int, int],
+    served: Sequence[Atom],
+    ends: Callable[..., Sequence[Any]],
+    before: Callable[[Any], Any] = lambda x: x,
+) -> Rewrite | None:
+    """Rewrites a view with further rows before and after it.
+
+    Args:
+      rewriter: of the block.
+      view: the members of the view.
+      axis: the axis along which there are further rows.
+      sizes: the number of rows before and after the view.
+      served: server values.
+      ends: computes these rows from the server values; None for no rows.
+      before: is applied to the members before they are moved. It keeps their axis.
+    """
+    if view is None or view[2] != axis or not rewriter.rewrites.moves:
+        return None
+    part, members, _ = view
+    head, after = sizes
+    total, n = head + part.count + after, part.n
+    # Row r of the result becomes member `first + r`, but for the rows of the tail.
+    first = min(max(part.start - head, 0), max(n - total, 0))
+    made = replace(part, start=first, count=min(total, n))
+    k = part.start - head - first
+    move = _move(rewriter, members, axis, k)
+    if move is None or not (made.is_large or made.count == n) or total > 2 * n:
+        return None
+
+    def function(x: Any, *served: Any) -> Sequence[Any]:
+        x = before(x)
+        rows, (front, back) = move(x), ends(*served)
+        if front is not None:
+            rows = lax.dynamic_update_slice_in_dim(rows, front, first, axis)
+        inside = min(after, max(n - first - head - part.count, 0))
+        if inside:
+            placed = lax.slice_in_dim(back, 0, inside, axis=axis)
+            start = first + head + part.count
+            rows = lax.dynamic_update_slice_in_dim(rows, placed, start, axis)
+        if total <= n:
+            return [rows if total == n else made.of(rows, axis)]
+        tail = []
+        if head + part.count > n:
+            # The last members of the view.
+            stop = part.start + part.count
+            tail.append(lax.slice_in_dim(x, stop - (head + part.count - n), stop, axis=axis))
+        if inside < after:
+            tail.append(lax.slice_in_dim(back, inside, after, axis=axis))
+        return [lax.concatenate([rows, lax.concatenate(tail, axis)], axis)]
+
+    return Rewrite(function, [members, *served], is_view=total != n)
+
+
+JOINS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lax.add, "prod": lax.mul, "max": lax.max, "min": lax.min,
+    "any": lax.bitwise_or, "all": lax.bitwise_and,
+}  # fmt: skip
+"""For each reduction, its function of two values."""
+
+
+def _tailed(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites an equation that reads members with a tail: computes both parts."""
+    found = [_extended(rewriter, atom) for atom in eqn.inputs]
+    given = next(filter(None, found), None)
+    if given is None:
+        return None
+    if eqn.primitive.name == "slice":
+        return _slice_with_tail(rewriter, eqn, given)
+    n, count = given.n, given.count
+    rule = rules.classify(eqn, [x.along.axis if x else None for x in found], count)
+    # All must have the same placement, or the operands have different numbers of rows.
+    if rule is None or len({x.along.placement for x in found if x is not None}) > 1:
+        return None
+    if isinstance(rule, ReductionRule) and not _joins(eqn, rule):
+        return None
+    atoms: list[Atom] = []
+    operands: list[Callable[[Iterator[Any], TracedShard], Any]] = []
+    for atom, view, axis in zip(eqn.inputs, found, rule.in_axes, strict=True):
+        if view is None:
+            operand, read = _of_part(rewriter, atom, axis, count)
+        elif axis == view.along.axis:
+            operand, read = _either_part, [view.members, view.tail]
+        else:
+            return None
+        if rewriter.program.place(atom) is not None or _view_of(rewriter, atom) is not None:
+            return None
+        operands.append(operand)
+        atoms += read
+
+    def function(*args: Any) -> Sequence[Any]:
+        parts = []
+        for start, stop in (0, n), (n, count):
+            shard = TracedShard(np.int32(start), stop - start, jnp.ones(stop - start, bool))  # type: ignore[arg-type]
+            rest = iter(args)
+            values = [operand(rest, shard) for operand in operands]
+            if isinstance(rule, MemberwiseRule):
+                parts.append(rule.emit(eqn, values, shard))
+            else:
+                parts.append(bind(eqn, values))
+        if isinstance(rule, ReductionRule):
+            return [JOINS[rule.reducer](x, y) for x, y in zip(*parts, strict=True)]
+        pairs = zip(*parts, rule.out_axes, strict=True)
+        return [lax.concatenate([x, y], axis) for x, y, axis in pairs if axis is not None]
+
+    return Rewrite(function, atoms, is_view=isinstance(rule, MemberwiseRule))
+
+
+def _joins(eqn: Eqn, rule: ReductionRule) -> bool:
+    """Whether the reductions of two parts can be joined by `JOINS`."""
+    plain = not (isinstance(rule, FunctionReductionRule) or rule.selects_members)
+    return plain and rule.reducer in JOINS and not eqn.primitive.name.startswith("scatter")
+
+
+def _either_part(args: Iterator[Any], shard: TracedShard) -> Any:
+    """The members or the tail, which are the next two arguments."""
+    members, tail = next(args), next(args)
+    return tail if shard.start else members
+
+
+def _of_part(
+    rewriter: BlockRewriter, atom: Atom, axis: int | None, count: int
+) -> tuple[Callable[[Iterator[Any], TracedShard], Any], list[Atom]]:
+    """A function that gives the part of a server value, and what it reads.
+
+    Shards create values such as `jnp.arange(count)`.
+    """
+    maker = rewriter.makers.get(atom) if isinstance(atom, Var) else None
+    if axis is None:
+        return lambda args, shard: next(args), [atom]
+    if isinstance(atom, Var) and maker is not None and not maker.blocks:
+        out = maker.outputs.index(atom)
+        made = rules.invert(maker, out, axis, count)
+        values = [a.val for a in maker.inputs if not isinstance(a, Var)]
+        if made is not None and len(values) == len(maker.inputs):
+            return lambda args, shard: made.emit(maker, values, shard)[out], []
+
+    def cut(args: Iterator[Any], shard: TracedShard) -> Any:
+        start = int(shard.start)
+        return lax.slice_in_dim(next(args), start, start + shard.size, axis=axis)
+
+    return cut, [atom]
+
+
+def _slice_with_tail(rewriter: BlockRewriter, eqn: Eqn, given: Extended) -> Rewrite | None:
+    """Rewrites a slice of members with a tail."""
+    p, axis, n = eqn.params, given.along.axis, given.n
+    start, stop = (int(p[f"{end}_indices"][axis]) for end in ("start", "limit"))
+    if stop <= n:
+        return Rewrite(lambda x: bind(eqn, [x]), [given.members], is_view=True)
+    if start >= n or (p["strides"] is not None and p["strides"][axis] != 1):
+        return None
+
+    def cut(x: Any, start: int, stop: int) -> Any:
+        starts, limits = (
+            replaced(p[f"{end}_indices"], axis, k) for end, k in (("start", start), ("limit", stop))
+        )
+        return bind(eqn, [x], start_indices=starts, limit_indices=limits)[0]
+
+    part = Slice(given.along.placement, start, n - start, n)
+    return _placed_rows(
+        rewriter, (part, given.members, axis), axis, (0, stop - n), [given.tail],
+        lambda tail: (None, cut(tail, 0, stop - n)), before=lambda x: cut(x, 0, n),
+    )  # fmt: skip
 
 
 class _Window:

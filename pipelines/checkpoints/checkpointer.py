@@ -121,8 +121,7 @@ class Checkpointer:
         assert options.checkpoint is not None
         self.plan = plan
         self.every = options.checkpoint_every
-        outputs = dict.fromkeys(out.value for out in plan.outputs if out.value is not None)
-        self.whole = Block(plan.steps, tuple(outputs))
+        self.whole = Block(plan.steps, tuple(plan.returned()))
         self.folder = CheckpointFolder(options.checkpoint)
         self.store = FolderStore(self.folder.path, folder=self.folder)
         self.prints = fingerprints.plan_fingerprint(plan, options)

@@ -384,7 +384,7 @@ class Outputs:
         # The names of the server values, by the environment that holds them, and of placed values.
         self._served: dict[beam.PCollection, list[str]] = {}
         self._placed: list[str] = []
-        for name in dict.fromkeys(out.value for out in plan.outputs if out.value is not None):
+        for name in plan.returned():
             if plan.values[name].placement is not None:
                 self._placed.append(name)
             elif name in graph.served:

@@ -89,6 +89,18 @@ def smooth(x):
     return jnp.convolve(x[:, 0], jnp.ones(3), "same")
 
 
+def smooth_with_ends(x):
+    return jnp.convolve(x[:, 0], jnp.ones(3))
+
+
+def squares_with_ends(x):
+    return jnp.sum(jnp.convolve(x[:, 0], jnp.ones(3)) ** 2)
+
+
+def padded(x):
+    return jnp.pad(x, ((1, 1), (0, 0)))
+
+
 def returned_differences(x):
     return jnp.diff(x, axis=0)
 
@@ -120,8 +132,12 @@ REWRITES = [
     (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
     (counted, order_statistics, "_picked", nothing),
     (differences, windows, "_meet", nothing),
-    (neighbours, windows, "_roll", nothing),
+    (neighbours, windows, "_move", nothing),
     (smooth, windows, "_slid", nothing),
+    (smooth_with_ends, windows, "_extended", nothing),
+    (smooth_with_ends, propagate, "return_slices", nothing),
+    (squares_with_ends, windows, "_tailed", nothing),
+    (padded, windows, "_joined", nothing),
     (returned_differences, propagate, "return_slices", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),

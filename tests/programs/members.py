@@ -186,6 +186,19 @@ def windows(x):
     return both, changes, found, sums, wide, low, jnp.var(low, 0)
 
 
+@placed(plan="maps 3")
+def more_rows_than_members(x):
+    column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
+    full = jnp.convolve(column, kernel)
+    of_all = jnp.sum(jnp.tanh(full) ** 2), jnp.max(full), full @ jnp.arange(N + 3.0)
+    parts = full[:N] * column, full[1 : N + 1], full[3:], full[3:N], jnp.convolve(full, kernel)
+    whole = jnp.correlate((column * 50).astype("int32"), jnp.arange(4), "full")
+    padded = jnp.pad(column, (2, 2), "edge"), jnp.pad(x, ((1, 2), (0, 0)), constant_values=3.0)
+    changes = jnp.diff(x, axis=0, prepend=x[:1]), jnp.concatenate([x[:1] * 2, x[:-1]]) * x
+    slope = jax.grad(lambda v: jnp.sum(jnp.convolve(v, kernel) ** 2))(column)
+    return full, of_all, parts, whole, padded, jnp.convolve(padded[0], kernel), changes, slope
+
+
 @placed(plan="maps 5")
 def slopes(x):
     """Derivatives by all members of what is computed of scans, neighbours and windows."""
@@ -236,5 +249,4 @@ def gathered(x):
     one_by_one = lax.scan(lambda c, row: (c * 0.5 + row, c), W, x), lax.cumlogsumexp(x, axis=0)
     apart = lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID")
     batches = lax.map(jnp.sin, x, batch_size=4)
-    longer = jnp.convolve(x[:, 0], W), jnp.concatenate([x, x])
-    return in_order, one_by_one, apart, batches, longer, x @ x.T
+    return in_order, one_by_one, apart, batches, jnp.concatenate([x, x]), x @ x.T
