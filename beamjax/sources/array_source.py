@@ -77,10 +77,6 @@ class ArraySource(HoldsLeaves, kind="array"):
             "within this process with sources.register(source)."
         )
 
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ArraySource:
-        raise SourceError(f"a source in memory has no spec; found {spec!r:.200}.")
-
     def spilled(self, folder: str) -> NpySource:
         source = self.spill(folder)
         return written_source(source.files, self._leaves, len(self), self._treedef, wraps=True)

@@ -22,9 +22,8 @@ from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 import numpy as np
 
 from beamjax.errors import PlacementError, SourceError
-from beamjax.storage import arrays as wire
 from beamjax.storage import schema
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_name
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
@@ -58,6 +57,13 @@ class LeafSpec:
     path: str = ""
     ragged: bool = False
 
+    def __post_init__(self) -> None:
+        values = math.prod(max(size, 1) for size in self.shape)
+        if min(self.shape, default=0) < 0 or len(self.shape) > MAX_NDIM or values > MAX_VALUES:
+            raise ValueError(f"found a member of shape {list(self.shape)}, which can't be stacked")
+        if self.ragged and not self.shape:
+            raise ValueError("found ragged members of shape [], expected rows")
+
     @property
     def nbytes(self) -> int:
         """Number of bytes of a member."""
@@ -65,13 +71,8 @@ class LeafSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values from which `from_json` makes an equal `LeafSpec`."""
-        return {
-            "shape": list(self.shape),
-            "dtype": dtype_name(self.dtype),
-            "key_impl": self.key_impl,
-            "path": self.path,
-            "ragged": self.ragged,
-        }
+        found: dict[str, Any] = schema.to_plain(self)
+        return found
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LeafSpec:
@@ -84,22 +85,9 @@ class LeafSpec:
             The `LeafSpec`.
 
         Raises:
-            KeyError: the record has missing entries.
-            TypeError: the record has other types or impossible values.
-            ArrayFormatError: the record has an unknown dtype or an impossible shape.
+            ArrayFormatError: the record has missing entries, other types or impossible values.
         """
-        dtype = dtype_from_name(record["dtype"])
-        shape = wire.checked_shape("leaf of a source", record["shape"], dtype)
-        if math.prod(max(size, 1) for size in shape) > MAX_VALUES or len(shape) > MAX_NDIM:
-            raise TypeError(f"found a member of shape {list(shape)}, which is too large to stack")
-        impl = record["key_impl"]
-        if impl is not None and not isinstance(impl, str):
-            raise TypeError(f"found keys of {impl!r:.80}, expected a name or None")
-        # Specs of earlier versions have no field "ragged".
-        ragged = field(record, "ragged", bool) if "ragged" in record else False
-        if ragged and not shape:
-            raise TypeError("found ragged members of shape [], expected rows")
-        return cls(shape, dtype, impl, field(record, "path", str), ragged)
+        return schema.from_plain(cls, record, "leaf")
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], LeafSpec], tuple[dict[str, Any]]]:
         """Pickles by names: NumPy's own dtypes are other objects once they are unpickled."""
@@ -426,15 +414,15 @@ class StreamSource(Source):
 class PlainSource(Source):
     """A source whose spec is the arguments of its constructor.
 
-    The constructor checks each argument `name` and stores it as the attribute `_name`. The types of
-    arguments are those that `storage.schema` knows. `treedef` is not part of a spec.
+    The constructor checks each argument `name` and stores it as the attribute `_name`, or `name`.
+    The types of arguments are those that `storage.schema` knows. `treedef` is not part of a spec.
     """
 
     def to_spec(self) -> dict[str, Any]:
         # `open_spec` makes a subclass without a kind of its own an instance of the class that has
         # the kind, so the spec holds the arguments of that class.
-        names = _arguments(_KINDS[self.kind])
-        arguments = {name: getattr(self, f"_{name}") for name in names}
+        names, values = _arguments(_KINDS[self.kind]), vars(self)
+        arguments = {name: values.get(f"_{name}", values.get(name)) for name in names}
         return {**self.spec_head(), **schema.to_plain(arguments)}
 
     @classmethod
@@ -472,22 +460,6 @@ class HoldsLeaves(PlainSource):
     @property
     def treedef(self) -> PyTreeDef:
         return super().treedef if self._treedef is None else self._treedef
-
-
-def field(record: dict[str, Any], name: str, kind: type[T]) -> T:
-    """A field of a spec, if it has exactly this type; for `from_spec`.
-
-    Returns:
-        The value of the field.
-
-    Raises:
-        KeyError: it is missing. `open_spec` turns this and the next error into a SourceError.
-        TypeError: it has another type.
-    """
-    value = record[name]
-    if type(value) is not kind:
-        raise TypeError(f"found {value!r:.80} as {name!r}, expected {kind.__name__}")
-    return value
 
 
 def natural(value: Any, least: int = 0) -> int:
@@ -624,5 +596,4 @@ def open_spec(spec: dict[str, Any]) -> Source:
         ) from error
 
 
-schema.add_codec(LeafSpec, LeafSpec.to_json, LeafSpec.from_json)
 schema.add_codec(Source, lambda source: source.to_spec(), open_spec)

