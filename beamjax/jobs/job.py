@@ -19,7 +19,7 @@ from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.call import Call
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
 from beamjax.jobs.display import display_for
-from beamjax.jobs.recording import Recording, save_report, watched
+from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
 from beamjax.plan.dropping import DeadLetters, Dropped
@@ -290,14 +290,12 @@ class JobRun:
         options = call.options
         self._call = call
         self._launched = launched
-        self._display = display_for(options, launched)
-        self._records = launched or bool(
-            options.job_folder or options.keep_folder or options.report
-        )
+        display = display_for(options, launched)
+        reports = launched or bool(options.job_folder or options.keep_folder or options.report)
         self._folder: JobFolder | None = None
         if options.job_folder is not None:
             self._folder = JobFolder(options.job_folder)
-        elif self._records or self._display is not None:
+        elif reports or display is not None:
             parent = options.work_folder or tempfile.gettempdir()
             self._folder = JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}"))
         letters = DeadLetters(options.drop_limit, options.dead_letters)
@@ -309,8 +307,8 @@ class JobRun:
             call.plan, self._folder, letters, seconds, advice, strict=options.strict
         )
         self._recording: Recording | None = None
-        if self._folder is not None and self._records:
-            self._recording = Recording(self._folder, self.monitor, call)
+        if self._folder is not None:
+            self._recording = Recording(self._folder, self.monitor, call, display, reports)
 
     def keeps_folder(self, error: BaseException | None) -> bool:
         """Whether the folder stays after a run that ended with this error, or without one."""
@@ -325,20 +323,15 @@ class JobRun:
         with contextlib.ExitStack() as stack:
             if not self._launched:
                 stack.enter_context(termination.cancelling())
-            folder, options = self._folder, self._call.options
-            if folder is None:
+            folder, recording = self._folder, self._recording
+            if folder is None or recording is None:
                 yield
                 return
             if not self._launched:
                 self._begin()
             failed: BaseException | None = None
             try:
-                with contextlib.ExitStack() as inner:
-                    if self._recording is not None:
-                        inner.enter_context(self._recording.going_on())
-                    inner.enter_context(
-                        watched(folder, self.monitor, self._display, self._recording)
-                    )
+                with recording.going_on():
                     yield
                 folder.write_state("done")
             except BaseException as error:
@@ -349,7 +342,7 @@ class JobRun:
                     error.add_note(f"The folder of the job is kept: {folder.path}")
                 raise
             finally:
-                save_report(folder, options)
+                save_report(folder, self._call.options)
                 if not self._launched and not self.keeps_folder(failed):
                     folder.remove()
 

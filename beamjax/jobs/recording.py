@@ -46,67 +46,104 @@ PACKAGES = ("jax", "jaxlib", "numpy", "apache-beam")
 
 
 class Recording:
-    """Writes the records of one run. The run continues if a record cannot be made or written.
+    """Follows one run in a thread: writes and shows its progress, and cancels it on request.
+
+    The run continues if a record cannot be made or written.
 
     Args:
       folder: the folder of the job.
       monitor: the monitor of the run.
       call: the call of the run.
+      display: displays the progress, if not None.
+      reports: whether to write the records that a report needs.
     """
 
-    def __init__(self, folder: JobFolder, monitor: Monitor, call: Call):
+    def __init__(
+        self, folder: JobFolder, monitor: Monitor, call: Call, display: Display | None,
+        reports: bool,
+    ):  # fmt: skip
         self._folder = folder
         self._monitor = monitor
         self._call = call
+        self._display = display
+        self._reports = reports
         self._timeline = Timeline()
         self._timeline.add(Progress())
         self._curves: tuple[Curve, ...] = ()
         self._heard = _Heard()
         self._written = -FIRST
-        self._lock = threading.Lock()
+        self._over = threading.Event()
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
         """A context for the run; records it from start to end."""
-        with contextlib.suppress(Exception):
-            self._folder.write(SETUP, to_plain(self._setup()), make=False)
-        logger = logging.getLogger("beamjax")
-        logger.addHandler(self._heard)
+        if self._reports:
+            with contextlib.suppress(Exception):
+                self._folder.write(SETUP, to_plain(self._setup()), make=False)
+            _LOG.addHandler(self._heard)
+        thread = threading.Thread(target=self._watch, name="beamjax progress", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            logger.removeHandler(self._heard)
-            with contextlib.suppress(Exception):
-                self._write()
-            if checksums := self._monitor.checksums.found:
+            self._over.set()
+            thread.join()
+            self._look()
+            if self._display is not None:
                 with contextlib.suppress(Exception):
-                    self._folder.write(CHECKSUMS, {"values": checksums}, make=False)
+                    self._display.close()
+            if self._reports:
+                _LOG.removeHandler(self._heard)
+                self._write()
+                if checksums := self._monitor.checksums.found:
+                    with contextlib.suppress(Exception):
+                        self._folder.write(CHECKSUMS, {"values": checksums}, make=False)
 
-    def look(self, progress: Progress) -> None:
+    def _watch(self) -> None:
+        if self._reports:  # so that a short run has samples, too
+            for pause in SOON:
+                if self._over.wait(pause):
+                    return
+                self._sample(self._monitor.progress())
+        while not self._over.wait(LOOK * self._folder.slowness):
+            self._look()
+
+    def _look(self) -> None:
+        progress = self._monitor.progress()
+        with contextlib.suppress(Exception):  # the work continues without records of its progress
+            self._folder.write_progress(progress)
+            if self._folder.cancel_requested():
+                self._monitor.cancel()
+        if self._reports:
+            self._sample(progress)
+        if self._display is not None:
+            with contextlib.suppress(Exception):  # stderr may be closed
+                self._display.update(progress)
+
+    def _sample(self, progress: Progress) -> None:
         """Adds a sample, and writes the history if the last record is old enough."""
-        with self._lock:
-            self._timeline.add(progress)
+        self._timeline.add(progress)
         pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
         if progress.seconds - self._written >= pause:
             self._written = progress.seconds
-            with contextlib.suppress(Exception):
-                self._write()
+            self._write()
 
     def returned(self, value: Any) -> None:
         """Records the result of the run."""
-        with contextlib.suppress(Exception):
-            self._curves = tuple(curves(self._call.plan, value))
+        if self._reports:
+            with contextlib.suppress(Exception):
+                self._curves = tuple(curves(self._call.plan, value))
 
     def _write(self) -> None:
-        with self._lock:
-            samples = self._timeline.samples
         monitor = self._monitor
         history = History(
-            provenance=monitor.provenance, samples=samples, round_ends=monitor.round_ends.times,
-            checkpoints=monitor.checkpoints.times, events=monitor.events.times,
-            curves=self._curves, warnings=tuple(self._heard.messages),
+            provenance=monitor.provenance, samples=self._timeline.samples,
+            round_ends=monitor.round_ends.times, checkpoints=monitor.checkpoints.times,
+            events=monitor.events.times, curves=self._curves,
+            warnings=tuple(self._heard.messages),
         )  # fmt: skip
-        self._folder.write(HISTORY, to_plain(history), make=False)
+        with contextlib.suppress(Exception):
+            self._folder.write(HISTORY, to_plain(history), make=False)
 
     def _setup(self) -> Setup:
         plan: PlanFacts | None = None
@@ -120,54 +157,6 @@ class Recording:
             options=shown_options(self._call.options), machine=machine(), plan=plan,
             source_lines=lines, fingerprint=fingerprint,
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def watched(
-    folder: JobFolder, monitor: Monitor, display: Display | None, recording: Recording | None
-) -> Iterator[None]:
-    """Runs a thread that writes and displays progress, and cancels the job on request.
-
-    Args:
-      folder: the folder of the job.
-      monitor: the monitor of its run.
-      display: displays the progress, if not None.
-      recording: records what a report needs, if not None.
-    """
-    over = threading.Event()
-
-    def look() -> None:
-        progress = monitor.progress()
-        with contextlib.suppress(Exception):  # the work continues without records of its progress
-            folder.write_progress(progress)
-            if folder.cancel_requested():
-                monitor.cancel()
-        if recording is not None:
-            recording.look(progress)
-        if display is not None:
-            with contextlib.suppress(Exception):  # stderr may be closed
-                display.update(progress)
-
-    def watch() -> None:
-        if recording is not None:  # so that a short run has samples, too
-            for pause in SOON:
-                if over.wait(pause):
-                    return
-                recording.look(monitor.progress())
-        while not over.wait(LOOK * folder.slowness):
-            look()
-
-    thread = threading.Thread(target=watch, name="beamjax progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        look()
-        if display is not None:
-            with contextlib.suppress(Exception):
-                display.close()
 
 
 class _Heard(logging.Handler):

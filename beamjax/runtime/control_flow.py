@@ -262,7 +262,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         self._carry(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
             self.stacks[name].append(entry)
-        self.monitor.rounds()
+        self.monitor.round_ended()
 
     def _carry(self, loop: Loop, carried: Sequence[V]) -> None:
         params = (value.param for value in loop.carried)

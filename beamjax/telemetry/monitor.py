@@ -106,10 +106,10 @@ class Monitor(Listener):
         if self._cancelled.is_set():
             raise JobCancelledError("the job was cancelled")
 
-    def rounds(self, count: int = 1) -> None:
-        """Records that rounds of a loop have ended."""
+    def round_ended(self) -> None:
+        """Records that a round of a loop has ended."""
         with self._lock:
-            self._rounds += count
+            self._rounds += 1
             self.round_ends.add(round(time.monotonic() - self._began, 4))
 
     def saved(self) -> None:

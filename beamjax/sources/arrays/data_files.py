@@ -12,14 +12,13 @@ import dataclasses
 import glob
 import gzip
 import hashlib
-import io
 import lzma
 import os
 import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.storage.files import is_url as is_url
@@ -194,7 +193,8 @@ def open_file(path: str) -> BinaryIO:
         return remote().open_file(path) if is_url(path) else open(path, "rb")
 
 
-def open_stream(path: str, compressed: str | None = None) -> BinaryIO:
+@contextlib.contextmanager
+def open_stream(path: str, compressed: str | None = None) -> Iterator[BinaryIO]:
     """Opens a file for reading from its beginning; decompresses it if it is compressed.
 
     Args:
@@ -206,23 +206,13 @@ def open_stream(path: str, compressed: str | None = None) -> BinaryIO:
       SourceError: it does not exist, or may not be read. Damaged compressed data is found only
         while it is read, and raises errors that `readable` converts.
     """
-    file = open_file(path)
     ending = compression(path) if compressed is None else compressed
-    return cast(BinaryIO, _Decompressed(_DECOMPRESS[ending](file), file)) if ending else file
-
-
-class _Decompressed(io.BufferedReader):
-    """A decompressing reader that closes the compressed file as well; those of Python do not."""
-
-    def __init__(self, decompressed: Any, compressed: BinaryIO) -> None:
-        super().__init__(decompressed)
-        self._compressed = compressed
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._compressed.close()
+    with open_file(path) as file:
+        if not ending:
+            yield file
+            return
+        with _DECOMPRESS[ending](file) as decompressed:
+            yield decompressed
 
 
 @contextlib.contextmanager
