@@ -115,7 +115,8 @@ TABLE = {
         returned_slices: `jnp.diff` of members as a result, differences of differences
         slopes: `jnp.convolve` of members, `"same"` and `"valid"`, differentiated
         more_rows_than_members: `jnp.convolve` of members, `"full"`, differentiated | `jnp.pad`
-        windows: `lax.reduce_window` along members with stride 1
+        windows: `lax.reduce_window` along members
+        downsampled: windows with a stride and `x[::2]`, differentiated
         reduced: `jnp.histogram`, `bincount` of members
         gathered: `jnp.median` along members, of less than 1 MiB
         tall_matrices: `jnp.linalg.qr`, `svd` of members as rows

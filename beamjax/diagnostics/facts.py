@@ -375,7 +375,9 @@ def _output_facts(
             value = value_fact(plan, out.value)
             kind, maker = value.type, makers[value.name]
             if out.members is not None:
-                kind += f", members {out.members[0]} to {out.members[1] - 1}"
+                start, stop, stride = out.members
+                kind += f", members {start} to {stop - 1}"
+                kind += "" if stride == 1 else f" in steps of {stride}"
             nbytes = value.nbytes
             if out.tail is not None:
                 tail = value_fact(plan, out.tail)

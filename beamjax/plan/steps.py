@@ -96,7 +96,7 @@ class Output:
       input: index of the returned input, or None.
       constant: raw array of an output that depends on no input, or None.
       axis: the axis of the members in the result, for a placed value.
-      members: of which members of a placed value it is, [start, stop); None for all.
+      members: of which members of a placed value it is: start, stop and stride; None for all.
       tail: name of a server value with the rows that follow those of the members, or None.
     """
 
@@ -104,7 +104,7 @@ class Output:
     input: int | None = None
     constant: np.ndarray | None = None
     axis: int = 0
-    members: tuple[int, int] | None = None
+    members: tuple[int, int, int] | None = None
     tail: str | None = None
 
 

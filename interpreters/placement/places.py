@@ -57,7 +57,7 @@ class PlacedProgram:
         operators that is not computed on the server, the equations that replace it. It is empty
         once `settle` has replaced them.
       slices: for each output of the program that is a slice of a placed value, by number, the first
-        member and the one after the last.
+        member, the one after the last, and the stride.
       tails: for each output of the program that is a placed value followed by further rows, by
         number, the server value that holds these. They are outputs of `flat` too, after its own.
       reasons: for some equations that run on the server, why they are not passes, as text.
@@ -75,7 +75,7 @@ class PlacedProgram:
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
-    slices: dict[int, tuple[int, int]] = field(default_factory=dict)
+    slices: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     tails: dict[int, Var] = field(default_factory=dict)
     reasons: dict[Eqn, str] = field(default_factory=dict)
     shard_size: int | None = None

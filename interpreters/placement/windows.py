@@ -50,33 +50,54 @@ MIN_SHARE = 0.5
 selected instead (`rules.indexing.MAX_SHARE`)."""
 
 
+MAX_STRIDE = 8
+"""Largest stride of a slice for which all members are computed. Reductions of members that are
+already there cost little, but results would have that many times as many rows."""
+
+
 @dataclass(frozen=True)
 class Slice:
-    """The members [start, start + count) of the n of a placement."""
+    """Every `stride`-th member from `start` on, `count` of the n of a placement."""
 
     placement: str
     start: int
     count: int
     n: int
+    stride: int = 1
+
+    @property
+    def stop(self) -> int:
+        """The index after the last member."""
+        return self.start + max((self.count - 1) * self.stride + 1, 0)
 
     @property
     def is_large(self) -> bool:
         """Whether all members may be computed for it."""
-        return MIN_SHARE * self.n <= self.count < self.n
+        return self.count < self.n <= self.count * self.stride / MIN_SHARE and (
+            self.stride <= MAX_STRIDE
+        )
 
     def all_members(self) -> TracedShard:
         """All n members as one shard, where index 0 is the first member of the slice."""
-        return TracedShard(jnp.int32(-self.start), self.n, jnp.ones(self.n, bool))
+        start, mask = jnp.int32(-self.start), jnp.ones(self.n, bool)
+        if self.stride == 1:
+            return TracedShard(start, self.n, mask)
+        index = lax.iota(np.dtype("int32"), self.n) - np.int32(self.start)
+        return TracedShard(start, self.n, mask, index // np.int32(self.stride))
 
     def of(self, x: Any, axis: int) -> Any:
         """The slice of all members."""
-        return lax.slice_in_dim(x, self.start, self.start + self.count, axis=axis)
+        return lax.slice_in_dim(x, self.start, self.stop, self.stride, axis)
+
+    def has(self, index: Any) -> Any:
+        """Which of these members are in the slice."""
+        inside = (index >= self.start) & (index < self.stop)
+        return inside & ((index - self.start) % self.stride == 0) if self.stride > 1 else inside
 
     def masked(self, x: Any, axis: int, fill: Any) -> Any:
         """`x`, which holds all members, with `fill` for those outside of the slice."""
         index = lax.broadcasted_iota(np.dtype("int32"), x.shape, axis)
-        inside = (index >= self.start) & (index < self.start + self.count)
-        return jnp.where(inside, x, jnp.asarray(fill, x.dtype))
+        return jnp.where(self.has(index), x, jnp.asarray(fill, x.dtype))
 
 
 def windows(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
@@ -112,7 +133,7 @@ def return_slices(program: PlacedProgram) -> None:
         view, extended = _view(program, maker), Extended.of(program, maker)
         if view is not None and view[1] in makers:
             program.flat.outputs[number] = view[1]
-            program.slices[number] = view[0].start, view[0].start + view[0].count
+            program.slices[number] = view[0].start, view[0].stop, view[0].stride
         elif extended is not None and {extended.members, extended.tail} <= makers.keys():
             program.flat.outputs[number] = extended.members
             program.tails[number] = extended.tail
@@ -127,11 +148,12 @@ def _slice_of(program: PlacedProgram, eqn: Eqn) -> Slice | None:
     if along is None:
         return None
     n, strides = program.sizes[along.placement], eqn.params["strides"]
-    if is_unknown(n) or (strides is not None and strides[along.axis] != 1):
+    if is_unknown(n):
         return None
     # Parameters of JAX equations may be NumPy integers.
-    start, stop = (int(eqn.params[f"{end}_indices"][along.axis]) for end in ("start", "limit"))
-    return Slice(along.placement, start, stop - start, n)
+    start = int(eqn.params["start_indices"][along.axis])
+    stride = 1 if strides is None else int(strides[along.axis])
+    return Slice(along.placement, start, shape_of(eqn.outputs[0])[along.axis], n, stride)
 
 
 def _view(program: PlacedProgram, eqn: Eqn | None) -> tuple[Slice, Atom, int] | None:
@@ -160,14 +182,16 @@ def _cut(rewriter: BlockRewriter, eqn: Eqn, part: Slice) -> Rewrite | None:
     start = rewriter.rewrites.starts.get(part, part.start)
     starts = replaced(eqn.params["start_indices"], along.axis, 0)
     limits = replaced(eqn.params["limit_indices"], along.axis, part.n)
+    strides = replaced(eqn.params["strides"] or [1] * len(starts), along.axis, 1)
     is_whole = (*starts, *limits) == (*(0 for _ in starts), *shape_of(members))
-    is_whole &= eqn.params["strides"] is None or set(eqn.params["strides"]) == {1}
+    is_whole &= set(strides) == {1}
     move = _move(rewriter, members, along.axis, part.start - start)
     if move is None or (is_whole and start == part.start):
         return None
 
     def function(x: Any) -> Sequence[Any]:
-        (cut,) = bind(eqn, [move(x)], start_indices=starts, limit_indices=limits)
+        bounds = {"start_indices": starts, "limit_indices": limits, "strides": strides}
+        (cut,) = bind(eqn, [move(x)], **bounds)
         return [replace(part, start=start).of(cut, along.axis)]
 
     return Rewrite(function, [members], is_view=True)
@@ -222,6 +246,8 @@ def _roll(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if not len(eqn.inputs) == len(parts) == 2:
         return None
     (last, first), members = parts, cuts[0].inputs[0]
+    if last.stride != 1 or first.stride != 1:
+        return None
     along = rewriter.program.place(members)
     assert along is not None
     # To move forward by `last.start` is to move backward by the rest; the shorter way is cheaper.
@@ -245,6 +271,9 @@ class _Sliding:
 
     Attributes:
       width: the number of entries from the first one of a window to its last one.
+      stride: the number of entries from a window to the next one.
+      between: the number of entries for each entry of the operand, all but the first of which are
+        neutral.
       padding: how many entries there are before the first entry and after the last one.
       neutral: the value of these entries.
       out_axis: the axis of the results.
@@ -252,6 +281,8 @@ class _Sliding:
     """
 
     width: int
+    stride: int
+    between: int
     padding: tuple[int, int]
     neutral: Any
     out_axis: int
@@ -277,11 +308,22 @@ class _Sliding:
             strides, dilations = params["window_strides"], params["window_dilation"]
             between = params["base_dilation"]
             neutral = REDUCERS[_WINDOWED[name]].identity(aval_of(eqn.inputs[0]).dtype)
-        if strides[k] != 1 or between[k] != 1:
-            return None
         width = (size - 1) * int(dilations[k]) + 1
         low, high = map(int, params["padding"][k])
-        return cls(width, (low, high), neutral, out_axis, k)
+        return cls(width, int(strides[k]), int(between[k]), (low, high), neutral, out_axis, k)
+
+    def changes(
+        self, eqn: Eqn, padding: tuple[int, int], stride: int, entry: int
+    ) -> dict[str, Any]:
+        """Parameters to read entries that are `entry` rows apart, a window every `stride` rows."""
+        window, base = (
+            ("rhs_dilation", "lhs_dilation")
+            if eqn.primitive.name == "conv_general_dilated"
+            else ("window_dilation", "base_dilation")
+        )
+        new = {"padding": padding, "window_strides": stride, base: 1}
+        new[window] = int(eqn.params[window][self.number]) * entry
+        return {key: replaced(eqn.params[key], self.number, value) for key, value in new.items()}
 
 
 _WINDOWED = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}
@@ -304,42 +346,64 @@ def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     sliding = _Sliding.of(eqn, axis) if part is not None else None
     if part is None or sliding is None:
         return None
-    # Padding before and after the entries, by the equation itself and by a separate `pad`.
-    low, high = sliding.padding
+    # Padding before, after and between the entries, by the equation itself and by a separate `pad`.
+    (low, high), between = sliding.padding, sliding.between
     if pad is not None:
-        before, after, between = map(int, pad.params["padding_config"][axis])
+        before, after, apart = map(int, pad.params["padding_config"][axis])
         fill = pad.inputs[1]
         is_neutral = not isinstance(fill, Var) and fill.val == sliding.neutral
-        if not is_neutral or min(before, after) < 0 or between:
+        if not is_neutral or min(before, after) < 0 or between != 1:
             return None
-        low, high = low + before, high + after
-    n, count = part.n, part.count + low + high - (sliding.width - 1)
-    if not (0 <= low < sliding.width > high >= 0 and sliding.width > 1) or count > 2 * n:
+        low, high, between = low + before, high + after, apart + 1
+    if part.stride % between or not part.count:
+        return None
+    # From one entry to the next there are `entry` members, from one result to the next `stride`.
+    n, entry = part.n, part.stride // between
+    stride, reach = entry * sliding.stride, entry * (sliding.width - 1)
+    entries = (part.count - 1) * between + 1 + low + high
+    count = (entries - sliding.width) // sliding.stride + 1
+    if entries < sliding.width or min(low, high) < 0 or count > 2 * n:
         return None
     # Results begin at the member at which the slice begins, or earlier if there are more of them.
-    start = max(min(part.start, n - count), 0)
-    made = replace(part, start=start, count=min(count, n))
+    span = (count - 1) * stride + 1
+    start = max(min(part.start, n - span), 0)
+    made = Slice(part.placement, start, min(count, n), n, stride)
+    if span > n and (stride, part.stride) != (1, 1):
+        return None
     # The window of a result reaches from `before` members before it to `after` members after it.
-    before = start - part.start + low
-    after = sliding.width - 1 - before
+    before = start - part.start + low * entry
+    after = reach - before
     block = _range(rewriter, members, axis, before + after, fewest=max(before, after))
-    if block is None or min(before, after) < 0 or not (made.is_large or made.count == n):
+    if block is None or min(before, after) < 0:
+        return None
+    # The server selects few results of windows that are far apart.
+    if not (made.is_large or made.count == n or stride > 1):
         return None
 
-    def results(rows: Any, others: Sequence[Any], padding: tuple[int, int]) -> Any:
-        padded = replaced(eqn.params["padding"], sliding.number, padding)
-        return bind(eqn, [rows, *others], padding=padded)[0]
+    def results(
+        rows: Any, others: Sequence[Any], padding: tuple[int, int], stride: int, entry: int
+    ) -> Any:
+        return bind(eqn, [rows, *others], **sliding.changes(eqn, padding, stride, entry))[0]
 
     def windows_of(shard: TracedShard, rows: Any, *others: Any) -> Any:
         member = shard.start - before + lax.iota(np.dtype("int32"), len(rows))
-        inside = (member >= part.start) & (member < part.start + part.count)
         if extended is not None:
             tail, others = others[0], others[1:]
             after_last = jnp.take(tail, member - n, axis=0, mode="clip")
             rows = jnp.where(with_axes_of(member >= n, rows), after_last, rows)
-        rows = jnp.where(with_axes_of(inside, rows), rows, jnp.asarray(sliding.neutral, rows.dtype))
-        found = results(jnp.moveaxis(rows, 0, axis), others, (0, 0))
-        return jnp.moveaxis(found, sliding.out_axis, 0)
+        inside = with_axes_of(part.has(member), rows)
+        rows = jnp.where(inside, rows, jnp.asarray(sliding.neutral, rows.dtype))
+        first = (np.int32(start) - shard.start) % np.int32(stride)
+        if stride > 1:
+            # The first result of the shard is in its row `first`, others every `stride` rows.
+            longer = jnp.concatenate([rows, rows[:1].repeat(stride - 1, 0)])
+            rows = lax.dynamic_slice_in_dim(longer, first, len(rows))
+        found = results(jnp.moveaxis(rows, 0, axis), others, (0, 0), stride, entry)
+        found = jnp.moveaxis(found, sliding.out_axis, 0)
+        if stride > 1:
+            row = (lax.iota(np.dtype("int32"), shard.size) - first) // np.int32(stride)
+            found = jnp.take(found, row, axis=0, mode="clip")
+        return found
 
     def padded(x: Any) -> Any:
         """The operand with its padding along other axes."""
@@ -362,12 +426,13 @@ def _slid(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         found = with_neighbours(windows_of, rows, *served, **kinds)
         found = jnp.moveaxis(found, 0, sliding.out_axis)
         if count > n:
-            rest = results(last(x, tail), kernel, (0, high))
+            rest = results(last(x, tail), kernel, (0, high), 1, 1)
             return [lax.concatenate([found, rest], sliding.out_axis)]
         return [found if count == n else made.of(found, sliding.out_axis)]
 
     tails = [extended.tail] if extended is not None else []
-    return Rewrite(function, [members, *tails, *eqn.inputs[1:]], is_view=count != n)
+    is_view = count > n or made.is_large
+    return Rewrite(function, [members, *tails, *eqn.inputs[1:]], is_view=is_view)
 
 
 def _all_of(program: PlacedProgram, atom: Atom) -> tuple[Slice, Atom, int] | None:
@@ -476,7 +541,7 @@ def _placed_rows(
       ends: computes these rows from the server values; None for no rows.
       before: is applied to the members before they are moved. It keeps their axis.
     """
-    if view is None or view[2] != axis or not rewriter.rewrites.moves:
+    if view is None or view[2] != axis or not rewriter.rewrites.moves or view[0].stride > 1:
         return None
     part, members, _ = view
     head, after = sizes
@@ -643,6 +708,9 @@ class _Window:
         if rule is None or atoms is None:
             return None
         if isinstance(rule, MemberwiseRule):
+            # A scatter numbers the rows of a shard from its first member on.
+            if self.part.stride > 1 and eqn.primitive.name.startswith("scatter"):
+                return None
 
             def function(*args: Any) -> Sequence[Any]:
                 outs = rule.emit(eqn, args, self.part.all_members())
@@ -690,22 +758,30 @@ class _Window:
 
     def cut_again(self, eqn: Eqn, members: Atom, axis: int) -> Rewrite | None:
         """Rewrites a slice of a slice to one of the members."""
-        if eqn.params["strides"] is not None and eqn.params["strides"][axis] != 1:
-            return None
+        p, part = eqn.params, self.part
+        strides = p["strides"] or [1] * len(p["start_indices"])
+        stride, count = int(strides[axis]), shape_of(eqn.outputs[0])[axis]
+        start = part.start + part.stride * int(p["start_indices"][axis])
+        again = Slice(part.placement, start, count, part.n, part.stride * stride)
         bounds = {
-            key: replaced(eqn.params[key], axis, eqn.params[key][axis] + self.part.start)
-            for key in ("start_indices", "limit_indices")
+            "start_indices": replaced(p["start_indices"], axis, again.start),
+            "limit_indices": replaced(p["limit_indices"], axis, again.stop),
+            "strides": replaced(strides, axis, again.stride),
         }
         return Rewrite(lambda x: bind(eqn, [x], **bounds), [members], is_view=True)
 
     def padded(self, eqn: Eqn, members: Atom, axis: int) -> Rewrite | None:
         """Rewrites the derivative of a slice, which pads: fills other members and moves all."""
         low, high, between = map(int, eqn.params["padding_config"][axis])
-        part, count = self.part, low + self.part.count + high
-        if not min(low, high) >= 0 == between or not count <= part.n:
+        part, n = self.part, self.part.n
+        stride = part.stride // (between + 1)
+        count = low + (part.count - 1) * (between + 1) + 1 + high
+        span = (count - 1) * stride + 1
+        if min(low, high) < 0 or part.stride % (between + 1) or not part.count or span > n:
             return None
-        made = replace(part, start=min(max(part.start - low, 0), part.n - count), count=count)
-        k = part.start - low - made.start
+        first = part.start - low * stride
+        made = Slice(part.placement, min(max(first, 0), n - span), count, n, stride)
+        k = first - made.start
         move = _move(self.rewriter, members, axis, k)
         moves = self.rewriter.rewrites.moves or k == 0
         if not moves or move is None or self.rewriter.program.place(eqn.inputs[1]):
@@ -715,9 +791,9 @@ class _Window:
             config = replaced(eqn.params["padding_config"], axis, (0, 0, 0))
             (padded,) = bind(eqn, [x, fill], padding_config=config)
             found = move(part.masked(padded, axis, fill))
-            return [found if count == part.n else made.of(found, axis)]
+            return [found if count == n else made.of(found, axis)]
 
-        return Rewrite(function, [members, eqn.inputs[1]], is_view=count < part.n)
+        return Rewrite(function, [members, eqn.inputs[1]], is_view=count < n)
 
     def reduced(self, eqn: Eqn, rule: ReductionRule, *args: Any) -> Sequence[Any]:
         """Reduces all members, where those outside of the slice are the neutral element."""

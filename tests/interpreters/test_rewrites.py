@@ -101,6 +101,14 @@ def padded(x):
     return jnp.pad(x, ((1, 1), (0, 0)))
 
 
+def pooled(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (2, 1), "SAME")
+
+
+def slope_of_pooled(x):
+    return jax.grad(lambda v: jnp.sum(pooled(v) ** 2))(x)
+
+
 def returned_differences(x):
     return jnp.diff(x, axis=0)
 
@@ -138,6 +146,8 @@ REWRITES = [
     (smooth_with_ends, propagate, "return_slices", nothing),
     (squares_with_ends, windows, "_tailed", nothing),
     (padded, windows, "_joined", nothing),
+    (pooled, windows, "_slid", nothing),
+    (slope_of_pooled, windows, "_slid", nothing),
     (returned_differences, propagate, "return_slices", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),

@@ -14,18 +14,23 @@ from jax import lax
 import beamjax as bj
 
 
-def convolved(x, width, low, high, dilation=1):
+def convolved(x, width, stride, low, high, dilation=1):
     kernel = jnp.arange(1, width + 1).astype(x.dtype)
     return lax.conv_general_dilated(
-        x.T[:, None], kernel[None, None], (1,), [(low, high)], rhs_dilation=(dilation,)
+        x.T[:, None], kernel[None, None], (stride,), [(low, high)], rhs_dilation=(dilation,)
     )[:, 0].T
 
 
-def pooled(x, start, op, width, low, high, dilation=1):
+def pooled(x, start, op, width, stride, low, high, dilation=1):
     return lax.reduce_window(
-        x, np.asarray(start, x.dtype), op, (width, 1), (1, 1), ((low, high), (0, 0)),
+        x, np.asarray(start, x.dtype), op, (width, 1), (stride, 1), ((low, high), (0, 0)),
         window_dilation=(dilation, 1),
     )  # fmt: skip
+
+
+def largest(x, *of_windows):
+    lowest = -np.inf if x.dtype == "float32" else -(2**31)
+    return pooled(x, lowest, lax.max, *of_windows)
 
 
 @st.composite
@@ -36,15 +41,20 @@ def steps(draw, count):
     )
     few = st.integers(0, 3)
     low, high = draw(few), draw(few)
+    stride = draw(st.sampled_from([1, 1, 2, 3, 9]))
     if kind == "slice" and low + high < count - 2:
-        return lambda x: x[low : count - high], count - low - high
+        return lambda x: x[low : count - high : stride], -((low + high - count) // stride)
     if kind in ("conv", "sums", "largest") and count > 8:
-        width, dilation = draw(st.integers(2, 4)), draw(st.integers(1, 2))
-        rows = count + low + high - (width - 1) * dilation
+        width, dilation = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+        rows = (count + low + high - (width - 1) * dilation - 1) // stride + 1
+        of_windows = width, stride, low, high, dilation
         if kind == "conv":
-            return lambda x: convolved(x, width, low, high, dilation), rows
-        start, op = (0, lax.add) if kind == "sums" else (-100, lax.max)
-        return lambda x: pooled(x, start, op, width, low, high, dilation), rows
+            return lambda x: convolved(x, *of_windows), rows
+        if kind == "sums":
+            return lambda x: pooled(x, 0, lax.add, *of_windows), rows
+        # JAX has no derivative of the largest entry with a dilation.
+        rows = (count + low + high - width) // stride + 1
+        return lambda x: largest(x, width, stride, low, high), rows
     if kind in ("pad", "edge"):
         mode = {"mode": "edge"} if kind == "edge" else {"constant_values": 2}
         return lambda x: jnp.pad(x, ((low, high), (0, 0)), **mode), count + low + high

@@ -186,6 +186,24 @@ def windows(x):
     return both, changes, found, sums, wide, low, jnp.var(low, 0)
 
 
+@placed(plan="maps 5")
+def downsampled(x):
+    def pooled(x, op, start, width, stride, padding="SAME"):
+        return lax.reduce_window(x, start, op, (width, 1), (stride, 1), padding)
+
+    def convolved(x, stride):
+        kernel = jnp.asarray([1.0, 2.0, -1.0])[None, None]
+        return lax.conv_general_dilated(x.T[:, None], kernel, (stride,), "SAME")[:, 0].T
+
+    slices = x[::2], x[1::3] * jnp.arange(8.0)[:, None], x[::2][1::2], jnp.sum(x[::2] ** 2, 0)
+    small = pooled((x * 50).astype("int16"), lax.max, np.int16(-(2**15)), 3, 3, "VALID")
+    pools = pooled(x, lax.add, 0.0, 3, 2), small, pooled(x, lax.add, 0.0, 5, 10)
+    wavelet = jnp.sum((x[:-1:2] - x[1::2]) ** 2), x[:-1:2].T @ x[1::2]
+    loss = lambda x: jnp.sum(jnp.sin(convolved(convolved(x, 2), 2))) + jnp.sum(x[1::2] ** 3)
+    sums = lambda x: jnp.sum(pooled(x, lax.add, 0.0, 3, 2) ** 2)
+    return slices, pools, wavelet, convolved(x, 3), jax.grad(loss)(x), jax.grad(sums)(x)
+
+
 @placed(plan="maps 3")
 def more_rows_than_members(x):
     column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
@@ -247,6 +265,5 @@ def bodies_that_close_over_all_members(x):
 def gathered(x):
     in_order = jnp.sort(x, 0), jnp.median(x, 0), x.at[jnp.argsort(x[:, 0])[:3]].set(0.0)
     one_by_one = lax.scan(lambda c, row: (c * 0.5 + row, c), W, x), lax.cumlogsumexp(x, axis=0)
-    apart = lax.reduce_window(x, 0.0, lax.add, (2, 1), (2, 1), "VALID")
     batches = lax.map(jnp.sin, x, batch_size=4)
-    return in_order, one_by_one, apart, batches, jnp.concatenate([x, x]), x @ x.T
+    return in_order, one_by_one, batches, jnp.concatenate([x, x]), x @ x.T
