@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from docutils import nodes
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import beamjax
@@ -21,6 +22,9 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"beamjax {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 exclude_patterns = ["site"]
 smartquotes = False
 
@@ -98,6 +102,15 @@ def _write_tutorial(app: Any) -> None:
     nbformat.write(notebook, folder / "notebooks" / "tutorial.ipynb")
 
 
+def _wrap_long_lines(app: Any, tree: Any) -> None:
+    """Wraps output with a long line that is a message, not a row of a table."""
+    for block in tree.findall(nodes.literal_block):
+        long = [line for line in block.astext().splitlines() if len(line) > 100]
+        if block.get("language") == "text" and any("  " not in line.strip() for line in long):
+            block["classes"].append("wrapped")
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-read", _wrap_long_lines)
     app.connect("builder-inited", _write_tutorial)
     app.connect("autodoc-process-docstring", _as_markdown, priority=900)

@@ -13,44 +13,43 @@ from benchmarks.suite.ways import ALL, DIRECT, LOCAL, LOOP
 HEAD = """\
 # Benchmark suite
 
-beamjax beside a plain loop, `jax.jit`, Beam by hand, Dask, Ray Data, DrJAX and FedJAX: nine
-workloads on one machine. `python -m benchmarks.suite` measures them and writes this page. [The end
-of it](#how-it-is-measured) says what the columns mean.
+This page compares beamjax with a plain loop, `jax.jit`, hand-written Beam, Dask, Ray Data, DrJAX
+and FedJAX on one machine. `python -m benchmarks.suite` measures them and writes the page. The
+[last section](#how-it-is-measured) explains the columns.
 """
 
 METHOD = """\
 ## How it is measured
 
 Each way of a workload has a process of its own, or a cluster of processes on this machine. The
-ways take turns, so a busy machine slows all of them alike. Seconds are the median of the rounds
-after the first call; imports, the start of clusters, compiling and warming up are not included.
-All ways read the same files, which are in the memory of the system. Their answers are compared
-with that of the first way.
+ways take turns, so a busy machine slows all of them down alike. Seconds are the median of the
+rounds after the first call; imports, the start of clusters, compilation and warm-up are not
+included. All ways read the same files, which are in the page cache. Their results are compared with
+that of the first way.
 
-- *x loop*: seconds over those of the shard loop, the ideal: a jitted function over shards in one
-  process, each of as many members as beamjax computes at once, summed in float64.
-- *first*: seconds of the first call, with staging and compiling.
-- *peak* and *start*: MiB of the process and its children, at most and before the first call,
-  without mapped files. *peak* is that of all rounds.
-- *differs*: the largest difference of a leaf from the answer of the first way, over the largest
-  number of the leaf.
+- *x loop*: seconds divided by those of the shard loop, the ideal: a jitted function that is called
+  for shard after shard in one process and summed in float64. Its shards have as many members as
+  beamjax computes at once.
+- *first*: seconds of the first call, with tracing and compilation.
+- *peak* and *start*: MiB of the process and its children, without mapped files: the most in all
+  rounds, and before the first call.
+- *differs*: the largest difference of a leaf from the result of the first way, divided by the
+  largest number of the leaf.
 - *predicted*: seconds that `bj.explain` predicts on a machine that was not measured. Its constants
   were fitted to workloads like these.
-- *~*: extrapolated in a straight line, from as much of the workload as the last column says and a
-  quarter of that.
+- *~*: extrapolated linearly, from the part of the workload in the last column and a quarter of it.
 
-The other ways:
+The other tools:
 
 - **DrJAX and jit** have all members on the device before the clock starts.
-- **Beam by hand** runs on FnApiRunner in one process, with server values as side inputs, or in a
-  file if they are large. Its elements are numbers of members, which its DoFns look up in the
-  files. BatchElements has as many members as beamjax computes at once.
+- **Hand-written Beam** runs on FnApiRunner in one process, with server values as side inputs, or in
+  a file if they are large. Its elements are indices of members, which its DoFns read from the
+  files. The batches of BatchElements have as many members as beamjax computes at once.
 - **Dask and Ray Data** have two worker processes on this machine without a dashboard, a few tasks
   for each worker that sum as many members at a time, and JAX's compilation cache. C is Dask's own
   arrays.
 - **FedJAX** steps through each client's batches. It needs an older JAX.
-- **H** is written for the map-reduces with derivatives taken by hand, a function for each
-  direction.
+- **H** needs a gradient. Beam, Dask and Ray Data, which have none, get hand-written derivatives.
 """
 
 
@@ -103,16 +102,17 @@ def _results(
 
 def _summary(found: Mapping[str, Any]) -> Iterator[str]:
     """Seconds of beamjax and of the shard loop."""
-    yield "Seconds of the shard loop, and those of beamjax over them; below 1, beamjax is faster.\n"
-    yield "| | loop | local | Direct |"
+    yield "Times of beamjax as multiples of that of the shard loop; below 1, beamjax is faster.\n"
+    yield "| | shard loop | `local` | DirectRunner |"
     yield "| --- |" + " ---: |" * 3
     for case, measured in found["cases"].items():
         rows = {row["way"]: row for row in measured["rows"]}
         loop = rows.get(LOOP, {}).get("seconds")
         ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT))
         cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-        title = measured["title"].partition(":")[0].partition(", ")[0].partition(" at ")[0]
-        yield f"| {case}: {title} | {_seconds(loop, False)} | {' | '.join(cells)} |"
+        title = measured["title"].partition(":")[0].partition(", then")[0]
+        time = "" if loop is None else f"{loop:.3f} s"
+        yield f"| {case}: {title} | {time} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -181,8 +181,8 @@ def as_text(case: str, measured: Mapping[str, Any]) -> str:
 def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
     missed = [line for line in found["bar"] if not line["met"]]
     yield "## Targets\n"
-    yield f"{len(found['bar']) - len(missed)} of {len(found['bar'])} targets are met."
-    yield "These are missed:\n" if missed else ""
+    met = f"{len(found['bar']) - len(missed)} of {len(found['bar'])} targets are met."
+    yield f"{met} These are missed:\n" if missed else f"{met}\n"
     for line in missed:
         reason = why.get(line["key"], "The reason is not known yet")
         reason = f"{reason[0].upper()}{reason[1:]}"
@@ -197,15 +197,15 @@ def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
 
 def _standings(found: Mapping[str, Any]) -> Iterator[str]:
     """How long the others take, in multiples of beamjax on DirectRunner."""
-    yield "## Beside the others\n"
-    yield "Seconds over those of beamjax on DirectRunner; below 1 the other way is faster.\n"
+    yield "## Other tools\n"
+    yield "Times as multiples of that of beamjax on DirectRunner; below 1, the tool is faster.\n"
     standings = list(bar.standings(found["cases"]))
     ways = [way for way in ALL if any(way == w for _, w, _ in standings)]
     yield "| | " + " | ".join(found["cases"]) + " |"
     yield "| --- |" + " ---: |" * len(found["cases"])
     for way in ways:
         ratios = {case: ratio for case, w, ratio in standings if w == way}
-        numbers = [f"{ratios[case]:.2f}" if case in ratios else "" for case in found["cases"]]
+        numbers = [_ratio(ratios.get(case)) for case in found["cases"]]
         yield f"| {ALL[way].title} | " + " | ".join(numbers) + " |"
     yield ""
 
@@ -214,10 +214,10 @@ def _exact(found: Mapping[str, Any]) -> Iterator[str]:
     pairs_of = bar.exact_over_plain(found["cases"])
     if not pairs_of:
         return
-    yield "## What exact sums cost\n"
-    yield "The rows with plain adds are the same program on the same runner with the option"
-    yield '`reduction="fast"`: one float64 number for each sum, to which NumPy adds what each shard'
-    yield "gives, so that the last bits depend on the order. Seconds of both, and their ratio:\n"
+    yield "## Cost of exact sums\n"
+    yield "The columns *plain adds* have the same program on the same runner with the option"
+    yield '`reduction="fast"`: NumPy adds the results of the shards in float64, so the last bits'
+    yield "depend on the order. The table has the seconds of both, and their ratio:\n"
     yield "| | bytes a partial | local | plain adds | ratio | DirectRunner | plain adds | ratio |"
     yield "| --- |" + " ---: |" * 7
     for case, pairs in pairs_of.items():
@@ -245,11 +245,17 @@ def _scale(scale: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
             yield f"| {ALL[way].title} | " + " | ".join(row) + " |"
         yield ""
     if "workers" in scale:
-        yield "## One worker process and two\n"
+        yield "## One and two worker processes\n"
         yield f"{scale['workers']['case']}. Processes of beamjax are started anew in each run,"
         yield "which is in its seconds; those of Dask and Ray are not.\n"
         yield from _image(images, "workers", "Seconds with one worker and with two")
         yield from table(scale["workers"])
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 else "< 0.01"
 
 
 def _seconds(value: float | None, about: bool) -> str:
@@ -260,10 +266,10 @@ def _model(paper: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
     if not paper["cases"]:
         return
     _, _, text = (model.__doc__ or "").partition(": ")
-    yield "## 1,000 workers, on paper\n"
-    yield f"Nothing here was run on more than this machine. {text[0].upper()}{text[1:]}".rstrip()
+    yield "## 1,000 workers, calculated\n"
+    yield f"None of this was run on more than one machine. {text[0].upper()}{text[1:]}".rstrip()
     yield f"\nFor {paper['times_larger']:,} times the members that were measured:\n"
-    yield from _image(images, "model", "Speed-up by number of workers, on paper")
+    yield from _image(images, "model", "Speed-up by number of workers, calculated")
     yield (
         "| | shards | passes | shard, ms | merge, ms | round, s | partial, MB | 1 worker, s "
         "| 100 times faster with | 1000 workers, s | speed-up |"

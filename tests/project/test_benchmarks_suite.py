@@ -91,7 +91,7 @@ def test_the_command_measures_and_writes_a_page(tmp_path):
         assert row["difference"] < 1e-6
     if importlib.util.find_spec("dask") is None:
         assert rows["dask-2"]["missing"] == "dask is not installed"
-    parts = ("## The bar", "## What exact sums cost", "### A", "on paper", "load average")
+    parts = ("## Targets", "## Cost of exact sums", "### A", "calculated", "load average")
     assert [part for part in parts if part not in page] == []
     assert {"A direct", "A exact"} <= {line["key"] for line in written["bar"]}
     running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(os.getpid())]

@@ -363,6 +363,9 @@ const marks = (chart) => ({ hooks: { draw: (plot) => {
 
 const plain = (value) => value == null ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4, ...(Math.abs(value) < 1e-3 && value && { notation: "scientific" }) });
 
+// The lines of a logarithmic axis: only powers of ten, of the ticks of all digits.
+const decades = (_, ticks) => ticks.map((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6))) ? tick : null);
+
 const showChart = (figure, chart) => {
   const values = chart.series.flatMap(({ y }) => y).filter((y) => y !== null);
   if (chart.goal != null) values.push(chart.goal);
@@ -370,7 +373,7 @@ const showChart = (figure, chart) => {
   const isLog = Boolean(chart.wide) && low > 0 && high / 1000 >= low; // decades of losses
   const axis = (label) => ({
     label, labelSize: 16, size: label === chart.y_name ? 58 : 26, stroke: () => paint("--muted"), font: "11px sans-serif", labelFont: "11px sans-serif",
-    grid: { stroke: () => paint("--rule"), width: 1 }, ticks: { show: false },
+    grid: { stroke: () => paint("--rule"), width: 1, ...(isLog && label === chart.y_name && { filter: decades }) }, ticks: { show: false },
     ...(label === chart.y_name && { values: (_, ticks) => ticks.map((tick) => tick === null ? "" : plain(tick)) }),
   });
   let below = chart.x.map(() => 0);
