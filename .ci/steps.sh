@@ -7,7 +7,8 @@ WORK=$(mktemp -d "${TMPDIR:-/tmp}/beamjax-ci.XXXXXX")
 trap 'rm -rf "$WORK"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_QUIET=1 PIP_PROGRESS_BAR=off
 export PYTHONUNBUFFERED=1 JAX_PLATFORMS=cpu
-unset PYTHONPATH VIRTUAL_ENV
+# Without bytecode, each process would compile the thousands of modules of Beam and JAX again.
+unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 section() { printf '\n===== [%ss] %s =====\n' "$SECONDS" "$*"; }
 
