@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
-from beamjax.bodies.python_bodies import Recipe
+from beamjax.bodies.python_bodies import Recipe, as_compiled
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call import LOCAL, Call, by_position, parsed_options
 from beamjax.diagnostics import topology
@@ -25,6 +25,7 @@ from beamjax.interpreters.planning import make_plan, plan_for
 from beamjax.interpreters.staging.stage import Argument, FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.job import Job, JobRun
+from beamjax.numerics.exact_sum import with_subnormals
 from beamjax.options import Options, parse_options
 from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Output, Plan
@@ -251,7 +252,8 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     Returns:
       The call with its plan, and with inputs if all arguments have values.
     """
-    planned = plan_for(flat, options, unroll)
+    with jax.disable_jit(False):  # no decorator: its frame would be taken for the user's
+        planned = plan_for(flat, options, unroll)
     found = planned.plan
     if any(body.python for body in found.bodies.values()):
         # Not in the cache of plans, which must not keep the user's function.
@@ -280,7 +282,7 @@ def choose_runner(call: Call) -> Call:
 
 def execute(call: Call, monitor: Monitor) -> Values:
     """Runs the plan of a call, and returns its outputs by name."""
-    with call.results.cleared(), with_lapack_threads():
+    with call.results.cleared(), with_lapack_threads(), as_compiled(), with_subnormals():
         try:
             values = _execute(call, monitor)
         except BeamjaxError as error:
@@ -314,11 +316,12 @@ def collect(call: Call, values: Values) -> Any:
     """Builds the tree that the function returns from the outputs of its plan."""
     plan, staged = call.plan, call.planned.staged
     leaves = []
-    for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
-        leaf = _output(plan, output, values, call.values)
-        if not isinstance(leaf, Placed):
-            leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
-        leaves.append(leaf)
+    with as_compiled():
+        for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
+            leaf = _output(plan, output, values, call.values)
+            if not isinstance(leaf, Placed):
+                leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
+            leaves.append(leaf)
     result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
     return with_tables(result, call.results, call.backend, call.options)
 

@@ -48,6 +48,9 @@ SETTINGS = (
 DEBUGGING = ("debug_nans", "debug_infs")
 """The settings of JAX on which the checks of a compiled function depend."""
 
+ALLOWED = {"disable_jit": False, "transfer_guard": "allow"}
+"""The settings of JAX under which a plan runs, whatever they are where the user calls `run`."""
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -76,9 +79,14 @@ def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
+def as_compiled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which exported bodies can run on arrays of NumPy."""
+    return with_settings(ALLOWED)
+
+
 def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Wraps a function for another thread, so that it runs with the settings of this thread."""
-    here = _of_this_thread((*SETTINGS, *DEBUGGING, "default_device"))
+    here = _of_this_thread((*SETTINGS, *DEBUGGING, *ALLOWED, "default_device"))
 
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with with_settings(here):

@@ -7,8 +7,11 @@ the correctly rounded sum or mean, in whatever order shards are added, bundled a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -58,13 +61,40 @@ def check_subnormals() -> None:
         WorkerError: a library has switched on "flush to zero" or "denormals are zero". Then small
             numbers vanish, and exact sums are not exact.
     """
-    if not np.float32(1e-40) + np.float32(0) > 0:
+    if _flushes_subnormals():
         raise WorkerError(
             "exact sums: found that 1e-40 + 0 is 0 in float32 on this thread, expected 1e-40. A "
             "library in this process, probably one built with -ffast-math, has switched the "
             "processor to flush subnormal numbers to zero. Do not load it in workers, or choose "
             'reduction="fast".'
         )
+
+
+@contextlib.contextmanager
+def with_subnormals() -> Iterator[None]:
+    """A context in which this thread, and those that it starts, compute with subnormal numbers.
+
+    XLA flushes them to zero on its threads, on which a callback of the user may run a program.
+    """
+    if not _flushes_subnormals():
+        yield
+        return
+    try:
+        libm = ctypes.CDLL("libm.so.6")
+    except OSError:  # not glibc: `check_subnormals` reports it
+        yield
+        return
+    before = ctypes.create_string_buffer(64)  # glibc's fenv_t has at most 32 bytes
+    libm.fegetenv(before)
+    libm.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
+    try:
+        yield
+    finally:
+        libm.fesetenv(before)
+
+
+def _flushes_subnormals() -> bool:
+    return not np.float32(1e-40) + np.float32(0) > 0
 
 
 class ExactSum(Accumulator):

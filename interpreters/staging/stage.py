@@ -171,11 +171,37 @@ def _aval(name: str, leaf: Any, argument: Any) -> Any:
         if isinstance(leaf, jax.Array):
             return jax.typeof(leaf)
         return jax.api_util.shaped_abstractify(leaf)
-    except TypeError as error:
+    except OverflowError as error:
+        raise StructureError(
+            f"{name}: found the int {leaf}, which JAX's default int does not hold; pass a NumPy "
+            "scalar of a wider dtype, with 64-bit types enabled if it has 64 bits"
+        ) from error
+    except (TypeError, ValueError) as error:
+        if isinstance(leaf, np.ndarray):
+            raise StructureError(f"{name}: {_unusable(leaf)}") from error
         raise StructureError(
             f"{name}: found a {type(leaf).__name__} ({leaf!r:.80}), expected an array, a scalar or "
             f"a beamjax.Source; {_instead(leaf, argument)}"
         ) from error
+
+
+def _unusable(array: np.ndarray) -> str:
+    """Why JAX does not take an array of NumPy, and what to do."""
+    if isinstance(array, np.ma.MaskedArray):
+        return (
+            "found a masked array, which JAX does not take; pass array.filled(...), and the mask "
+            "as an argument if the program needs it"
+        )
+    if array.dtype.kind in "biufc" and not array.dtype.isnative:
+        swapped = array.dtype.newbyteorder("=")
+        return (
+            f"found an array of the byte order of another machine, dtype {array.dtype.str!r}; "
+            f"convert it with array.astype({swapped.name!r})"
+        )
+    return (
+        f"found an array of dtype {array.dtype}, which JAX does not have; convert it to numbers "
+        "with array.astype(...)"
+    )
 
 
 def _instead(leaf: Any, argument: Any) -> str:

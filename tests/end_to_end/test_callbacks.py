@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from helpers import assert_close
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from programs import run_everywhere
@@ -272,6 +273,41 @@ def test_a_callback_that_fails_names_step_and_members():
         bj.errors.WorkerError, match=r"map_clients_0.* members 0 to 7[^$]*no such h"
     ):
         bj.run(mapped(body), W, X, runner="local", options=OPTIONS)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_callback_runs_a_program(runner):
+    # XLA calls back on threads that flush subnormal numbers to zero, which exact sums refuse.
+    total = program(bj.reduce_sum)
+
+    def outer(x):
+        inner = lambda x: np.asarray(bj.run(total, x, runner=runner, options=OPTIONS))
+        sums = jax.pure_callback(inner, spec(x[0]), bj.map_fn(jnp.sin, x))
+        return sums + bj.reduce_sum(x)
+
+    found = bj.run(program(outer), X, runner=runner, options=OPTIONS)
+    assert_close(found, (jnp.sin(X) + X).sum(0), rtol=1e-5, atol=1e-5)
+
+
+SETTINGS = {
+    "disable_jit": jax.disable_jit,
+    "transfer_guard": functools.partial(jax.transfer_guard, "disallow"),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_do_not_suit_compiled_bodies(name, runner):
+    @program
+    def rounds(x):
+        def once(total, _):
+            return total + bj.reduce_sum(x), lax.cond(total[0] > 9, lambda: 1, lambda: 2)
+
+        return lax.scan(once, jnp.zeros(2), length=2), jnp.arange(3), x
+
+    with SETTINGS[name]():
+        found = bj.run(rounds, X, runner=runner, options=OPTIONS)
+    assert_close(found, jax.jit(rounds)(X))
 
 
 def test_settings_of_the_launching_thread():
