@@ -57,7 +57,7 @@ from beamjax.pipelines.worker.merge import (
     PartsOfSource,
 )
 from beamjax.pipelines.worker.tasks import Sources, StepFn
-from beamjax.plan.dropping import decode_file, encode_file
+from beamjax.plan.dropping import decode_lines
 from beamjax.plan.liveness import used
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, Step
 from beamjax.runtime.control_flow import Checkpointer, ControlFlow
@@ -238,7 +238,7 @@ class Driver(ControlFlow[Value]):
             by_tag[tag].append(element)
         if by_tag[DROPPED]:
             lines = b"".join(sorted(by_tag[DROPPED]))
-            self.monitor.drop(decode_file(encode_file(lines), step.name), self.plan.sizes)
+            self.monitor.drop(decode_lines(lines, step.name), self.plan.sizes)
         if step.buffers:
             self._reduce(step, by_tag[PARTIALS])
         for number, _ in enumerate(step.combines):

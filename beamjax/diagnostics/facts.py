@@ -97,11 +97,11 @@ def facts_of(
             for name, n in plan.sizes.items()
         ),
         inputs=found, steps=steps, edges=tuple(edges), outputs=outputs,
-        read_bytes=_total(v for fact in every if fact.kind == "Map" for v in fact.placed),
+        read_bytes=sum(v.nbytes for f in every if f.kind == "Map" for v in f.placed),
         broadcast_bytes=sum(fact.broadcast_bytes for fact in every),
         partial_bytes=sum(fact.partial_bytes for fact in every),
         saved_bytes=sum(fact.saved_bytes for fact in every),
-        gathered_bytes=_total(v for f in every if f.kind == "Gather" for v in f.placed),
+        gathered_bytes=sum(v.nbytes for f in every if f.kind == "Gather" for v in f.placed),
         executable_bytes={p: sum(f.executables.get(p, 0) for f in every) for p in platforms},
         notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
         memory=_memory(plan, arguments, options, runner),
@@ -203,7 +203,7 @@ def _pass_facts(plan: Plan, step: Map, options: Options) -> dict[str, Any]:
         "reductions": reductions,
         "executables": _sizes([plan.bodies[key] for key in step.executables]),
         "python": _python(plan.bodies[step.body]),
-        "read_bytes": _total(value_fact(plan, name) for name in step.operands),
+        "read_bytes": sum(value_fact(plan, name).nbytes for name in step.operands),
         "broadcast_bytes": sum(plan.values[name].nbytes for name in step.broadcasts),
         "partial_bytes": sum(fact.nbytes for fact in reductions),
         "saved_bytes": step.saved,
@@ -248,13 +248,6 @@ def value_fact(plan: Plan, name: str) -> ValueFact:
     known = plan.sizes[value.placement] is not None
     nbytes = plan.nbytes(name) if known else MemberBytes(value.nbytes)
     return ValueFact(name, str(value), nbytes, value.nbytes, shard)
-
-
-def _total(values: Iterable[ValueFact]) -> Bytes:
-    total: Bytes = 0
-    for value in values:
-        total = total + value.nbytes
-    return total
 
 
 def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:

@@ -17,7 +17,7 @@ import threading
 import typing
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 
@@ -27,8 +27,6 @@ from beamjax.storage.dtypes import dtype_name
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
-
-T = TypeVar("T")
 
 MAX_VALUES = 2**48
 """Limit of the values of a member and of all counts in a spec; larger numbers are refused as

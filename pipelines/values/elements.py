@@ -24,9 +24,6 @@ from beamjax.storage import arrays as wire
 
 T = TypeVar("T")
 
-Partial = tuple[str, bytes]
-"""The key of a range of a buffer (`buffer_ranges.key_of`), and an encoded accumulator."""
-
 MAX_ELEMENT_BYTES = 2**31 - 2**20
 """Largest element, in bytes: the limit of gRPC and protobuf, minus a margin for their headers."""
 

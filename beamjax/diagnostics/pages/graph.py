@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from beamjax._text import Bytes, MemberBytes, human_bytes
+from beamjax._text import MemberBytes, human_bytes
 from beamjax.diagnostics.fact_types import (
     BlockFact,
     Edge,
@@ -102,7 +102,7 @@ class _Graph:
         return _node(step.name, step.kind.lower(), words, [step.name], title, blocks)
 
     def _words(self, step: StepFact) -> Iterator[list[str]]:
-        moved = human_bytes(_total([*step.served, *step.placed]))
+        moved = human_bytes(sum(v.nbytes for v in (*step.served, *step.placed)))
         where = "".join(f" at {place_of(line)}" for line in step.lines[:1] if line)
         match step.kind:
             case "Map":
@@ -153,7 +153,7 @@ class _Graph:
     def edge(self, source: str, target: str, edges: Sequence[Edge]) -> Json:
         """Returns one line for these values."""
         distinct = {edge.value: edge for edge in edges}
-        total = _total(distinct.values())
+        total = sum(edge.nbytes for edge in distinct.values())
         title, members = [], 0
         for name, edge in distinct.items():
             value = self.values.get(name)
@@ -197,7 +197,7 @@ def _ends(kind: str, key: str, group: Sequence[InputFact | OutputFact]) -> Json:
         (fact,) = group
         words = [[fact.path, "name"], [fact.type, ""], [human_bytes(fact.nbytes), ""]]
     else:
-        arrays = f"{len(group)} arrays, {human_bytes(_total(group))}"
+        arrays = f"{len(group)} arrays, {human_bytes(sum(f.nbytes for f in group))}"
         words = [[f"{_root(names[0])}…", "name"], [arrays, ""]]
     title = "\n".join(f"{f.path}: {f.type}, {human_bytes(f.nbytes)}" for f in group)
     return _node(key, kind, words, names, title)
@@ -244,14 +244,7 @@ def _sized(values: Sequence[ValueFact]) -> str:
     if not values:
         return "nothing"
     names = values[0].name if len(values) == 1 else f"{len(values)} values"
-    return f"{names}, {human_bytes(_total(values))}"
-
-
-def _total(things: Iterable[ValueFact | InputFact | OutputFact | Edge]) -> Bytes:
-    total: Bytes = 0
-    for thing in things:
-        total = total + thing.nbytes
-    return total
+    return f"{names}, {human_bytes(sum(v.nbytes for v in values))}"
 
 
 def _values(facts: PlanFacts) -> Iterator[ValueFact]:

@@ -82,17 +82,10 @@ def write(path: str | os.PathLike[str], text: str) -> None:
         raise SourceError(f"{name}: cannot write it ({error})") from error
 
 
-def code(text: str) -> Markup:
-    """Returns a text as an element of code, for a cell of a table."""
-    return Markup("<code>{}</code>").format(text)
-
-
 def _cell(value: Any) -> Markup:
     """Returns a cell of a table: integers are aligned to the right, short texts do not wrap."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Markup('<td class="number">{:,}</td>').format(value)
-    if isinstance(value, Markup):
-        return Markup("<td>{}</td>").format(value)
     kind = "short" if len(str(value)) <= SHORT else "long"
     return Markup('<td class="{}">{}</td>').format(kind, value)
 
