@@ -101,10 +101,16 @@ class _Restaged:
     options: Options
     values: Sequence[Any] | None = None
 
-    def planned(self, shard_sizes: Mapping[str, int]) -> tuple[Planned, Inputs]:
+    def planned(self, found: _Found) -> tuple[Planned, Inputs]:
         """The plan with bodies that are Python functions, and its inputs."""
+        # The job may have had the option `cut_at_files`, which its folder does not record.
+        ways = dict.fromkeys([self.options.cut_at_files, bool(found.cut)])
         with keeping():
-            planned = make_plan(self.call, self.options, shard_sizes=shard_sizes or None)
+            for way in ways:
+                options = replace(self.options, cut_at_files=way)
+                planned = make_plan(self.call, options, shard_sizes=found.shard_sizes or None)
+                if found.cut is None or planned.plan.file_starts.keys() == found.cut:
+                    break
         planned = with_file_starts(planned, self.call.arguments)
         plan = planned.plan
         if self.values is None:
@@ -121,14 +127,14 @@ class _Found:
       rounds: the number of complete rounds before the failure.
       shard_sizes: the number of members in a shard, by placement, as far as it is known.
       sizes: the number of members, by placement, as far as it is known.
-      cut_at_files: whether shards of the job end where files end; None if it is not known.
+      cut: the placements whose shards end where files end; None if they are not known.
     """
 
     failure: Failure | None
     rounds: int
     shard_sizes: Mapping[str, int]
     sizes: Mapping[str, int | None] = field(default_factory=dict)
-    cut_at_files: bool | None = None
+    cut: frozenset[str] | None = None
 
 
 @contextlib.contextmanager
@@ -154,8 +160,6 @@ def _call_of(
         found = _Found(failure, getattr(failed, "rounds", 0), {})
     else:
         found = _found_in(failed)
-        if found.cut_at_files is not None:
-            parsed = replace(parsed, cut_at_files=found.cut_at_files)
     call = flatten_call(fn, args)
     with contextlib.ExitStack() as files:
         if call.has_streams:
@@ -177,13 +181,14 @@ def _found_in(job: Job) -> _Found:
     """What the folder of a job says of it."""
     report, error = job.report(), _error_of(job)
     placements = report.plan.placements if report.plan is not None else ()
-    cut = any(name.startswith("the files of ") for name in report.fingerprint)
+    names = [placement.name for placement in placements]
+    cut = frozenset(name for name in names if f"the files of {name!r}" in report.fingerprint)
     return _Found(
         getattr(error, "failure", None),
         rounds=report.progress.rounds if error else 0,
         shard_sizes={placement.name: placement.shard_size for placement in placements},
         sizes={placement.name: placement.members for placement in placements},
-        cut_at_files=cut if report.fingerprint else None,
+        cut=cut if report.fingerprint else None,
     )
 
 
@@ -195,7 +200,7 @@ def _replay(
     step: str | None,
     rounds: int | None,
 ) -> Any:
-    planned, inputs = restaged.planned(found.shard_sizes)
+    planned, inputs = restaged.planned(found)
     plan, failure = planned.plan, found.failure
     for placement, n in plan.sizes.items():
         if found.sizes.get(placement, n) not in (n, None):

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from beamjax.bodies.export import default_platform
 from beamjax.errors import BeamjaxError, OptionsError
@@ -30,6 +31,7 @@ from beamjax.options import Options
 from beamjax.options.choices import Choices, Trial, Vectorization, read_choices, write_json
 from beamjax.plan.steps import Map, Plan, walk
 from beamjax.storage import files
+from beamjax.storage.partial_cache import PartialCache
 
 WORTH_SECONDS = 5.0
 """Predicted seconds of all passes of a program above which a probe pays for itself. The prediction
@@ -182,7 +184,7 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
     origin = "from the checkpoints"
     name = _cache_name(plan, rule, options)
     if found is None:
-        record, origin = plan_cache.load(name), "from an earlier probe on this machine"
+        record, origin = _record(name, options), "from an earlier probe on this machine"
         try:
             found = None if record is None else Choices.from_json(record)
         except ValueError as error:
@@ -195,6 +197,25 @@ def _remembered(plan: Plan, rule: Choices, options: Options) -> Choices | None:
     return replace(
         found, origin="cache", why=f"{found.why}, {origin}", rematerialized=rematerialized
     )
+
+
+def _record(name: str, options: Options) -> dict[str, Any] | None:
+    """The record of a probe on this machine, or one from the option `cache`.
+
+    Each place gets a copy of what the other has. Machines that share a cache of partials so have
+    the same shards, which they find there, and a run without the cache has the same bits.
+    """
+    record = plan_cache.load(name)
+    if options.cache is None or plan_cache.folder() is None:
+        return record
+    shared = PartialCache(options.cache)
+    found = shared.find(name)
+    if record is None and found is not None:
+        record = found[1]
+        plan_cache.store(name, record)
+    elif record is not None and found is None:
+        shared.store(name, [], record)
+    return record
 
 
 def _checkpointed(options: Options) -> Choices | None:
@@ -219,7 +240,9 @@ def _remember(plan: Plan, rule: Choices, found: Choices, options: Options) -> Ch
     other = _remembered(plan, rule, options)
     if other is not None:
         return other
-    plan_cache.store(_cache_name(plan, rule, options), found.to_json())
+    name = _cache_name(plan, rule, options)
+    plan_cache.store(name, found.to_json())
+    _record(name, options)  # copies it to the cache of partials
     path = _checkpoint_file(options)
     if path is not None:
         with contextlib.suppress(OSError):

@@ -401,6 +401,16 @@ def test_checkpoints_keep_the_choices(cache, probes, monkeypatch, tmp_path):
     assert_same_bits(bj.run(program(), X, runner="local", options=options), found)
 
 
+def test_a_cache_of_partials_keeps_the_choices(cache, probes, monkeypatch, tmp_path):
+    options = PROBE | {"cache": str(tmp_path / "partials")}
+    found = bj.run(program(), X, runner="local", options=options)
+    for file in cache.iterdir():
+        file.unlink()
+    monkeypatch.setattr(probe, "shard_seconds", refuse)
+    assert_same_bits(bj.run(program(), X, runner="local", options=options), found)
+    assert_same_bits(bj.run(program(), X, runner="local", options=PROBE), found)
+
+
 def test_where_it_is_remembered(tmp_path, monkeypatch):
     monkeypatch.delenv("BEAMJAX_PLANNER_CACHE")
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))

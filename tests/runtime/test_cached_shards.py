@@ -361,6 +361,32 @@ def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
     assert len(plan.shards("clients")) == 40
 
 
+def test_whether_shards_are_cut_does_not_depend_on_the_cache(tmp_path):
+    fn = bj.program(placements={"clients": None})(smallest)
+
+    def check(rows, **options):
+        for file in tmp_path.glob("*.npy"):
+            file.unlink()
+        source, _ = write_files(tmp_path, dict(zip("abcd", rows, strict=True)))
+        call = flatten_call(fn, (W, source))
+        plans = [
+            plan_for(call, parse_options(options | more)).plan
+            for more in ({}, {"cache": str(tmp_path / "cache")})
+        ]
+        assert plans[0] is plans[1]
+        return plans[0].file_starts.get("clients")
+
+    large, tiny = (130, 150, 170, 140), (1, 2, 1, 3)
+    assert check(large, shard_size=SIZE) == (130, 280, 450)
+    assert check(large, shard_size=SIZE, cut_at_files=False) is None
+    assert check(large) is None  # Opening a file is fast, but a shard is not, with so little work.
+    assert check(tiny, shard_size=SIZE) is None
+    assert check(tiny, shard_size=SIZE, cut_at_files=True) == (1, 3, 4)
+    source, _ = write_files(tmp_path, dict(zip("abcd", tiny, strict=True)))
+    text = str(bj.explain(fn, W, source, options={"shard_size": SIZE}))
+    assert "are not cut at files, because passes would take about" in text
+
+
 def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
     source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
     fn = bj.program(placements={"clients": None})(lambda x: jnp.cumsum(bj.map_fn(jnp.sin, x), 0))
