@@ -1,6 +1,7 @@
-"""What a user would write without beamjax, beside it: standard errors, changed data, order.
+"""What a user would write without beamjax, beside it: errors, failures, changed data, order.
 
     python -m benchmarks.capabilities
+    python -m benchmarks.capabilities standard_errors failed_member
 
 Each line is a ratio of two ways that were timed one after the other in this process, with compiled
 functions. All ways of a part give the same numbers, as far as printed.
@@ -9,6 +10,7 @@ functions. All ways of a part give the same numbers, as far as printed.
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -77,6 +79,53 @@ def standard_errors() -> None:
     took, fits = seconds(lambda: bj.run(replicates, weights, x, y, runner="local"))
     error = np.asarray(fits).std(0)
     row(f"{REFITS} replicates, bj.bootstrap_weights", took, taken, f"error {error[0]:.4f}")
+
+    print("The slope without each of the 4,000 clients")
+    influence = bj.influence(fit, output=lambda w: w[0])
+    taken, moved = seconds(lambda: bj.run(influence, x, y, runner="local"))
+    without = [np.delete(np.arange(4000), i) for i in range(REFITS)]
+    took, fits = seconds(lambda: np.stack([jitted(x[rest], y[rest]) for rest in without]))
+    exact = np.asarray(jitted(x, y))[0] - fits[:, 0]
+    note = f"correlation {np.corrcoef(exact, moved[:REFITS])[0, 1]:.3f}"
+    row("bj.influence", taken, taken, note)
+    row("4,000 refits without a client, jax.jit", took * 4000 / REFITS, taken, f"from {REFITS}")
+
+
+# --- a member that fails in a job
+
+
+def failed_member() -> None:
+    """Finds the one of 100,000 rows whose body raises an error, and calls the body for it."""
+    rows = np.random.default_rng(0).normal(size=(100_000, 16)).astype(np.float32)
+    rows[70_000, 3] = np.inf
+
+    def check(value: Any) -> Any:
+        if not np.isfinite(value):
+            raise ValueError(f"found {value}")
+        return value
+
+    def score(row: Any) -> Any:
+        value = jnp.sum(jnp.tanh(row) * row)
+        return jax.pure_callback(check, value, value, vmap_method="sequential")
+
+    @bj.program(placements={"rows": None})
+    def scores(rows: Any) -> Any:
+        return bj.reduce_mean(bj.map_fn(score, rows))
+
+    def raised(call: Callable[[], Any]) -> tuple[float, Any]:
+        begun = time.perf_counter()
+        try:
+            call()
+        except (ValueError, bj.WorkerError) as error:
+            return time.perf_counter() - begun, error
+        raise AssertionError("no member failed")
+
+    _, error = raised(lambda: bj.run(scores, rows, runner="local"))
+    taken, _ = raised(lambda: bj.replay(error))
+    took, _ = raised(lambda: [score(row) for row in rows])
+    print("The error of one row of 100,000, in a debugger")
+    row("bj.replay of the failed shard", taken, taken)
+    row("the body for each row from the first", took, taken)
 
 
 # --- data of which a little has changed
@@ -169,9 +218,10 @@ def order() -> None:
 
 def main() -> None:
     print(f"jax {jax.__version__}")
-    standard_errors()
-    changed_data()
-    order()
+    parts = (standard_errors, failed_member, changed_data, order)
+    for part in parts:
+        if part.__name__ in (sys.argv[1:] or [each.__name__ for each in parts]):
+            part()
 
 
 if __name__ == "__main__":
