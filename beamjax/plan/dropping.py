@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.storage.arrays import decode_array, encode_array
 from beamjax.storage.schema import from_plain, to_plain
 
@@ -176,26 +177,46 @@ class DeadLetters:
 
         Raises:
           ArrayFormatError: the file does not list dropped members.
+          SourceError: the file can't be read or removed, or its folder can't be made.
         """
         if self.path is None:
             return
         from beamjax.storage import files
 
         folder, name = os.path.split(self.path)
-        if name not in files.names(folder or "."):
-            return
-        if anew:
-            files.remove_files(folder, [name])
-            return
-        self._add(decode_lines(bytes(files.read(self.path)), self.path))
+        with self._usable():
+            files.make_folder(folder or ".")
+            if name not in files.names(folder or "."):
+                return
+            if anew:
+                files.remove_files(folder, [name])
+                return
+            found = bytes(files.read(self.path))
+        self._add(decode_lines(found, self.path))
 
     def write(self) -> None:
-        """Writes all recorded members to the file."""
+        """Writes all recorded members to the file.
+
+        Raises:
+          SourceError: it can't be written.
+        """
         if self.path is None:
             return
         from beamjax.storage import files
 
-        files.write(self.path, encode_lines(self.dropped))
+        with self._usable():
+            files.write(self.path, encode_lines(self.dropped))
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Converts errors of the file system to a SourceError that names the file."""
+        try:
+            yield
+        except OSError as error:
+            raise SourceError(
+                f"{self.path}: cannot be the file of the option dead_letters ({error}); expected a "
+                "path or URL that this process can write"
+            ) from error
 
     def warn(self) -> None:
         """Logs how many members were dropped."""

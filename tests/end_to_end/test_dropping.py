@@ -289,6 +289,14 @@ def rounds_truth(w, x):
     return w
 
 
+@pytest.mark.parametrize("way", ["local", "one"])
+def test_dead_letters_that_cannot_be_written_fail_before_any_work(way, tmp_path):
+    (tmp_path / "file").write_text("")
+    more = {"on_nonfinite": "drop", "dead_letters": str(tmp_path / "file" / "dead.jsonl")}
+    with pytest.raises(bj.SourceError, match=r"dead.jsonl: cannot be the file of the option"):
+        run(reductions, values(()), way=way, **more)
+
+
 @pytest.mark.parametrize("way", ["local", "one", "threads"])
 def test_rounds_hand_on_which_members_were_dropped(way, tmp_path):
     x, w, path = values(()), np.zeros(3, np.float32), tmp_path / "dead.jsonl"
