@@ -41,6 +41,7 @@ class Session:
                 "session: found a checkpoint or job_folder, which belongs to one run; give it to "
                 "session.run"
             )
+        self._closed = False
         self._workers = None
         if runner != LOCAL:
             from beamjax.pipelines.session_workers import SessionWorkers
@@ -69,6 +70,8 @@ class Session:
           BeamjaxError: as for `beamjax.run`. The session remains usable.
           OptionsError: as for `beamjax.run`, or the session is closed.
         """
+        if self._closed:
+            raise OptionsError("session: found a run after its end; open another session")
         found = run_options(self._options if options is None else options, keep, self._runner)
         found = replace(found, beam=self._options.beam)
         call = prepare(fn, args, self._runner, found, workers=self._workers)
@@ -76,6 +79,7 @@ class Session:
 
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""
+        self._closed = True
         if self._workers is not None:
             self._workers.close()
 

@@ -140,8 +140,9 @@ def test_what_a_session_refuses():
         bj.session("local", idle_seconds=0)
     with pytest.raises(OptionsError, match="belongs to one run"):
         bj.session("DirectRunner", {"checkpoint": "x"})
-    with bj.session("DirectRunner", OPTIONS) as s:
-        pass
-    s.close()
-    with pytest.raises(OptionsError, match="after its end"):
-        s.run(gradient, jnp.zeros(3), X, Y)
+    for runner in ("local", "DirectRunner"):
+        with bj.session(runner, OPTIONS) as s:
+            pass
+        s.close()
+        with pytest.raises(OptionsError, match="after its end"):
+            s.run(gradient, jnp.zeros(3), X, Y)
