@@ -43,6 +43,7 @@ class PartialCache:
         self.folder = folder
         self.limit = limit
         self._lock = threading.Lock()
+        self._failed: set[str] = set()
         # As many bytes as trigger the check of the folder before the first write.
         self._written = limit
 
@@ -62,7 +63,7 @@ class PartialCache:
             _log.warning("cache: found a damaged file %s, computing it again: %s", path, error)
             return None
         except Exception as error:  # whatever a file system raises
-            _log.warning("cache: can't read %s, computing it again: %s", path, error)
+            self._warn("cache: can't read %s, computing it again: %s", path, error)
             return None
         if not files.is_url(path):
             # The time of change is the time of the last use. Ignored: another process has removed
@@ -85,7 +86,13 @@ class PartialCache:
                 self.trim()
             files.write(path, data)
         except Exception as error:  # whatever a file system raises
-            _log.warning("cache: can't write %s, going on without it: %s", path, error)
+            self._warn("cache: can't write %s, going on without it: %s", path, error)
+
+    def _warn(self, message: str, path: str, error: Exception) -> None:
+        """Logs only the first failure of each kind: with a full disk, every shard fails."""
+        level = logging.DEBUG if message in self._failed else logging.WARNING
+        self._failed.add(message)
+        _log.log(level, message, path, error)
 
     def trim(self) -> None:
         """Removes the least recently used files until the others are within the limit."""
