@@ -53,9 +53,17 @@ def _as_tree(value: Any, where: str) -> Any:
         if value and _is_numbers(value):
             try:
                 return jnp.asarray(value)
-            except ValueError:  # lists of unequal lengths
+            except (ValueError, OverflowError):  # lists of unequal lengths, or a large number
                 pass
         return [_as_tree(child, f"{where}[{i}]") for i, child in enumerate(value)]
+    if isinstance(value, int):
+        try:
+            jnp.asarray(value)
+        except OverflowError:
+            raise OptionsError(
+                f"{where}: found {value}, which does not fit {jnp.asarray(0).dtype}; write it as "
+                "a float, or set JAX_ENABLE_X64=1"
+            ) from None
     return value
 
 

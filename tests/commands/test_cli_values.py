@@ -57,6 +57,7 @@ NO_VALUES = [
     ("parts", "found 'parts', expected JSON, the folder of a result"),
     ("hello", "For anything else, give a job as TARGET"),
     ('"hello"', "x: found the text 'hello', expected numbers"),
+    ("[[1, 3000000000]]", "x[0][1]: found 3000000000, which does not fit int32"),
     ('{"a": ["b"]}', "x['a'][0]: found the text 'b'"),
     ("nothing/*.npy", "nothing/*.npy"),
     ("bad.npy", "bad.npy"),
