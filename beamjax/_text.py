@@ -30,6 +30,19 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(found[:_SHOWN])}{more}" if found else "none"
 
 
+def described(error: BaseException) -> str:
+    """`Type: message` of an error, after that of the callback whose failure it reports, if any.
+
+    XLA puts the error that a callback raised at the end of a long traceback.
+    """
+    text = f"{type(error).__name__}: {error}"
+    _, mark, traceback = text.partition("callback: Traceback (most recent call last):\n")
+    after_frames = traceback.rpartition("\n  File ")[2].splitlines()[1:]
+    if not mark or not after_frames:
+        return text
+    return f"{after_frames[0]}, raised by a call to the host\n{text}"
+
+
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     """Rows of cells as lines, each column as wide as its widest cell."""
     table = [tuple(row) for row in rows]

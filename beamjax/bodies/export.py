@@ -20,6 +20,7 @@ from jax import export
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
+from beamjax._text import described
 from beamjax.bodies.counts import counts
 from beamjax.bodies.jaxprs import equations, working_bytes
 from beamjax.bodies.python_bodies import python_function
@@ -302,7 +303,7 @@ def run_server(
         with with_x64(plan.x64), on_device(device):
             outs = from_device(call(*(known[name] for name in step.inputs)))
     except Exception as error:
-        failed = WorkerError(f"step {step.name!r}: {type(error).__name__}: {error}")
+        failed = WorkerError(f"step {step.name!r}: {described(error)}")
         failed.failure = Failure(step.name)
         raise failed from error
     return dict(zip(step.outputs, outs, strict=True))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from beamjax._text import described
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class shard_errors:
             f"step {step.name!r}{functions}, shard {shard.index} of placement "
             f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
         )
-        raised: BeamjaxError = WorkerError(f"{where}: {type(error).__name__}: {error}")
+        raised: BeamjaxError = WorkerError(f"{where}: {described(error)}")
         if isinstance(error, BeamjaxError):
             raised = type(error)(f"{where}: {error}")
         members = shard.start, shard.start + shard.count - 1

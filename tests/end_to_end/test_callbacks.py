@@ -268,11 +268,13 @@ def test_a_callback_that_fails_names_step_and_members():
     def fails(x):
         raise RuntimeError("no such host")
 
-    body = lambda w, v: jax.pure_callback(fails, spec(v), v, vmap_method="sequential")
-    with pytest.raises(
-        bj.errors.WorkerError, match=r"map_clients_0.* members 0 to 7[^$]*no such h"
+    called = functools.partial(jax.pure_callback, fails, vmap_method="sequential")
+    for fn, step in (
+        (lambda w, x: bj.map_fn(lambda v: called(spec(v), v), x), "map_clients_0.* members 0 to 7"),
+        (lambda w, x: called(spec(w), bj.reduce_sum(x)), "server_0'"),
     ):
-        bj.run(mapped(body), W, X, runner="local", options=OPTIONS)
+        with pytest.raises(bj.errors.WorkerError, match=f"{step}: RuntimeError: no such host, "):
+            bj.run(program(fn), W, X, runner="local", options=OPTIONS)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
