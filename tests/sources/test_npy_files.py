@@ -275,6 +275,7 @@ def test_arrays_of_any_order_are_mapped(npz):
 
 def test_what_is_no_npz(npz, tmp_path):
     path, tree = npz
+    assert_reads(bj.from_npz(f"file://{path}"), tree)
     for given, error, message in [
         (3, StructureError, "from_npz: found int, expected the path"),
         ("gs://b/x.npz", StructureError, "found the URL gs://b/x.npz, expected a local path"),

@@ -86,7 +86,7 @@ def test_columns_are_chosen(form, tmp_path):
 
 def test_files_by_path_pattern_list_folder_and_url(form, tmp_path):
     end = ".parquet" if form.batch == "row group" else ".arrow"
-    folder = tmp_path / "data"
+    folder = tmp_path / "d ä"
     folder.mkdir()
     names = [Path(path).name for path in save_parts(form, folder, end=end)]
     (folder / "_SUCCESS").touch()
@@ -95,6 +95,8 @@ def test_files_by_path_pattern_list_folder_and_url(form, tmp_path):
         str(folder / f"*{end}"),
         [folder / name for name in names],
         [str(folder / names[0]), str(folder / f"part-[1-3]{end}")],
+        folder.as_uri(),
+        f"file://{folder}/part-*{end}",
         f"bjtest:/{folder}/",
         f"bjtest:/{folder}/part-*{end}",
     ):

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.storage.files import is_url as is_url
@@ -101,6 +102,12 @@ def compression_of_content(data: bytes) -> str:
     return next((end for end, magic in _MAGIC.items() if data.startswith(magic)), "")
 
 
+def local_path(path: str) -> str:
+    """The path that a URL with `file://` stands for; any other path or URL as it is."""
+    # Beam's FileSystems knows local files by their paths only.
+    return unquote(path.removeprefix("file://")) if path.startswith("file://") else path
+
+
 def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str]:
     """The files that a user names.
 
@@ -127,7 +134,7 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
                 f"{caller}: found {given!r:.80}, expected a path, a pattern such as "
                 "'data/part-*', a URL, or a list of these."
             )
-        given = os.fspath(given)
+        given = local_path(os.fspath(given))
         folder = given.endswith("/") if is_url(given) else os.path.isdir(given)
         found += _within(given, caller, endings) if endings and folder else _matches(given, caller)
     if not found:

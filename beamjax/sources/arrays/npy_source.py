@@ -20,7 +20,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources.arrays.data_files import DataFile, find_files, is_url, look, readable
+from beamjax.sources.arrays.data_files import (
+    DataFile,
+    find_files,
+    is_url,
+    local_path,
+    look,
+    readable,
+)
 from beamjax.sources.block_source import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
@@ -321,8 +328,7 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
 
     if not isinstance(path, str | os.PathLike):
         raise StructureError(f"from_npz: found {type(path).__name__}, expected the path of a file.")
-    _refuse_url(os.fspath(path), "from_npz")
-    file = look(os.path.abspath(path))
+    file = look(_absolute(path, "from_npz"))
     arrays = _zipped_arrays(file.path)
     leaves, files, names = [], [], []
     for name, array in sorted(arrays.items()):
@@ -351,19 +357,20 @@ def _listed(given: Any, name: str) -> list[str]:
         raise StructureError(
             f"{leaf_name(name)}: found {type(given).__name__}, expected the path of a .npy file."
         )
-    _refuse_url(os.fspath(given), leaf_name(name))
-    path = os.path.abspath(given)
+    path = _absolute(given, leaf_name(name))
     if glob.has_magic(path) and not os.path.lexists(path):
         return find_files(path, "from_npy")
     return [path]
 
 
-def _refuse_url(path: str, caller: str) -> None:
+def _absolute(given: str | os.PathLike[str], caller: str) -> str:
+    path = local_path(os.fspath(given))
     if is_url(path):
         raise StructureError(
             f"{caller}: found the URL {path}, expected a local path: files of NumPy are mapped. "
             "Copy it to a folder that all workers see, or write Parquet or Zarr."
         )
+    return os.path.abspath(path)
 
 
 def stored_dtype(dtype: np.dtype) -> np.dtype:
