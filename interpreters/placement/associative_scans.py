@@ -62,14 +62,15 @@ def associative_scans(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     reverse = eqn.primitive.name == "rev"
     last: Eqn | None = eqn
     if reverse:
-        last = next(filter(None, (rewriter.maker(eqn.inputs[0], name) for name in JOINS)), None)
+        last = rewriter.original(eqn.inputs[0])
     operand = None if last is None else _first_operand(rewriter, last)
     if operand is None or not rewriter.rewrites.moves:
         return None
-    # Other leaves of the scan may have been rewritten before this one.
-    expanded = rewriter.program.expanded.items()
-    original = {new: old for old, made in expanded for new in made}
-    eqns = list(dict.fromkeys(original.get(e, e) for e in (*rewriter.makers.values(), eqn)))
+    # Its equations may have been rewritten, as views or as other leaves of the scan.
+    eqns = list(dict.fromkeys(rewriter.originals.values()))
+    if eqn not in eqns:
+        return None
+    eqns = eqns[: eqns.index(eqn) + 1]
     for index, each in enumerate(eqns):
         if operand in each.inputs and _halved_axis(each) is not None:
             found = _rewritten(rewriter.program, eqns, index, reverse)
@@ -84,8 +85,8 @@ def _first_operand(rewriter: BlockRewriter, eqn: Eqn) -> Var | None:
         return None
     atom: Atom = eqn.inputs[0]
     for name in ("pad", "concatenate", "slice"):
-        maker = rewriter.maker(atom, name)
-        if maker is None:
+        maker = rewriter.original(atom)
+        if maker is None or maker.primitive.name != name:
             return None
         atom = maker.inputs[0]
     return atom if isinstance(atom, Var) else None
@@ -123,7 +124,7 @@ def _rewritten(
     called = index + 2 * count
     operands = [eqn.inputs[0] for eqn in evens]
     leaves = [eqn.inputs[0] for eqn in eqns[start:index]] if reverse else operands
-    if len(leaves) != count or not _are_members(program, leaves, axis):
+    if len(leaves) != count or not are_members(program, leaves, axis):
         return None
     halves = [eqn.outputs[0] for eqn in eqns[index:called]]
     calls = (
@@ -143,7 +144,7 @@ def _rewritten(
     return None
 
 
-def _are_members(program: PlacedProgram, leaves: Sequence[Atom], axis: int) -> bool:
+def are_members(program: PlacedProgram, leaves: Sequence[Atom], axis: int) -> bool:
     """Whether these have the members along an axis, and some of them are placed."""
     places = {along for along in map(program.place, leaves) if along is not None}
     if len(places) != 1:
@@ -327,7 +328,13 @@ class _Function:
         axes: dict[Any, int | None] = dict.fromkeys(halves, axis)
         rows, served = shape_of(halves[0])[axis], dict[Var, None]()
         found: dict[Eqn, MemberwiseRule | None] = {}
-        for eqn in eqns:
+        # Others compute what only a derivative reads.
+        needed, used = {atom for atom in results if isinstance(atom, Var)}, list[Eqn]()
+        for eqn in reversed(eqns):
+            if not needed.isdisjoint(eqn.outputs):
+                used.insert(0, eqn)
+                needed.update(atom for atom in eqn.inputs if isinstance(atom, Var))
+        for eqn in used:
             if eqn.blocks or eqn.effects or eqn.is_placed_operator:
                 return None
             for atom in eqn.inputs:
@@ -390,36 +397,62 @@ def _verified(eqns: Sequence[Eqn], scan: _Scan, atoms: Sequence[Atom], count: in
 
     with default_promotion():
         flat = flatten(jax.make_jaxpr(function)(*map(aval_of, atoms)))
-    env: dict[Var, Atom] = dict(zip(flat.arguments, atoms, strict=True))
-    if flat.constants or not _match(flat.eqns, eqns, env):
-        return None
-    ends = [env.get(atom) if isinstance(atom, Var) else None for atom in flat.outputs]
-    return ends.index(eqns[-1].outputs[0]) if eqns[-1].outputs[0] in ends else None
+    mine = {var: each for each in flat.eqns for var in each.outputs}
+    makers = {var: each for each in eqns for var in each.outputs}
+    for leaf, atom in enumerate(flat.outputs):
+        env: dict[Var, Atom] = dict(zip(flat.arguments, atoms, strict=True))
+        if not flat.constants and same_values(atom, eqns[-1].outputs[0], mine, makers, env):
+            return leaf
+    return None
 
 
-def _match(traced: Sequence[Eqn], eqns: Sequence[Eqn], env: dict[Var, Atom]) -> bool:
-    """Whether equations begin a trace; records in `env` which variables correspond."""
-    number, skips = 0, False
-    for made in traced:
-        if number == len(eqns):
-            return True
-        if made.primitive is call_p:
-            skips = True
-            continue
-        while True:
-            eqn = eqns[number]
-            # A variable that no equation of the trace defines is the result of a call with one row.
-            read = zip(made.inputs, eqn.inputs, strict=False)
-            named = [env.get(a, b) if isinstance(a, Var) else a for a, b in read]
-            if _alike(made, eqn) and all(map(_same, named, eqn.inputs)):
-                break
-            number += 1
-            if not skips or eqn.blocks or eqn.effects or number == len(eqns):
+def same_values(
+    one: Atom,
+    other: Atom,
+    mine: Mapping[Any, Eqn],
+    makers: Mapping[Any, Eqn],
+    env: dict[Var, Atom],
+    free: Sequence[Var] = (),
+) -> bool:
+    """Whether equal equations compute a traced value and one of the program, in any order.
+
+    Args:
+      one: the traced value.
+      other: that of the program.
+      mine: the equation of each traced value.
+      makers: the equation of each value of the program.
+      env: for traced values, those of the program; values that correspond are added.
+      free: traced arguments; each stands for any value of the program of its type.
+    """
+    agenda = [(one, other)]
+    while agenda:
+        one, other = agenda.pop()
+        if not isinstance(one, Var) or not isinstance(other, Var):
+            if not _same(one, other):
                 return False
-        pairs = zip([*made.inputs, *made.outputs], [*eqn.inputs, *eqn.outputs], strict=True)
-        env.update((a, b) for a, b in pairs if isinstance(a, Var))
-        number, skips = number + 1, False
-    return number == len(eqns)
+            continue
+        if one in env:
+            if env[one] is not other:
+                return False
+            continue
+        env[one] = other
+        if one in free:
+            if (one.aval.shape, one.aval.dtype) != (other.aval.shape, other.aval.dtype):
+                return False
+            continue
+        made, eqn = mine.get(one), makers.get(other)
+        if made is None or eqn is None:
+            return False
+        if made.primitive is call_p:
+            continue
+        if eqn.blocks or eqn.effects or not _alike(made, eqn):
+            return False
+        if made.outputs.index(one) != eqn.outputs.index(other):
+            return False
+        if len(made.inputs) != len(eqn.inputs):
+            return False
+        agenda += zip(made.inputs, eqn.inputs, strict=True)
+    return True
 
 
 def _alike(one: Eqn, other: Eqn) -> bool:

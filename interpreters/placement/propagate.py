@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.associative_scans import associative_scans
+from beamjax.interpreters.placement.associative_scans import JOINS, associative_scans
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import (
@@ -41,6 +41,7 @@ from beamjax.interpreters.placement.rewrites import (
     Rewrites,
     expansions,
 )
+from beamjax.interpreters.placement.scan_derivatives import scan_derivatives
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.placement.windows import return_slices, windows
 from beamjax.interpreters.program import (
@@ -59,7 +60,9 @@ from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionR
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.plan.steps import MAX_MEMBERS
 
-PATTERNS = expansions, associative_scans, windows, reshaped, order_statistics
+ENDS_OF_TREES = (*JOINS, "add_any")
+"""The primitives that may end a scan of members or its derivative."""
+PATTERNS = expansions, associative_scans, scan_derivatives, windows, reshaped, order_statistics
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -205,6 +208,8 @@ class _Placing:
         outer = self.rewriter
         if not self.is_inside_whole:
             self.rewriter = BlockRewriter(self.program, self.rewrites)
+            makers = ((var, eqn) for eqn in block.eqns for var in eqn.outputs)
+            self.rewriter.originals.update(makers)
         self.equations(block.eqns)
         self.rewriter = outer
 
@@ -259,6 +264,9 @@ class _Placing:
         placements = {along.placement for along in places if along is not None}
         if key is None and len(placements) == 1:
             (key,) = placements
+        # The last equation of a tree may read placed values, if slices and padding were rewritten.
+        if placements and eqn.primitive.name in ENDS_OF_TREES and self.rewrite(eqn):
+            return
         if key is not None:
             axes = [along.axis if along and along.placement == key else None for along in places]
             rule = rules.classify(eqn, axes, program.sizes[key])

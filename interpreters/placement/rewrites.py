@@ -107,6 +107,7 @@ class BlockRewriter:
 
     Attributes:
       makers: for each value of the block, the equation that computes it.
+      originals: for each value of the block, the equation that computes it in the program.
       pads: for each value of padded members that is rewritten, the equation that pads.
       added: equations that the next rewrite needs before it.
     """
@@ -115,6 +116,7 @@ class BlockRewriter:
         self.program = program
         self.rewrites = rewrites
         self.makers: dict[Var, Eqn] = {}
+        self.originals: dict[Var, Eqn] = {}
         self.pads: dict[Atom, Eqn] = {}
         self.added: list[Eqn] = []
 
@@ -141,6 +143,10 @@ class BlockRewriter:
         self.rewrites.sources[eqn.outputs[0]] = origins
         self.rewrites.views.update(a for a in eqn.inputs if isinstance(a, Var) and a not in read)
         return added + made
+
+    def original(self, atom: Atom) -> Eqn | None:
+        """The equation of the program that computes a value of this block, or None."""
+        return self.originals.get(atom) if isinstance(atom, Var) else None
 
     def maker(self, atom: Atom, name: str) -> Eqn | None:
         """The equation with the primitive `name` that computes a value of this block, or None."""

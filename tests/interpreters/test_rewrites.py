@@ -18,6 +18,7 @@ from beamjax.interpreters.placement import (
     order_statistics,
     propagate,
     rewrites,
+    scan_derivatives,
     views,
     windows,
 )
@@ -121,6 +122,10 @@ def running_sums(x):
     return jnp.cumsum(x, axis=0)
 
 
+def slope_of_products(x):
+    return jax.grad(lambda v: jnp.sum(jnp.cumprod(v, axis=0) ** 2))(x)
+
+
 def recurrence(x):
     def function(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
@@ -149,6 +154,7 @@ REWRITES = [
     (pooled, windows, "_slid", nothing),
     (slope_of_pooled, windows, "_slid", nothing),
     (returned_differences, propagate, "return_slices", nothing),
+    (slope_of_products, scan_derivatives, "_block", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
