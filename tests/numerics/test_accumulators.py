@@ -398,6 +398,7 @@ def test_hostile_bytes_are_refused(kind):
         accumulator.add(np.float32([0, 1e-20, np.inf]), 6)
     assert accumulator.name == kind
     data = accumulator.encode()
+    assert decode_accumulator(data).encode() == data
     for change in [*HOSTILE["any"], *HOSTILE[kind]]:
         with pytest.raises(ArrayFormatError):
             decode_accumulator(changed(data, change))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines.graph import results
+from beamjax.pipelines.graph import results, streaming
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.members import (
     EntrySource,
@@ -55,6 +55,14 @@ def test_files_hold_consecutive_members(tmp_path, monkeypatch):
             (found,) = source.read(start, start + count)
             np.testing.assert_array_equal(found, X[start : start + count])
         files.remove_files(str(tmp_path), files.names(str(tmp_path)))
+
+
+def test_small_blocks_of_a_stream_travel_together(tmp_path):
+    step = streaming.WriteMemberBlocks(Store(str(tmp_path)), ("x",))
+    step.start_bundle()
+    blocks = [MemberBlock(start, 8, 8, {"x": X[start : start + 8]}) for start in (0, 8)]
+    assert [element for block in blocks for element in step.process(block)] == []
+    assert len(list(step.finish_bundle())) == 1
 
 
 def leaf(array):
