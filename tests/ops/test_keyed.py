@@ -93,6 +93,13 @@ def test_sums_and_means_are_rounded_once(dtype):
         assert_same_bits(found, one * np.float32(wanted))
 
 
+def test_more_keys_than_their_dtype_can_count():
+    x, keys = np.float32([1, 2, 3, 4]), np.int8([1, 127, 1, -1])
+    fn = bj.program(clients=4)(lambda x, k: bj.reduce_by_key(x, k, 300))
+    expected = np.bincount([1, 127, 1], [1, 2, 3], minlength=300)
+    np.testing.assert_array_equal(bj.run(fn, x, keys, runner="local"), expected)
+
+
 @bj.program(clients=N)
 def program(w, x, keys):
     y = bj.map_fn(lambda v: {"score": v @ w, "count": jnp.int32(1)}, x)
