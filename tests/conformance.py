@@ -109,7 +109,7 @@ TABLE = {
         slopes: `jnp.cumsum` along members, differentiated
         running_totals: `jnp.cumprod` along members
         running_totals: `lax.cummax`, `cummin` along members
-        slopes_of_scans: `cumprod`, `cummax`, `cumlogsumexp`, differentiated
+        slopes_of_scans: `cumprod`, `cumlogsumexp`, differentiated
         totals_in_rounds: `jnp.cumsum` along members in a `lax.scan` of rounds
         slopes: `jnp.roll` along members, differentiated
         slopes: a reduction of `x[1:] - x[:-1]`, differentiated

@@ -1,12 +1,12 @@
-"""Rewrites reverse-mode derivatives of `cumprod`, `cummax`, `cummin` and `cumlogsumexp` to passes.
+"""Rewrites reverse-mode derivatives of `cumprod` and `cumlogsumexp` to passes.
 
 JAX differentiates the equations of `lax.associative_scan` of a function of two values instead, and
 gives a sum of padded products of all levels of a tree. The derivative of the scan is traced again,
 with the same shape. If its equations are those of the program, whatever their order, the program
 computes the derivative.
 
-The passes differentiate a scan in two passes (`associative_scans`). They combine members in the
-order in which JAX does, so that members which are equal extremes share the derivative alike.
+The passes differentiate a scan in two passes (`associative_scans`). Those of `cummax` and `cummin`
+are gathered: equal extremes share the derivative in a way that depends on the tree.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ Combine = Callable[[Any, Any], Any]
 
 SCANS: dict[str, tuple[Callable[..., Any], Combine]] = {
     "cumprod": (lax.cumprod, lax.mul),
-    "cummax": (lax.cummax, lax.max),
-    "cummin": (lax.cummin, lax.min),
     "cumlogsumexp": (lax.cumlogsumexp, jnp.logaddexp),
 }
 """Each scan, and its function of two values."""
