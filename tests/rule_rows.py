@@ -206,6 +206,7 @@ group("slices", placed(normal(N, 6, 7)), jnp.int32(2),
         lax.dynamic_update_slice(jnp.ones((N, 9, 9)), x, (i, i, i)), jnp.tile(x, (1, 2, 1)),
         jnp.repeat(x, 2, axis=1, total_repeat_length=12), jnp.roll(x, 1, axis=1), jnp.tril(x),
         jnp.roll(x, 1, (0, 1)), jnp.diff(x, axis=1), jnp.diagonal(x, axis1=1, axis2=2),
+        jnp.concatenate([x[1:], x[:1], x[:1]]),
     ],
     fold=lambda x, i: [
         x[0], x[-1], x[0, 1::2, -1], lax.slice(x, (0, 0, 0), (1, 6, 7), (5, 2, 3)),
@@ -222,7 +223,7 @@ group("slices", placed(normal(N, 6, 7)), jnp.int32(2),
         lax.complex(x, x)[0], x[::-1], x[::2], x.reshape(-1), jnp.split(x, [3])[1],
         jnp.concatenate([x, x]), jnp.pad(x, 1), jnp.unstack(x)[1],
         lax.dynamic_update_slice(jnp.ones((30, 6, 7)), x, (i, i, i)), x.reshape(N * 6, 7),
-        jnp.concatenate([x[1:], x[:1], x[:1]]), first_members(x, 4),
+        first_members(x, 4),
     ],
 )  # fmt: skip
 

@@ -261,7 +261,7 @@ def test_explanations_count_bytes_by_member():
     text = str(explanation)
     assert "clients: n members in shards of 8" in text
     assert re.search(r"args\[1\]\['x'\] .* n x 48 B ", text)
-    assert re.search(r"number of clients +-> +server_0 +size@clients", text)
+    assert re.search(r"server_0: Server\n +reads +size@clients ", text)
     assert "read by all passes     n x 96 B" in text
     assert explanation.to_json()["placements"][0]["members"] is None
     assert explanation.to_json()["read_bytes"] == {"each": 96, "fixed": 0}
