@@ -126,22 +126,15 @@ def _passes(placement: str, stages: Sequence[Stage]) -> list[MapStage]:
     return [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
 
 
-def slowdown_by_cuts(
-    program: PlacedProgram,
-    placement: str,
-    rows: int,
-    stages: Sequence[Stage],
-    options: Options,
-    platforms: Sequence[str],
+def _slowdown_by_cuts(
+    passes: Sequence[MapStage], n: int, rows: int, options: Options, may_batch: bool
 ) -> float:
     """The predicted share by which cutting shards at files of about `rows` slows down the passes.
 
     It depends on the plan alone, not on the option `cache`, so neither do the bits of results.
     """
-    passes, n = _passes(placement, stages), program.sizes[placement]
     if not passes:
         return 0.0
-    may_batch = _may_batch(stages, options, platforms)
     plain, _ = _shard_size(passes, n, None, options, may_batch)
     size, padded = _shard_size(passes, n, rows, options, may_batch)
     overhead, seconds = len(passes) * USUAL.shard, _seconds(passes, n)
@@ -164,16 +157,15 @@ def why_not_cut(
     guard = guard_of(options)
     if guard is not None and guard.drops:
         return "members may be dropped"
+    passes = _passes(placement, stages)
     # They find their ranges by the index of the first member, see `rules.by_shard`.
-    if any(
-        emission.rule.by_shard
-        for stage in _passes(placement, stages)
-        for emission in stage.emissions
-    ):
+    if any(emission.rule.by_shard for stage in passes for emission in stage.emissions):
         return "a pass depends on the order of the members"
-    share = slowdown_by_cuts(program, placement, rows, stages, options, platforms)
-    if options.cut_at_files is None and share > MAX_CUT_SHARE:
-        return f"passes would take about {share:.0%} longer (option cut_at_files)"
+    if options.cut_at_files is None:
+        may_batch = _may_batch(stages, options, platforms)
+        share = _slowdown_by_cuts(passes, program.sizes[placement], rows, options, may_batch)
+        if share > MAX_CUT_SHARE:
+            return f"passes would take about {share:.0%} longer (option cut_at_files)"
     return ""
 
 
