@@ -40,6 +40,10 @@ def prepared(scale=2, rows=10, reverse=False):
     return embed, {"scale": jnp.int32(-scale if reverse else scale)}, bj.from_range(rows)
 
 
+def typed(count: int, name: "str" = "", scale: float = 1, other: int | None = None):
+    return lambda x: x, [count, len(name), scale]
+
+
 def nothing():
     return 3
 

@@ -65,12 +65,24 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
             answer = Answer({"error": error_data(error)}, "", status)
         if as_json:
             found = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
-            click.echo(json.dumps(_strict(found), indent=1))
+            echo(json.dumps(_strict(found), indent=1))
         elif answer.text:
-            click.echo(answer.text)
+            echo(answer.text)
         click.get_current_context().exit(answer.status)
 
     return command
+
+
+def echo(text: object) -> None:
+    """Prints to stdout; raises a `ClickException` if that fails."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:  # click ends the process quietly
+        raise
+    except OSError as error:
+        # Python writes the rest of its buffer when it exits, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise click.ClickException(f"cannot write to stdout ({error.strerror})") from error
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ TARGET is one of
   file.py:function --arg x=VALUE   a function, which is called with these arguments
   file.py:job --rows=3             a job: job(rows=3) returns (fn, *args), the function
                                    to call and its arguments, for arguments that no
-                                   VALUE describes; a flag is JSON, or else text
+                                   VALUE describes; a flag is JSON, or else text,
+                                   and fits the annotation of its parameter
   module:function, module:job      likewise
 
 \b
@@ -213,13 +215,16 @@ def _call(params: dict[str, Any]) -> Call:
     if target.startswith("-"):
         raise OptionsError(f"found {target!r} as TARGET, which comes before the flags of Beam")
     fn = find_target(target)
-    flags, beam = ({}, list(beam)) if texts else _flags_of_job(fn, beam)
-    _check_parameters(fn, texts or flags, is_job=not texts)
     context = click.get_current_context()
     names = [str(param.name) for param in context.command.params]
+    flags: dict[str, Any] = {}
+    if not texts:
+        flags, beam = _flags_of_job(fn, beam)
+        names += inspect.signature(fn).parameters
     # `bench` may have several runners. Their flags are checked again when they run.
     runner = params.get("runner") if isinstance(params.get("runner"), str) else "local"
-    options = _with_beam(parse_options(own), beam, str(runner), names)
+    options = _with_beam(parse_options(own), list(beam), str(runner), names)
+    _check_parameters(fn, texts or flags, is_job=not texts)
     if unchecked := context.meta["unchecked"]:
         from apache_beam.options.pipeline_options import PipelineOptions
 
@@ -265,18 +270,47 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
 
 def _flags_of_job(fn: Callable[..., Any], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Splits words into the values of flags for parameters of a job, and other words."""
-    from beamjax.commands.values import json_or_text
-
     parameters = inspect.signature(fn).parameters
     given: dict[str, Any] = {}
     rest: list[str] = []
     for flag, text, taken in split_flags(words):
         name = flag.replace("-", "_")
         if name in parameters:
-            given[name] = json_or_text(text) if text else True
+            given[name] = flag_value(parameters[name], text)
         else:
             rest += taken
     return given, rest
+
+
+def flag_value(parameter: inspect.Parameter, text: str) -> Any:
+    """The value of a flag of a job: JSON, or else the text itself.
+
+    Raises:
+      OptionsError: it does not fit the annotation of the parameter, or its default.
+    """
+    # An annotation is text in a module with `from __future__ import annotations`.
+    kind = getattr(parameter.annotation, "__name__", parameter.annotation)
+    if parameter.annotation is parameter.empty:
+        kind = type(parameter.default).__name__
+        kind = "float" if kind == "int" else kind  # 0.5 may well take the place of 1
+    elif kind == "str":
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text or True
+    expected, types = _KINDS.get(kind, ("", (type(value),)))
+    if type(value) not in types:
+        raise OptionsError(f"--{parameter.name}: found {text!r}, expected {expected}")
+    return value
+
+
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("an integer", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+}
+"""Types of parameters of jobs: what messages call them, and the types of JSON values that fit."""
 
 
 def _check_parameters(fn: Callable[..., Any], given: dict[str, Any], is_job: bool) -> None:

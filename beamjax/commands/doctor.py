@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from beamjax._version import __version__
-from beamjax.commands.answers import DONE, FAILED, Answer, answers
+from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
 from beamjax.options import REQUIRED
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
@@ -72,7 +72,7 @@ def doctor(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     findings = []
     for finding in examine(require_platform, require_runner, work_folder, measure):
-        click.echo(finding)
+        echo(finding)
         findings.append(finding)
     missing = [finding.name for finding in findings if finding.status == MISSING]
     text = f"{len(missing)} to fix: {', '.join(missing)}" if missing else "nothing is missing"

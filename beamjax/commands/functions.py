@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beamjax._text import aligned
-from beamjax.commands.answers import DONE, FAILED, Answer
+from beamjax.commands.answers import DONE, FAILED, INTERRUPTED, Answer, error_data
 from beamjax.commands.calls import Call, CallCommand, Command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
@@ -50,11 +51,26 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     fn, args = call.load_for_workers()
     begin = time.monotonic()
     job = launch(fn, *args, runner=runner, options=options)
-    if options.job_folder is not None:
-        # `jobs resume` and `jobs replay` use it; its paths are relative to the current folder.
-        command = Command(tuple(call.argv), os.getcwd())
-        JobFolder(options.job_folder).write("command", to_plain(command))
-    result = _wait(job, options.job_folder)
+    try:
+        if options.job_folder is not None:
+            # `jobs resume` and `jobs replay` use it; its paths are relative to the current folder.
+            command = Command(tuple(call.argv), os.getcwd())
+            JobFolder(options.job_folder).write("command", to_plain(command))
+        result = job.result()
+    except BeamjaxError as error:
+        if error.run is not None:
+            folder = options.job_folder
+            add = "" if folder else ", add --job_folder=FOLDER; then"
+            replay = f"beamjax jobs replay {shlex.quote(folder) if folder else 'FOLDER'} --pdb"
+            error.replay_hint = f"To debug it as Python{add}: {replay}"
+        raise
+    except KeyboardInterrupt as error:
+        state = _cancel(job)
+        click.echo("beamjax: interrupted", err=True)
+        return Answer(
+            {"error": error_data(error), "state": state, "job_folder": options.job_folder},
+            status=INTERRUPTED,
+        )
     seconds = time.monotonic() - begin
     if out:
         output.write_out(result, out)
@@ -76,28 +92,22 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     return Answer(data, "\n".join(lines))
 
 
-def _wait(job: Job, folder: str | None) -> Any:
-    """Waits for the result; an interrupt cancels the job, and a second one exits at once."""
+def _cancel(job: Job) -> str:
+    """Cancels a job, and waits for its end unless it is interrupted; returns the state."""
+    from beamjax.jobs.job import JobState
+    from beamjax.telemetry.job_folder import JobFolder
+
     try:
-        return job.result()
-    except BeamjaxError as error:
-        if error.run is not None and folder is not None:
-            replay = f"beamjax jobs replay {shlex.quote(folder)} --pdb"
-            error.replay_hint = f"To debug it as Python: {replay}"
-        elif error.run is not None:
-            error.replay_hint = (
-                "To debug it as Python, add --job_folder=FOLDER; then: "
-                "beamjax jobs replay FOLDER --pdb"
-            )
-        raise
-    except KeyboardInterrupt:
         click.echo("beamjax: cancelling the job", err=True)
-        try:
-            job.cancel()
-            job.wait()
-        except KeyboardInterrupt:
-            os._exit(130)
-        raise
+        job.cancel()
+        return job.wait().value
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The process would otherwise wait for the thread of the job after it has answered.
+        end = functools.partial(os._exit, INTERRUPTED)
+        click.get_current_context().find_root().call_on_close(end)
+        JobFolder(job.folder).write_state("cancelled")
+        return JobState.CANCELLED.value
 
 
 @CallCommand

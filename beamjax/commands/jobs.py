@@ -60,7 +60,7 @@ def list_jobs(folder: str) -> Answer:
     rows = [("JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS")]
     for job in found:
         shown = [job.get(name, "-") for name in ("state", "program", "runner", "started", "done")]
-        rows.append((os.path.relpath(job["folder"], folder), *shown))
+        rows.append((os.path.basename(job["folder"]), *shown))
     return Answer({"jobs": found}, "\n".join(aligned(rows)) if found else f"no jobs in {folder}")
 
 

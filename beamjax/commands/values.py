@@ -35,14 +35,6 @@ def read_value(text: str, where: str) -> Any:
     return _as_tree(value, where)
 
 
-def json_or_text(text: str) -> Any:
-    """The value of a flag of a job: JSON, or else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _as_tree(value: Any, where: str) -> Any:
     """A JSON value as a tree, in which lists of numbers are arrays."""
     if isinstance(value, str):

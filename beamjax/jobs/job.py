@@ -132,10 +132,11 @@ class Job:
         if self.state is JobState.RUNNING:
             self._folder.request_cancel()
 
-    def result(self, *, like: Any = None) -> Any:
+    def result(self, timeout: float | None = None, *, like: Any = None) -> Any:
         """Waits for the end of the job, and returns the result of the function.
 
         Args:
+          timeout: the most seconds to wait; None for no limit.
           like: a tree with the structure of the result. It is needed if another process reads a
             result with nodes other than dicts, lists, tuples, named tuples and None.
 
@@ -144,13 +145,14 @@ class Job:
 
         Raises:
           Exception: any error that `run` would have raised.
+          TimeoutError: the job has not ended within the timeout; it goes on.
           JobCancelledError: the job was cancelled.
           JobError: the launching process died before the job was done.
           StructureError: the structure of the result can't be rebuilt without `like`.
           ArrayFormatError: a file in the folder was damaged.
           SourceError: a file in the folder can't be read.
         """
-        self.wait()
+        self._wait_for_end(timeout)
         state, error = self._ended()
         match JobState(state):
             case JobState.DONE:
@@ -170,6 +172,13 @@ class Job:
         failed = records.error_of(error, path, JobError)
         text = failed.failure.traceback if failed.failure else ""
         raise failed from records.WorkerTraceback(text)
+
+    def _wait_for_end(self, timeout: float | None) -> None:
+        if self.wait(timeout) is JobState.RUNNING:
+            raise TimeoutError(
+                f"{self.folder}: the job has not ended after {timeout:g} s; it goes on, and "
+                "cancel() ends it"
+            )
 
     def close(self) -> None:
         """Removes the folder at the end of the job, if it is a temporary folder of this handle."""
@@ -252,8 +261,8 @@ class _Launched(Job):
         if self.state is JobState.RUNNING:
             _cancel(self._folder, self._monitor)
 
-    def result(self, *, like: Any = None) -> Any:
-        self.wait()
+    def result(self, timeout: float | None = None, *, like: Any = None) -> Any:
+        self._wait_for_end(timeout)
         return self._outcome.result()
 
     def close(self) -> None:

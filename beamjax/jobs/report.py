@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from beamjax.diagnostics.fact_types import PlanFacts
+from beamjax.errors import OptionsError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.options import RULES
 from beamjax.plan.dropping import Dropped
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
@@ -137,16 +139,22 @@ class Report(Setup, History):
         """Writes the page of the run, or a trace of it, to a file.
 
         Args:
-          path: the path or URL of the file. A name that ends in `.json` gets a trace in the JSON
-            format of Chrome, which https://ui.perfetto.dev and chrome://tracing open: the shards of
-            each worker over time, ends of rounds and checkpoints. Any other name gets the page.
+          path: the path or URL of the file. A name that ends in `.html` or `.htm` gets the page. A
+            name that ends in `.json` gets a trace in the JSON format of Chrome, which
+            https://ui.perfetto.dev and chrome://tracing open: the shards of each worker over time,
+            ends of rounds and checkpoints.
 
         Raises:
+          OptionsError: the name has another ending.
           SourceError: the file cannot be written.
         """
         from beamjax.diagnostics.pages.page import write
 
-        is_trace = os.fspath(path).lower().endswith(".json")
+        rule = RULES["report"]
+        try:
+            is_trace = rule.read(path).lower().endswith(".json")
+        except ValueError:
+            raise OptionsError(f"found {os.fspath(path)!r}, expected {rule.expected}") from None
         write(path, json.dumps(chrome_trace(self)) if is_trace else self.to_html())
 
     def _repr_html_(self) -> str:

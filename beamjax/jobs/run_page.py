@@ -266,8 +266,9 @@ def _rounds(report: Report) -> Iterator[tuple[str, str]]:
     progress = report.progress
     if progress.rounds:
         yield "rounds", f"{progress.rounds:,}"
+    if computed := progress.rounds - progress.rounds_resumed:
         last = report.round_ends[-1] if report.round_ends else progress.seconds
-        yield "time per round", human_seconds(last / progress.rounds)
+        yield "time per round", human_seconds(last / computed)
     if report.checkpoints:
         yield "checkpoints", f"{len(report.checkpoints):,}"
         yield "last checkpoint", f"after {human_seconds(report.checkpoints[-1])}"

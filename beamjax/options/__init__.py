@@ -77,8 +77,8 @@ class Options:
       progress: whether to show the progress of `run` or `launch` on stderr, as a bar in terminals
         and notebooks, and as a line every ten seconds elsewhere. None shows the bar of a `run` of
         more than two seconds in a terminal or a notebook, and nothing else.
-      report: file, by path or URL, for an HTML page on the run. It is written when the run has
-        ended, even if it failed.
+      report: file, by path or URL, for an HTML page on the run (`.html`) or a trace of it
+        (`.json`). It is written when the run has ended, even if it failed.
       require_platform: what JAX must compute on in each worker: "cpu", "gpu" (which is "cuda" or
         "rocm"), "cuda", "rocm" or "tpu". Any other worker fails when it starts, with the reason.
       device_memory_fraction: share of the memory of each device that JAX may take on a worker, from
@@ -155,7 +155,7 @@ class Options:
     overwrite: bool = _option(False, rules.boolean)
     keep_folder: str | None = _option(None, rules.one_of("failed", "always"))
     progress: bool | None = _option(None, rules.boolean)
-    report: str | None = _option(None, rules.path("file"))
+    report: str | None = _option(None, rules.path("file", ".html", ".htm", ".json"))
     require_platform: str | None = _option(None, rules.one_of(*REQUIRED))
     device_memory_fraction: float | None = _option(None, rules.positive_share)
     preallocate: bool | None = _option(None, rules.boolean)

@@ -58,15 +58,18 @@ def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], b
     return Rule(expected, read)
 
 
-def path(what: str) -> Rule:
-    """A rule for the path or URL of a file or a folder."""
+def path(what: str, *endings: str) -> Rule:
+    """A rule for the path or URL of a file or a folder, perhaps with one of some endings."""
 
     def read(found: Any) -> str:
         if not isinstance(found, str | os.PathLike) or not os.fspath(found):
             raise ValueError
+        if endings and not os.fspath(found).lower().endswith(endings):
+            raise ValueError
         return os.fspath(found)
 
-    return Rule(f"the path or URL of a {what}", read, is_path=True)
+    with_ending = f" that ends in {', '.join(endings)}" if endings else ""
+    return Rule(f"the path or URL of a {what}{with_ending}", read, is_path=True)
 
 
 eights = number(int, "a positive multiple of 8", lambda n: n > 0 and n % MULTIPLE == 0)

@@ -73,7 +73,7 @@ class Monitor(Listener):
         self.checksums = Checksums(enabled=folder is not None)
         self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
         self._began = time.monotonic()
-        self._rounds = 0
+        self._rounds = self._rounds_resumed = 0
         self._workers: set[str] = set()
         self._pipeline: str | None = None
         self._results: list[Any] = []
@@ -111,6 +111,12 @@ class Monitor(Listener):
         with self._lock:
             self._rounds += 1
             self.round_ends.add(round(time.monotonic() - self._began, 4))
+
+    def resumed(self, rounds: int) -> None:
+        """Records that a checkpoint has the results of rounds, which are not computed again."""
+        with self._lock:
+            self._rounds += rounds
+            self._rounds_resumed += rounds
 
     def saved(self) -> None:
         """Records that a checkpoint was saved."""
@@ -229,6 +235,7 @@ class Monitor(Listener):
                 done=sum(steps.values(), Tally()),
                 steps=steps,
                 rounds=self._rounds,
+                rounds_resumed=self._rounds_resumed,
                 dropped=len(self.letters),
                 step=_last_step(found, self.step),
                 workers=len(self._workers.union(record.worker for record in found)),

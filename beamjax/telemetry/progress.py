@@ -89,7 +89,9 @@ class Progress:
       members: the number of members to compute in all passes together; None if a loop or a branch
         decides it while the job runs.
       shards: the number of shards to compute in all passes together, or None as for `members`.
-      rounds: the number of complete rounds of loops around placed operators.
+      rounds: the number of complete rounds of loops around placed operators, with those that the
+        run has resumed from a checkpoint.
+      rounds_resumed: the number of rounds that were complete in the checkpoint.
       rounds_total: the number of rounds of the job; None if a condition decides it.
       dropped: the number of dropped members of all placements.
       step: the name of the step on which a worker has last worked.
@@ -105,6 +107,7 @@ class Progress:
     members: int | None = None
     shards: int | None = None
     rounds: int = 0
+    rounds_resumed: int = 0
     rounds_total: int | None = None
     dropped: int = 0
     step: str = ""
@@ -206,6 +209,11 @@ def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
         members, shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
         total = members, shards, inner
     return total
+
+
+def rounds_in(plan: Plan, steps: Iterable[Step]) -> int:
+    """The number of rounds of all loops in these steps; 0 if a condition decides it."""
+    return _expected(plan, steps)[2] or 0
 
 
 def _plus(a: int | None, b: int | None) -> int | None:

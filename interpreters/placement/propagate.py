@@ -42,8 +42,8 @@ from beamjax.interpreters.placement.rewrites import (
     expansions,
 )
 from beamjax.interpreters.placement.scan_derivatives import scan_derivatives
-from beamjax.interpreters.placement.sliced import return_views, sliced
 from beamjax.interpreters.placement.views import drop_view, make_views
+from beamjax.interpreters.placement.windows import return_slices, windows
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -62,7 +62,7 @@ from beamjax.plan.steps import MAX_MEMBERS
 
 ENDS_OF_TREES = (*JOINS, "add_any")
 """The primitives that may end a scan of members or its derivative."""
-PATTERNS = expansions, associative_scans, scan_derivatives, sliced, reshaped, order_statistics
+PATTERNS = expansions, associative_scans, scan_derivatives, windows, reshaped, order_statistics
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -94,10 +94,25 @@ def place(
     """
     flat = flat.copied()
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
-    _check_sizes(keys)
+    for key, n in keys.sizes.items():
+        if not is_unknown(n) and n > MAX_MEMBERS:
+            raise PlacementError(
+                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
+                "the index of a member is an int32"
+            )
     demand = find_demand(flat, keys)
     views = make_views(flat, demand, keys.sizes)
-    fixed, tried = _places_of_inputs(flat, known, keys, demand, views)
+    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
+    viewed = set(flat.views.values()) - read
+    # Inputs of `fixed` are placed in any case, those of `tried` unless this makes them gathered.
+    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
+    for var in flat.inputs:
+        if var in known and var not in viewed:
+            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
+        elif var in demand:
+            fixed[var] = demand[var]
+    tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
+    tried |= {view: along for view, along in views.items() if view not in fixed}
     # Results of selections that are computed on the server after all.
     gathering: set[Var] = set()
     # Dropped members leave gaps in a shard, so members can't be moved to neighbouring rows.
@@ -111,7 +126,7 @@ def place(
         placing = _Placing(program, keys, demand, gathering, rewrites)
         placing.block(program.flat)
         program.settle()
-        return_views(program)
+        return_slices(program)
         prune(program.flat, narrow_maps=False)
         if not rewrites.are_settled(program):
             continue
@@ -133,36 +148,6 @@ def place(
     if guarded:
         gather_from_passes(program)
     return program
-
-
-def _check_sizes(keys: PlacementKeys) -> None:
-    for key, n in keys.sizes.items():
-        if not is_unknown(n) and n > MAX_MEMBERS:
-            raise PlacementError(
-                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
-                "the index of a member is an int32"
-            )
-
-
-def _places_of_inputs(
-    flat: FlatProgram,
-    known: Mapping[Var, str],
-    keys: PlacementKeys,
-    demand: Mapping[Var, MemberAxis],
-    views: Mapping[Var, MemberAxis],
-) -> tuple[dict[Var, MemberAxis], dict[Var, MemberAxis]]:
-    """The inputs that are placed in any case, and those that are unless they would be gathered."""
-    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
-    viewed = set(flat.views.values()) - read
-    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
-    for var in flat.inputs:
-        if var in known and var not in viewed:
-            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
-        elif var in demand:
-            fixed[var] = demand[var]
-    tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
-    tried |= {view: along for view, along in views.items() if view not in fixed}
-    return fixed, tried
 
 
 def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:

@@ -54,7 +54,12 @@ WRONG = [
     (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
     (["run", f"{HERE}embed", "--arg=w=1", "--arg=x=w.npz"], 1, "beamjax: "),
     (["run", *LOSS[:-1], "y=three.npy"], 1, "beamjax: "),
-    (["run", f"{HERE}prepared", "--row=3"], 2, "found 'row', expected an option"),
+    (["run", f"{HERE}prepared", "--row=3"], 2, "did you mean 'rows'?"),
+    (["run", f"{HERE}prepared", "--rows=abc"], 2, "--rows: found 'abc', expected a number"),
+    (["run", f"{HERE}prepared", "--reverse=3"], 2, "--reverse: found '3', expected true or false"),
+    (["run", f"{HERE}typed", "--count=2.5"], 2, "--count: found '2.5', expected an integer"),
+    (["run", f"{HERE}typed", "--count"], 2, "--count: found '', expected an integer"),
+    (["run", *LOSS, "--report=x.pdf"], 2, "report: found 'x.pdf', expected the path or URL of a"),
     (["run", f"{HERE}nothing"], 2, "called as a job, and it returned 3"),
 ]
 
@@ -109,6 +114,25 @@ def test_a_reader_that_has_enough():
     with process.stderr:
         assert process.stderr.read() == ""
     assert process.wait() == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no such device")
+@pytest.mark.parametrize("argv", [["jobs", "list"], ["jobs", "list", "--json"], ["doctor"]])
+def test_stdout_that_cannot_be_written(argv):
+    code = (
+        "import sys; from beamjax.commands import cli, doctor; "
+        f"doctor.examine = lambda *_: [doctor.check_python()]; sys.exit(cli.main({argv}))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    wrong = "Error: cannot write to stdout (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (1, wrong)
 
 
 def test_clusters_where_nothing_runs_or_is_installed(monkeypatch, tmp_path, capsys):

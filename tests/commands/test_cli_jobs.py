@@ -101,6 +101,8 @@ def test_lists(folder, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS"]
     assert len(lines) == 4
+    assert cli.main(["jobs", "list", "all/1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1    done   loss")
     assert show(capsys, "2")[0]["folder"] == f"{folder}/all/2"
     assert "jobs nearby: all/1, all/2, all/damaged" in refused(capsys, "jobs", "show", "3")
 
@@ -176,6 +178,7 @@ def test_jobs_that_cannot_be_resumed(folder, capsys):
 # --- other processes
 
 SLOW = """
+import os
 import time
 
 import jax
@@ -185,7 +188,7 @@ import beamjax as bj
 
 
 def wait(x):
-    time.sleep(0.2)
+    time.sleep(float(os.environ.get("ROUND_SECONDS", 0.2)))
     return x
 
 
@@ -226,7 +229,7 @@ def until(condition, process):
 def test_resume_after_a_kill(folder, capsys):
     process = start(folder, "--job_folder=j", "--checkpoint=c")
     try:
-        until(lambda: (folder / "c").is_dir() and len(os.listdir(folder / "c")) > 2, process)
+        until(lambda: list(folder.glob("c/*.checkpoint")), process)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
@@ -238,6 +241,7 @@ def test_resume_after_a_kill(folder, capsys):
     found = json.loads(done.stdout)
     assert "beamjax run slow_here.py:rounds" in done.stderr
     assert found["progress"]["done"]["members"] < 20 * 4
+    assert (found["progress"]["rounds"], found["progress"]["rounds_total"]) == (20, 20)
     process = start(folder, "--out=whole.npz")
     assert process.wait() == 0, process.communicate()[1]
     process.communicate()
@@ -247,7 +251,7 @@ def test_resume_after_a_kill(folder, capsys):
 
 
 @pytest.mark.long
-def test_cancel_and_interrupt(folder, capsys, interruptible):
+def test_cancel_and_interrupt(folder, capsys, interruptible, monkeypatch):
     process = start(folder, "--job_folder=j")
     try:
         until(lambda: (folder / "j" / "progress.record").exists(), process)
@@ -266,7 +270,21 @@ def test_cancel_and_interrupt(folder, capsys, interruptible):
         assert process.returncode == 130
         assert "beamjax: cancelling the job" in told
         assert json.loads(found)["error"]["type"] == "KeyboardInterrupt"
+        assert json.loads(found)["state"] == "cancelled"
         assert json_of(capsys, "jobs", "show", "k")[1]["job"]["state"] == "cancelled"
+        monkeypatch.setenv("ROUND_SECONDS", "100")  # a second interrupt does not wait for them
+        process = start(folder, "--job_folder=m", "--json")
+        until(lambda: (folder / "m" / "progress.record").exists(), process)
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        found, rest = process.communicate(timeout=60)
+        assert (process.returncode, told, rest) == (
+            130, "beamjax: cancelling the job\n", "beamjax: interrupted\n",
+        )  # fmt: skip
+        assert json.loads(found)["state"] == "cancelled"
+        assert json.loads(found)["job_folder"] == "m"
+        assert json_of(capsys, "jobs", "show", "m")[1]["job"]["state"] == "cancelled"
     finally:
         if process.poll() is None:
             process.kill()

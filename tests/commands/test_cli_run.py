@@ -73,6 +73,8 @@ def test_arguments_and_jobs(folder, capsys):
     assert found[1]["value"] == 9
     found = result_of("programs_here:prepared", "--rows", "3", "--scale=5", "--reverse")
     assert found[0]["value"] == [0, -5, -10]
+    found = result_of("programs_here:typed", "--count=3", "--name=2024", "--scale=2")
+    assert [leaf["value"] for leaf in found] == [3, 4, 2]
 
     found = result_of("programs_here:prepared", "--keep=placed", "--out=kept")
     kept = beamjax.open_placed(found[0]["folder"])

@@ -1,6 +1,8 @@
 # ruff: noqa: F811
 """Values of arguments, by their text, and the parameters that they go to."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,10 @@ from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
+from beamjax.commands.calls import flag_value
 from beamjax.commands.functions import run
 from beamjax.commands.output import named_leaves, plain, write_out
-from beamjax.commands.values import json_or_text, nested, read_value
+from beamjax.commands.values import nested, read_value
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
 
 
@@ -32,8 +35,9 @@ def test_json():
         ('{"w": [1.0], "b": 2}', {"w": jnp.array([1.0]), "b": 2}),
     ):
         assert_same_bits(read_value(text, "x"), expected)
-    flags = {"3": 3, "true": True, "mean": "mean", "[1]": [1], '"3"': "3"}
-    assert {text: json_or_text(text) for text in flags} == flags
+    flags = {"3": 3, "true": True, "mean": "mean", "[1]": [1], '"3"': "3", "": True}
+    (parameter,) = inspect.signature(lambda x: x).parameters.values()
+    assert {text: flag_value(parameter, text) for text in flags} == flags
 
 
 def test_files(folder):

@@ -19,10 +19,8 @@ from beamjax.interpreters.placement import (
     propagate,
     rewrites,
     scan_derivatives,
-    sliced,
-    slices,
-    tails,
     views,
+    windows,
 )
 from beamjax.interpreters.staging import flatten, simplify
 
@@ -32,7 +30,7 @@ ROWS = jnp.ones((2 * N, 4))
 AVOIDED = ("Gather", "Scatter", "Loop")
 
 
-def nothing(*_, **__):
+def nothing(*_):
     return None
 
 
@@ -146,25 +144,25 @@ def counted(x):
 REWRITES = [
     (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
     (counted, order_statistics, "_picked", nothing),
-    (differences, sliced, "_meet", nothing),
-    (neighbours, slices, "exchange_range", nothing),
-    (smooth, sliced, "windows", nothing),
-    (smooth_with_ends, tails, "extended_of", nothing),
-    (smooth_with_ends, propagate, "return_views", nothing),
-    (squares_with_ends, sliced, "tailed", nothing),
-    (padded, sliced, "padded", nothing),
-    (pooled, sliced, "windows", nothing),
-    (slope_of_pooled, sliced, "windows", nothing),
-    (returned_differences, propagate, "return_views", nothing),
+    (differences, windows, "_meet", nothing),
+    (neighbours, windows, "_move", nothing),
+    (smooth, windows, "_slid", nothing),
+    (smooth_with_ends, windows, "_extended", nothing),
+    (smooth_with_ends, propagate, "return_slices", nothing),
+    (squares_with_ends, windows, "_tailed", nothing),
+    (padded, windows, "_joined", nothing),
+    (pooled, windows, "_slid", nothing),
+    (slope_of_pooled, windows, "_slid", nothing),
+    (returned_differences, propagate, "return_slices", nothing),
     (slope_of_products, scan_derivatives, "_block", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
-    (mean_of_most, slices, "slice_of", nothing),
-    (slope_of_most, slices, "slice_of", nothing),
-    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
-    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
-    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
+    (mean_of_most, windows, "_slice_of", nothing),
+    (slope_of_most, windows, "_slice_of", nothing),
+    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
+    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
+    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
     (product_of_all, simplify.Ravels, "see", nothing),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),

@@ -121,6 +121,9 @@ def test_states_while_it_runs(runner, gate, tmp_path):
         assert gate.reached.wait(60)
         assert job.state is job.wait(0.05) is JobState.RUNNING
         assert bj.open_job(job.folder).wait(0.05) is JobState.RUNNING
+        for each in (job, bj.open_job(job.folder)):
+            with pytest.raises(TimeoutError, match=r"has not ended after 0\.05 s; it goes on"):
+                each.result(timeout=0.05)
         assert 0 <= job.progress().done.members <= 8
         with pytest.raises(OptionsError, match="job_folder: found a job that still runs"):
             bj.run(total, X, runner="local", options={**options, "overwrite": True})

@@ -86,6 +86,9 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     assert found.error is None
     assert found.to_json() == json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert "checkpoints" in html_checks.parsed(found.to_html()).text
+    run(tmp_path / "again", runner, checkpoint=str(tmp_path / "c"), checkpoint_every=2)
+    again = bj.open_job(tmp_path / "again").progress()
+    assert (again.done.members, again.rounds, again.rounds_total) == (0, 5, 5)
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
@@ -93,6 +96,8 @@ def test_a_trace_has_each_shard_once(runner, tmp_path):
     with bj.launch(descend, jnp.float32(1), X, runner=runner, options={"shard_size": 8}) as job:
         job.result()
         found = job.report()
+    with pytest.raises(OptionsError, match=r"found '\S*trace.pdf', .* ends in .html, .htm, .json"):
+        found.save(tmp_path / "trace.pdf")
     found.save(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     shards = [event for event in trace["traceEvents"] if event.get("cat") == "shard"]
