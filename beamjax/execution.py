@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
+from beamjax import _compat
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe, as_compiled
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call import LOCAL, Call, by_position, parsed_options
-from beamjax.diagnostics import topology
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
@@ -270,13 +270,10 @@ def choose_runner(call: Call) -> Call:
         call = replace(call, backend=LOCAL)
     sources = sources_of(call.values.values)
     options = with_fitting_threads(call.plan, sources, call.options, call.runner)
-    check_memory(call.plan, sources, options, topology.Workers.of(call.runner, options))
+    check_memory(call.plan, sources, options, call.runner)
     tree = call.planned.staged.out_tree
-    numbered = jax.tree_util.tree_unflatten(tree, range(tree.num_leaves))
-    found = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
     kept = materialized_numbers(keyed_outputs(tree, options))
-    results = materialized_outputs(call.plan, paths, options, kept)
+    results = materialized_outputs(call.plan, tree, options, kept)
     return replace(call, options=options, results=results)
 
 
@@ -351,8 +348,9 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
             array = np.moveaxis(array, 0, output.axis)
         if output.tail is not None:
             array = np.concatenate([array, values[output.tail]], output.axis)
-        # On the CPU, device_put may share the array's memory, which may belong to an argument.
-        put = jax.device_put(array) if is_immutable(array) else jax.numpy.array(array)
+        # On the CPU, JAX may share the array's memory, which may belong to an argument.
+        # `jax.numpy.array` would copy it, but compiles an executable for each shape.
+        put = _compat.device_array(array if is_immutable(array) else array.copy())
         return wrap(put, spec.key_impl)
 
 
@@ -467,7 +465,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
         )
     warn_of_changes(call.flat.arguments, call.plan.x64, stacklevel=3)
     inputs = call.values.snapshot()
-    check_memory(call.plan, sources_of(inputs.values), parsed, topology.Workers.of("", parsed))
+    check_memory(call.plan, sources_of(inputs.values), parsed, "")
     groups = [
         jax.tree_util.tree_structure(arg)
         for arg in args

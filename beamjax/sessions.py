@@ -72,8 +72,10 @@ class Session:
         """
         if self._closed:
             raise OptionsError("session: found a run after its end; open another session")
-        found = run_options(self._options if options is None else options, keep, self._runner)
-        found = replace(found, beam=self._options.beam)
+        found = self._options
+        if options is not None or keep is not None:
+            found = run_options(found if options is None else options, keep, self._runner)
+            found = replace(found, beam=self._options.beam)
         call = prepare(fn, args, self._runner, found, workers=self._workers)
         return finish(call, JobRun(call))
 

@@ -150,9 +150,14 @@ def noting_estimates() -> list[Any]:
     """A list to which the estimate of each run is added from now on."""
     from beamjax import execution
     from beamjax.diagnostics.memory import estimate
+    from beamjax.diagnostics.topology import Workers
 
     found: list[Any] = []
-    execution.check_memory = lambda *args: found.append(estimate(*args))
+
+    def note(plan: Any, sources: Any, options: Any, runner: str) -> None:
+        found.append(estimate(plan, sources, options, Workers.of(runner, options)))
+
+    execution.check_memory = note
     return found
 
 

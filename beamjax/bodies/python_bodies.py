@@ -48,7 +48,12 @@ SETTINGS = (
 DEBUGGING = ("debug_nans", "debug_infs")
 """The settings of JAX on which the checks of a compiled function depend."""
 
-ALLOWED = {"disable_jit": False, "transfer_guard": "allow"}
+ALLOWED = {
+    "disable_jit": False,
+    "transfer_guard_host_to_device": "allow",
+    "transfer_guard_device_to_device": "allow",
+    "transfer_guard_device_to_host": "allow",
+}
 """The settings of JAX under which a plan runs, whatever they are where the user calls `run`."""
 
 _Args = ParamSpec("_Args")
@@ -81,7 +86,10 @@ def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
 
 def as_compiled() -> contextlib.AbstractContextManager[Any]:
     """A context in which exported bodies can run on arrays of NumPy."""
-    return with_settings(ALLOWED)
+    here = _of_this_thread(ALLOWED)
+    # A transfer guard of None allows transfers, too.
+    changed = {name: x for name, x in ALLOWED.items() if here[name] not in (None, x)}
+    return with_settings(changed) if changed else contextlib.nullcontext()
 
 
 def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -349,10 +349,8 @@ def _bytes(plan: Plan, names: Iterable[str]) -> int:
 # --- the option memory
 
 
-def check_memory(
-    plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
-) -> None:
-    """Checks that a plan takes at most `options.memory`.
+def check_memory(plan: Plan, sources: Mapping[int, Source], options: Options, runner: str) -> None:
+    """Checks that a plan takes at most `options.memory` on a runner.
 
     Raises:
       StagingError: it may take more. The message has the step, the largest parts, and advice.
@@ -360,6 +358,7 @@ def check_memory(
     limit = options.memory_bytes
     if limit is None:
         return
+    workers = Workers.of(runner, options)
     found = estimate(plan, sources, options, workers)
     if found.worker_bytes <= limit:
         return
@@ -402,8 +401,10 @@ def with_fitting_threads(
       runner: the name of the runner; "local" and DirectRunner with one worker have such threads.
     """
     limit = options.memory_bytes
+    if limit is None or options.local_threads is not None:
+        return options
     threads = Workers.of(runner, options).computing
-    if limit is None or options.local_threads is not None or threads == 1:
+    if threads == 1:
         return options
     while threads > 1:
         fewer = Workers.of(runner, replace(options, local_threads=threads))

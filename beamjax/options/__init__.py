@@ -202,6 +202,7 @@ class Options:
 
 RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
 """The rule for the values of each option. An option with the default None may also be None."""
+_DEFAULTS = Options()
 OWN = tuple(RULES)
 """Names of the options of beamjax; all others are options of Beam."""
 _PLANNING = [f.name for f in fields(Options) if f.metadata.get("planning")]
@@ -234,20 +235,20 @@ def parse_options(options: Any) -> Options:
       OptionsError: an option of beamjax has an impossible value.
     """
     if options is None:
-        return Options()
+        return _DEFAULTS
     if isinstance(options, Options):
         return _checked(options)
     if isinstance(options, Mapping):
         own = {key: value for key, value in options.items() if key in OWN}
         flags = [flag for k, v in options.items() if k not in OWN and (flag := _flag(k, v))]
-        return _checked(replace(Options(), **own, beam=tuple(flags)))
+        return _checked(Options(**own, beam=tuple(flags)))
     if isinstance(options, Sequence) and not isinstance(options, str):
         own, flags = _split_own(options)
-        return _checked(replace(Options(), **own, beam=tuple(flags)))
+        return _checked(Options(**own, beam=tuple(flags)))
     if hasattr(options, "view_as"):
         found = options.get_all_options(retain_unknown_options=True)
         own = {key: found[key] for key in OWN if found.get(key) is not None}
-        return _checked(replace(Options(), **own, beam=options))
+        return _checked(Options(**own, beam=options))
     raise OptionsError(
         f"options: found a {type(options).__name__}, expected a dict, a list of flags or a Beam "
         "PipelineOptions"
@@ -278,18 +279,18 @@ def _flag(key: str, value: Any) -> str | None:
 def _checked(options: Options) -> Options:
     """The same options, with values as their rules read them."""
     values = {}
-    for each in fields(Options):
-        found, rule = getattr(options, each.name), each.metadata.get("rule")
-        if rule is None or (found is None and each.default is None):
+    for name, rule in RULES.items():
+        found, default = getattr(options, name), getattr(_DEFAULTS, name)
+        if found is default:
             continue
         try:
-            values[each.name] = rule.read(found)
+            values[name] = rule.read(found)
         except (TypeError, ValueError) as error:
             if isinstance(error, OptionsError):
                 raise
-            optional = ", or None" if each.default is None else ""
+            optional = ", or None" if default is None else ""
             raise OptionsError(
-                f"{each.name}: found {found!r}, expected {rule.expected}{optional}"
+                f"{name}: found {found!r}, expected {rule.expected}{optional}"
             ) from None
     for name in ("cache", "compile_cache"):
         if name in values and "://" not in values[name]:

@@ -10,11 +10,13 @@ import re
 import tempfile
 import uuid
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
@@ -137,19 +139,24 @@ NOTHING = MaterializedOutputs()
 
 
 def materialized_outputs(
-    plan: Plan, paths: Sequence[str], options: Options, numbers: Container[int] = ()
+    plan: Plan, out_tree: PyTreeDef, options: Options, numbers: Collection[int] = ()
 ) -> MaterializedOutputs:
     """The results that a run materializes: placed results with all members along axis 0.
 
     Args:
       plan: the plan of the run.
-      paths: the path of each output in the result, as `jax.tree_util.keystr` writes it.
+      out_tree: the tree of the result.
       options: `keep`, `results_folder`, `job_folder` and `work_folder`.
       numbers: indices of outputs that are materialized whatever `keep` says.
 
     Returns:
       The results that go to files; `NOTHING` if there are none.
     """
+    if options.keep is None and not numbers:
+        return NOTHING
+    numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
+    found = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    paths = [jax.tree_util.keystr(path) for path, _ in found]
     base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:
         base = f"{options.job_folder.rstrip('/')}/results"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from beamjax import _compat
 from beamjax.bodies.counts import counts
 from beamjax.bodies.export import load_body, on_device, with_x64
 from beamjax.bodies.transfer_time import from_device, is_copied, to_device, transferring
@@ -295,7 +296,7 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
     if isinstance(value, jax.Array):
         return value
     counts().broadcasts += 1
-    return jax.device_put(value, device)
+    return _compat.device_array(value, device)
 
 
 def new_accumulators(step: Map, mode: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -71,7 +72,7 @@ class Monitor(Listener):
         self.round_ends: Moments[float] = Moments()
         self.checkpoints: Moments[float] = Moments()
         self.checksums = Checksums(enabled=folder is not None)
-        self._expected = replace(expected(plan), predicted=predicted or {}, advice=advice)
+        self._plan, self._predicted, self._advice = plan, predicted or {}, advice
         self._began = time.monotonic()
         self._rounds = self._rounds_resumed = 0
         self._workers: set[str] = set()
@@ -219,6 +220,10 @@ class Monitor(Listener):
         for result in results:
             _cancel(result)
 
+    @functools.cached_property
+    def _expected(self) -> Progress:
+        return expected(self._plan)
+
     def progress(self) -> Progress:
         """The progress of the job."""
         with self._lock:
@@ -232,6 +237,8 @@ class Monitor(Listener):
                 steps[step] = steps.get(step, Tally()) + spent
             return replace(
                 self._expected,
+                predicted=self._predicted,
+                advice=self._advice,
                 done=sum(steps.values(), Tally()),
                 steps=steps,
                 rounds=self._rounds,

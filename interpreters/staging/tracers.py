@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from beamjax import _compat
 from beamjax.errors import StagingError
 from beamjax.interpreters.staging.lines import calling_line
 from beamjax.ops.leaves import name_of
@@ -32,7 +33,8 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
 
 def refuse_compilation(front: str, fn: Any) -> None:
     """Raises a StagingError inside a function that `jax.jit` traces, where no value is known."""
-    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):  # device_put compiles nothing
+    # Under `jax.grad` alone, values are known. device_put compiles nothing.
+    if _compat.is_tracing() and isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):
         raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
 
 

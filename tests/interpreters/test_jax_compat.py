@@ -56,6 +56,7 @@ def settable(found):
 USED = [
     ("jax._src.checkify:error_checks", is_a(MutableMapping)),
     ("jax._src.checkify:checkify_jaxpr", takes(4)),
+    ("jax._src.core:trace_state_clean", takes(0)),
     ("jax._src.effects:ordered_effects.contains", takes(1)),
     ("jax._src.tree_util:_registry", is_a(Mapping)),
     ("jax._src.tree_util:_RegistryEntry", has("to_iter", "from_iter")),
@@ -63,6 +64,7 @@ USED = [
     ("jax._src.interpreters.batching:to_elt_handlers", is_a(Mapping)),
     ("jax._src.interpreters.batching:from_elt_handlers", is_a(Mapping)),
     ("jax._src.interpreters.batching:is_vmappable", takes(1)),
+    ("jax._src.interpreters.pxla:batched_device_put", takes(5)),
     ("jax._src.lib:xla_client.make_cpu_client", accepts("asynchronous", "num_devices")),
     ("jax._src.state.discharge:discharge_state", accepts("lower")),
     ("jax.experimental.checkify:Error.__dataclass_fields__", lambda found: {
