@@ -421,8 +421,7 @@ def test_files_of_a_table_without_rows(table, tmp_path):
     assert_reads(table.read([empty, full, empty, full]), np.array([[1, 2], [3, 4]] * 2))
 
 
-def test_decoded_blocks_of_a_table_are_not_read_after_it_changed(tmp_path):
-    table = TABLES["parquet"]
+def test_decoded_blocks_of_a_table_are_not_read_after_it_changed(table, tmp_path):
     path = save(table, tmp_path / "x", rows=10)
     source = table.read(path)
     source.read(0, 1)

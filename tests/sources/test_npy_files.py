@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-from hypothesis import strategies as st
 from source_files import (
     ARRAYS,
     CUTS,
@@ -57,17 +55,6 @@ def test_single_files_and_patterns_in_a_tree(tmp_path, monkeypatch):
     assert_reads(bj.from_npy(tmp_path / "x[1].npy"), K + 1)
     monkeypatch.chdir(tmp_path)
     assert bj.from_npy("k-0.npy").files == (paths["k"],)
-
-
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
-@hypothesis.given(st.data())
-def test_any_range_of_any_files(tmp_path_factory, data):
-    folder, paths = tmp_path_factory.mktemp("x"), {}
-    for name, array in {"x": X, "k": K}.items():
-        cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=4)))
-        paths |= save_npy(folder, {name: array}, [0, *cuts, N])
-    start = data.draw(st.integers(0, N))
-    assert_reads(bj.from_npy(paths), {"k": K, "x": X}, start, data.draw(st.integers(start, N)))
 
 
 def test_files_that_are_no_members(tmp_path):

@@ -1,7 +1,6 @@
 """Files of tables, of Parquet and of Arrow: the rows that were written, read once."""
 
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,21 +106,6 @@ def test_files_by_path_pattern_list_folder_and_url(form, tmp_path):
     backwards = form.read([folder / names[3], folder / names[0]])
     label = TREE["label"]
     assert_same_bits(backwards.read(0, 8)[0], np.concatenate([label[19:], label[:4]]))
-
-
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
-@hypothesis.given(st.sampled_from(sorted(TABLES)), st.data())
-def test_any_range_of_any_files(tmp_path_factory, name, data):
-    block_source.BLOCKS.clear()
-    form = TABLES[name]
-    cuts = sorted(data.draw(st.lists(st.integers(0, N), max_size=5)))
-    rows = data.draw(st.integers(1, 9))
-    files = save_parts(form, tmp_path_factory.mktemp("x"), cuts=[0, *cuts, N], rows=rows)
-    source = form.read(files)
-    assert len(source) == N
-    for _ in range(4):
-        start = data.draw(st.integers(0, N))
-        assert_reads(source, TREE, start, data.draw(st.integers(start, N)))
 
 
 def read_in_threads(source, tree, rows=8):
@@ -410,15 +394,6 @@ def test_dictionaries_over_batches_and_streams(tmp_path):
         writer.write_table(table)
     message = r"y.arrow: cannot read .* Arrow \(IPC with a footer"
     refused(SourceError, message, bj.from_arrow, tmp_path / "y.arrow")
-
-
-def test_a_cached_block_of_a_file_that_has_changed_is_not_used(form, tmp_path):
-    path = save(form, tmp_path / "x", pa.table({"x": [1, 2]}))
-    source = form.read(path, "x")
-    assert_reads(source, np.array([1, 2]))
-    save(form, tmp_path / "x", pa.table({"x": [3, 4]}))
-    os.utime(path, (1, 1))  # The clock of some file systems is coarse.
-    refused(SourceError, "the file was changed", source.read, 0, 2)
 
 
 def test_missing_numbers_and_times_by_choice(form, tmp_path):

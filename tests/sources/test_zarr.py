@@ -202,19 +202,6 @@ def test_damaged_and_changed_arrays(version, tmp_path):
     refused(SourceError, "the file was changed after the source was made", source.read, 0, 3)
 
 
-def test_arrays_that_nobody_may_read(tmp_path, monkeypatch):
-    source = bj.from_zarr(save(tmp_path / "x", X, (5, 2, 3)))
-
-    def forbidden(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(zarr.Array, "__getitem__", forbidden)  # The user may be root.
-    message = r"/x: may not be read by user \d+ \(Permission"
-    refused(SourceError, message, source.read, 0, 1)
-    monkeypatch.setattr(zarr, "open", forbidden)
-    refused(SourceError, message, bj.from_zarr, tmp_path / "x")
-
-
 # --- numbers that stand for others by the CF conventions
 
 DIMENSIONS = {"_ARRAY_DIMENSIONS": ["time"]}
