@@ -199,8 +199,6 @@ def test_a_job_server_is_started_once_and_again_if_it_ended():
         job_servers.stop_all()
     assert not third.alive
     assert not third.folder.exists()
-    assert not third.alive
-    assert not third.folder.exists()
 
 
 def test_a_job_server_that_does_not_start_is_an_error_with_its_log():
