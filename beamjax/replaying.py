@@ -20,6 +20,7 @@ from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
 from beamjax.interpreters.lowering.map_bodies import map_body
+from beamjax.interpreters.placement.places import FileGroups
 from beamjax.interpreters.planning import Planned, make_plan, with_file_starts
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
@@ -31,6 +32,7 @@ from beamjax.options import Options, parse_options
 from beamjax.plan import steps as plan_steps
 from beamjax.plan.steps import Map, Plan
 from beamjax.reading import counted
+from beamjax.runtime.fingerprints import Fingerprint, cuts_fingerprint, cuts_key
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import values_before
 
@@ -79,8 +81,8 @@ def replay(
 
     Raises:
       Exception: any exception that the body raises.
-      JobError: `fn` is missing, or its placements have other sizes than those of the job; or there
-        is no job in the folder.
+      JobError: `fn` is missing, or its placements have other sizes or other files than those of the
+        job; or there is no job in the folder.
       OptionsError: there is no such step, shard or member; or no shard of the step failed, and
         neither `member` nor `shard` is given.
       StagingError: as for `run`.
@@ -103,19 +105,44 @@ class _Restaged:
 
     def planned(self, found: _Found) -> tuple[Planned, Inputs]:
         """The plan with bodies that are Python functions, and its inputs."""
-        # The job may have had the option `cut_at_files`, which its folder does not record.
-        ways = dict.fromkeys([self.options.cut_at_files, bool(found.cut)])
+        options = self.options
+        if found.cuts is not None:
+            options = replace(options, cut_at_files=bool(found.cuts))
         with keeping():
-            for way in ways:
-                options = replace(self.options, cut_at_files=way)
-                planned = make_plan(self.call, options, shard_sizes=found.shard_sizes or None)
-                if found.cut is None or planned.plan.file_starts.keys() == found.cut:
-                    break
-        planned = with_file_starts(planned, self.call.arguments)
+            planned = make_plan(self.call, options, shard_sizes=found.shard_sizes or None)
+        planned = self._cut(planned, found.cuts)
         plan = planned.plan
         if self.values is None:
             return planned, bind_inputs(plan, self.call.arguments)
         return planned, Inputs(plan, [*self.values[: len(self.call.arguments)], *plan.constants])
+
+    def _cut(self, planned: Planned, cuts: Fingerprint | None) -> Planned:
+        """Cuts shards at the files at which the job cut them, in groups of any size.
+
+        The size depends on options of the job, which its folder does not record.
+
+        Returns:
+          The plan with these cuts.
+
+        Raises:
+          JobError: no groups of the files have these cuts.
+        """
+        planned = with_file_starts(planned, self.call.arguments)
+        if cuts is None:
+            return planned
+        for name in planned.plan.file_starts:
+            for exponent in range(32):
+                if cuts_fingerprint(planned.plan)[cuts_key(name)] == cuts.get(cuts_key(name)):
+                    break
+                groups = planned.placed.file_groups | {name: FileGroups(1 << exponent, rows=0)}
+                planned = replace(planned, placed=replace(planned.placed, file_groups=groups))
+                planned = with_file_starts(planned, self.call.arguments)
+            else:
+                raise JobError(
+                    f"replay: found other files of {name!r} than those of the job; pass its "
+                    "function and arguments"
+                )
+        return planned
 
 
 @dataclass(frozen=True)
@@ -127,14 +154,14 @@ class _Found:
       rounds: the number of complete rounds before the failure.
       shard_sizes: the number of members in a shard, by placement, as far as it is known.
       sizes: the number of members, by placement, as far as it is known.
-      cut: the placements whose shards end where files end; None if they are not known.
+      cuts: where shards are cut at files, by `cuts_fingerprint`; None if it is not known.
     """
 
     failure: Failure | None
     rounds: int
     shard_sizes: Mapping[str, int]
     sizes: Mapping[str, int | None] = field(default_factory=dict)
-    cut: frozenset[str] | None = None
+    cuts: Fingerprint | None = None
 
 
 @contextlib.contextmanager
@@ -181,14 +208,14 @@ def _found_in(job: Job) -> _Found:
     """What the folder of a job says of it."""
     report, error = job.report(), _error_of(job)
     placements = report.plan.placements if report.plan is not None else ()
-    names = [placement.name for placement in placements]
-    cut = frozenset(name for name in names if f"the files of {name!r}" in report.fingerprint)
+    keys = {cuts_key(placement.name) for placement in placements}
+    cuts = {key: report.fingerprint[key] for key in keys.intersection(report.fingerprint)}
     return _Found(
         getattr(error, "failure", None),
         rounds=report.progress.rounds if error else 0,
         shard_sizes={placement.name: placement.shard_size for placement in placements},
         sizes={placement.name: placement.members for placement in placements},
-        cut=cut if report.fingerprint else None,
+        cuts=cuts if report.fingerprint else None,
     )
 
 

@@ -18,8 +18,8 @@ from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.lower import lower, platforms_of
-from beamjax.interpreters.lowering.shard_size import why_not_cut
-from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.lowering.shard_size import file_groups
+from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.placement.propagate import place
 from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
@@ -101,19 +101,22 @@ def _tuned(call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any
 
 
 def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
-    """Sets where the files of these arguments start, which may differ between calls of a plan.
+    """Sets where shards are cut at files of these arguments; calls of a plan may differ in that.
 
     If it does not, the result is the same object: sessions know a plan by its identity.
     """
     plan = planned.plan
     if not plan.file_starts:
         return planned
-    starts: dict[str, set[int]] = {placement: set() for placement in plan.file_starts}
+    starts: dict[str, dict[int, int]] = {placement: {} for placement in plan.file_starts}
     for argument, spec in zip(arguments, plan.inputs, strict=False):
         placement = plan.values[spec.placed].placement if spec.placed is not None else None
         if placement in starts and argument.is_source:
-            starts[placement].update(argument.value.file_starts)
-    found = {placement: tuple(sorted(each)) for placement, each in starts.items()}
+            starts[placement] = {**argument.value.file_starts, **starts[placement]}
+    found = {}
+    for placement, each in starts.items():
+        files = planned.placed.file_groups[placement].files
+        found[placement] = tuple(sorted(at for at, name in each.items() if name % files == 0))
     if found == plan.file_starts:
         return planned
     return replace(planned, plan=replace(plan, file_starts=found))
@@ -193,8 +196,8 @@ def make_plan(
     decisions = Decisions(options.recompute, saved)
     stages = split(placed, decisions)
     settle_sizes(placed, stages)
-    file_rows, notes = _files_to_cut_at(placed, call.arguments, stages, options)
-    placed = replace(placed, file_rows=file_rows)
+    groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options)
+    placed = replace(placed, file_groups=groups)
     paths = _paths(call.arguments, placed)
     plan = lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
     choices = replace(plan.choices, rematerialized=tuple(decisions.made))
@@ -202,10 +205,10 @@ def make_plan(
     return Planned(staged, flat, placed, stages, plan, notes)
 
 
-def _files_to_cut_at(
+def _groups_to_cut_at(
     placed: PlacedProgram, arguments: Sequence[Argument], stages: Sequence[Stage], options: Options
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The `file_rows` of a placed program, and notes on placements that can't be cut at files."""
+) -> tuple[dict[str, FileGroups], tuple[str, ...]]:
+    """The `file_groups` of a placed program, and notes on placements that are cut otherwise."""
     rows: dict[str, int] = {}
     if options.cut_at_files is not False and not any(map(_is_abstract, arguments)):
         for var, argument in zip(placed.flat.arguments, arguments, strict=True):
@@ -213,16 +216,20 @@ def _files_to_cut_at(
             if along is not None and mine:
                 rows[along.placement] = min(mine, rows.get(along.placement, mine))
     platforms = platforms_of(options)
-    reasons = {
-        placement: why_not_cut(placed, placement, mine, stages, options, platforms)
-        for placement, mine in rows.items()
-    }
-    notes = tuple(
-        f"The shards of {placement} are not cut at files, because {why}."
-        for placement, why in reasons.items()
-        if why
-    )
-    return {placement: n for placement, n in rows.items() if not reasons[placement]}, notes
+    groups: dict[str, FileGroups] = {}
+    notes = []
+    for placement, mine in rows.items():
+        found = file_groups(placed, placement, mine, stages, options, platforms)
+        if isinstance(found, str):
+            notes.append(f"The shards of {placement} are not cut at files, because {found}.")
+            continue
+        groups[placement] = found
+        if found.files > 1:
+            notes.append(
+                f"The shards of {placement} end where a group of about {found.files} files ends "
+                "(option cut_at_files)."
+            )
+    return groups, tuple(notes)
 
 
 def _paths(arguments: Sequence[Argument], placed: PlacedProgram) -> list[str]:

@@ -463,8 +463,8 @@ class Plan:
       sizes: number of members of each placement, or None if it is unknown before the plan runs. In
         that case steps read it from the int32 server value `size_name(placement)`.
       shard_sizes: members per shard of each placement, a multiple of 8.
-      file_starts: for placements of which no shard has members of two files, the index of the
-        first member of each file but the first.
+      file_starts: for placements whose shards are cut at files, the index of each member, except
+        the first one, at which a shard must start since a file does.
       values: type of each named value.
       bodies: executables by content hash.
       x64: whether 64-bit types were enabled when the program was staged.

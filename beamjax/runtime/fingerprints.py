@@ -46,11 +46,10 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
     steps = _plain((plan.steps, plan.outputs, inputs), bodies)
     sizes = {f"the size of placement {name!r}": str(n) for name, n in plan.sizes.items()}
     shards = {f"the shard size of {name!r}": str(n) for name, n in plan.shard_sizes.items()}
-    files = {f"the files of {name!r}": digest(at) for name, at in plan.file_starts.items()}
     return {
         **sizes,
         **shards,
-        **files,
+        **cuts_fingerprint(plan),
         "the option reduction": options.reduction,
         "jax_enable_x64": str(plan.x64),
         "the version of JAX": plan.jax_version,
@@ -58,6 +57,16 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
         "its steps": digest(_without_bodies(steps)),
         "what its steps compute": digest(steps),
     }
+
+
+def cuts_fingerprint(plan: Plan) -> Fingerprint:
+    """The part of the fingerprint of a plan that says where its shards are cut at files."""
+    return {cuts_key(name): digest(at) for name, at in plan.file_starts.items()}
+
+
+def cuts_key(placement: str) -> str:
+    """The key in `cuts_fingerprint` of a placement."""
+    return f"the files of {placement!r}"
 
 
 def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fingerprint:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -346,8 +347,9 @@ class ZippedSource(PlainSource, kind="zipped"):
         return ZippedSource(tuple(inner), self._treedef)
 
     @functools.cached_property
-    def file_starts(self) -> tuple[int, ...]:
-        return tuple(sorted({start for source in self._sources for start in source.file_starts}))
+    def file_starts(self) -> Mapping[int, int]:
+        starts = (dict(source.file_starts) for source in self._sources)
+        return dict(collections.ChainMap(*starts))
 
     def __len__(self) -> int:
         return len(self._sources[0])

@@ -10,13 +10,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
 import importlib
+import itertools
 import math
 import os
 import threading
 import typing
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 import numpy as np
@@ -167,12 +169,12 @@ class Source(abc.ABC):
         return self.read(start, stop)
 
     @property
-    def file_starts(self) -> tuple[int, ...]:
-        """The index of the first member of each file except the first one.
+    def file_starts(self) -> Mapping[int, int]:
+        """A hash of the name of each file except the first one, by the index of its first member.
 
         Empty if the source does not read several files in sequence.
         """
-        return ()
+        return {}
 
     @property
     def inner(self) -> tuple[Source, ...]:
@@ -352,9 +354,24 @@ class Source(abc.ABC):
             )
 
 
-def starts_of(ends: Iterable[int], n: int) -> tuple[int, ...]:
-    """The `Source.file_starts` of n members in files, from where their files end."""
-    return tuple(end for end in sorted(set(ends)) if 0 < end < n)
+def starts_of(files: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """Makes the `Source.file_starts` of files from their paths and numbers of members.
+
+    Only the part of a path below the folder of all files counts, so that data can be moved.
+
+    Returns:
+      A hash of the name of each file except the first one, by the index of its first member.
+    """
+    paths = [path.split("/") for path, _ in files]
+    folders = zip(*(path[:-1] for path in paths), strict=False)
+    shared = len(list(itertools.takewhile(lambda names: len(set(names)) == 1, folders)))
+    found, start = {}, 0
+    for path, (_, rows) in zip(paths, files, strict=True):
+        if start and rows:
+            name = hashlib.sha256("/".join(path[shared:]).encode(errors="surrogateescape"))
+            found[start] = int.from_bytes(name.digest()[:4], "little")
+        start += rows
+    return found
 
 
 class StreamSource(Source):

@@ -195,7 +195,7 @@ class _Lowering:
             bodies=self.bodies,
             x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
-            file_starts=dict.fromkeys(self.program.file_rows, ()),
+            file_starts=dict.fromkeys(self.program.file_groups, ()),
             constants=tuple(self.program.flat.constants) if paths is not None else (),
             costs=self.costs,
         )
@@ -376,7 +376,7 @@ class _Lowering:
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
         exported = not callbacks.reason_for_python(eqns, self.options)
-        all_full = _are_all_full(n, size) and stage.placement not in self.program.file_rows
+        all_full = _are_all_full(n, size) and stage.placement not in self.program.file_groups
         # A guard that drops members passes shards with gaps even where all shards are full.
         if exported and all_full and not (guard and guard.drops):
             key, short = self.export(name, full, size, arguments, eqns), None

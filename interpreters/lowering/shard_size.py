@@ -23,7 +23,7 @@ from beamjax.interpreters.lowering.callbacks import reason_for_python
 from beamjax.interpreters.lowering.convolutions import convolves_by_member
 from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
-from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.options import Options
 from beamjax.options.choices import Vectorization
@@ -61,6 +61,8 @@ FILE_SECONDS = 3e-4
 """Assumed seconds to find and open a file."""
 MAX_CUT_SHARE = 0.1
 """Largest predicted share by which cutting shards at files may slow down the passes, by default."""
+FEWEST_GROUPS = 4
+"""Fewest groups of files of a placement. With fewer, a changed file would be most of the data."""
 MASKED_SECONDS = 1e-9
 """Assumed seconds to mask one value of one member."""
 PRODUCT_MEMBERS = 1024
@@ -89,21 +91,25 @@ def shard_sizes(
     may_batch = _may_batch(stages, options, platforms)
     return {
         placement: _shard_size(
-            _passes(placement, stages), n, program.file_rows.get(placement), options, may_batch
+            _passes(placement, stages), n, program.file_groups.get(placement), options, may_batch
         )[0]
         for placement, n in program.sizes.items()
     }
 
 
 def _shard_size(
-    passes: Sequence[MapStage], n: Any, rows: int | None, options: Options, may_batch: bool
+    passes: Sequence[MapStage],
+    n: Any,
+    groups: FileGroups | None,
+    options: Options,
+    may_batch: bool,
 ) -> tuple[int, int]:
     """The number of members per shard of a placement, and the most members that padding computes.
 
     Args:
       passes: the passes over the placement.
       n: the number of members.
-      rows: approximate number of members per file if shards are cut at files, else None.
+      groups: how files are grouped if shards are cut at files, else None.
       options: options of the run.
       may_batch: whether passes of the program can compute shards in several batches.
     """
@@ -114,7 +120,8 @@ def _shard_size(
     if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
         batches = _batches(passes, n, size)
     padded = whole = size * batches
-    if rows is not None and options.shard_size is None:
+    if groups is not None and options.shard_size is None:
+        rows = groups.rows
         whole = padded = _size_in_files(passes, n, whole, rows)
         if may_batch and rows >= size and _skips_padding(passes, n, options):
             whole, padded = _size_of_files(passes, n, size, size * batches, rows), size
@@ -127,33 +134,41 @@ def _passes(placement: str, stages: Sequence[Stage]) -> list[MapStage]:
 
 
 def _slowdown_by_cuts(
-    passes: Sequence[MapStage], n: int, rows: int, options: Options, may_batch: bool
+    passes: Sequence[MapStage], n: int, groups: FileGroups, options: Options, may_batch: bool
 ) -> float:
-    """The predicted share by which cutting shards at files of about `rows` slows down the passes.
+    """The predicted share by which cutting shards at groups of files slows down the passes.
 
     It depends on the plan alone, not on the option `cache`, so neither do the bits of results.
     """
     if not passes:
         return 0.0
     plain, _ = _shard_size(passes, n, None, options, may_batch)
-    size, padded = _shard_size(passes, n, rows, options, may_batch)
+    size, padded = _shard_size(passes, n, groups, options, may_batch)
+    rows = groups.rows
     overhead, seconds = len(passes) * USUAL.shard, _seconds(passes, n)
     masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
-    before = len(passes) * FILE_SECONDS + rows * (seconds + overhead / plain)
-    # The last shard of a file is half full on average, and masks its reductions.
+    opening = len(passes) * groups.files * FILE_SECONDS
+    before = opening + rows * (seconds + overhead / plain)
+    # The last shard of a group is half full on average, and masks its reductions.
     last = overhead / 2 + padded * (seconds / 2 + masking)
     return (last + rows * (overhead / size - overhead / plain)) / before
 
 
-def why_not_cut(
+def file_groups(
     program: PlacedProgram,
     placement: str,
     rows: int,
     stages: Sequence[Stage],
     options: Options,
     platforms: Sequence[str],
-) -> str:
-    """Why the shards of a placement are not cut at files of about `rows`; "" if they are."""
+) -> FileGroups | str:
+    """The groups of files, of about `rows` members each, at which shards of a placement are cut.
+
+    They are as small as `MAX_CUT_SHARE` allows.
+
+    Returns:
+      The groups, or why shards are not cut at files.
+    """
     guard = guard_of(options)
     if guard is not None and guard.drops:
         return "members may be dropped"
@@ -161,18 +176,22 @@ def why_not_cut(
     # They find their ranges by the index of the first member, see `rules.by_shard`.
     if any(emission.rule.by_shard for stage in passes for emission in stage.emissions):
         return "a pass depends on the order of the members"
-    if options.cut_at_files is None:
-        may_batch = _may_batch(stages, options, platforms)
-        share = _slowdown_by_cuts(passes, program.sizes[placement], rows, options, may_batch)
-        if share > MAX_CUT_SHARE:
+    n, may_batch = program.sizes[placement], _may_batch(stages, options, platforms)
+    groups = FileGroups(1, rows)
+    while options.cut_at_files is None:
+        share = _slowdown_by_cuts(passes, n, groups, options, may_batch)
+        if share <= MAX_CUT_SHARE:
+            break
+        groups = FileGroups(2 * groups.files, 2 * groups.rows)
+        if groups.rows * FEWEST_GROUPS > n:
             return f"passes would take about {share:.0%} longer (option cut_at_files)"
-    return ""
+    return groups
 
 
 def _size_in_files(passes: Sequence[MapStage], n: int, size: int, rows: int) -> int:
-    """The number of members per shard, at most `size`, at which passes over files are fastest.
+    """The number of members per shard, at most `size`, at which passes over groups are fastest.
 
-    A file takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
+    A group takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
     its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
     """
     best = math.sqrt(2 * rows * len(passes) * USUAL.shard / _seconds(passes, n))
@@ -182,14 +201,14 @@ def _size_in_files(passes: Sequence[MapStage], n: int, size: int, rows: int) -> 
 def _size_of_files(passes: Sequence[MapStage], n: int, batch: int, size: int, rows: int) -> int:
     """The number of members per shard if shards leave out batches of padding.
 
-    Files of up to four times the usual length are one shard, unless it would be too large.
+    Groups of up to four times the usual length are one shard, unless it would be too large.
 
     Args:
       passes: the passes over the placement.
       n: the number of members.
       batch: members per batch.
       size: members per shard without cuts.
-      rows: approximate number of members per file.
+      rows: approximate number of members per group of files.
     """
     moved = max(_moved(stage, n) for stage in passes)
     most = max(size, MAX_FILE_SECONDS * len(passes) / _seconds(passes, n))

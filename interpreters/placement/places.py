@@ -41,6 +41,20 @@ class Border:
     outputs: tuple[tuple[Place, ...], ...]
 
 
+@dataclass(frozen=True)
+class FileGroups:
+    """How the files of a placement are grouped: shards do not cross the border of a group.
+
+    Attributes:
+      files: average number of files in a group. The hash of a file's name says whether it is the
+        first one of its group, so that a file that is added or removed changes one group only.
+      rows: approximate number of members of a group.
+    """
+
+    files: int
+    rows: int
+
+
 @dataclass(eq=False)
 class PlacedProgram:
     """A flat program with a place for every value.
@@ -62,8 +76,7 @@ class PlacedProgram:
         number, the server value that holds these. They are outputs of `flat` too, after its own.
       reasons: for some equations that run on the server, why they are not passes, as text.
       shard_size: members per shard, if the user gives it.
-      file_rows: for each placement whose shards should not have members of two files, the
-        approximate number of members per file.
+      file_groups: for each placement whose shards are cut at files, how its files are grouped.
     """
 
     flat: FlatProgram
@@ -79,7 +92,7 @@ class PlacedProgram:
     tails: dict[int, Var] = field(default_factory=dict)
     reasons: dict[Eqn, str] = field(default_factory=dict)
     shard_size: int | None = None
-    file_rows: dict[str, int] = field(default_factory=dict)
+    file_groups: dict[str, FileGroups] = field(default_factory=dict)
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None

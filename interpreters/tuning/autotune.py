@@ -87,7 +87,7 @@ def chosen_plan(
         return _with(plan, replace(rule, why=f"by the rules: {reason}"))
     if options.probe is False:
         return _with(plan, replace(rule, why="by the rules: probe=False"))
-    passes = passes_of(plan, stages, options.memory_bytes, program.file_rows)
+    passes = passes_of(plan, stages, options.memory_bytes, program.file_groups)
     total = sum(p.rounds * p.seconds * plan.sizes[p.placement] for p in passes)
     if options.probe is None and total < WORTH_SECONDS:
         why = f"by the rules: passes of about {total:.2g} s are not worth a probe"

@@ -27,6 +27,7 @@ from beamjax.interpreters.cutting.stages import (
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import shard_size
 from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
+from beamjax.interpreters.placement.places import FileGroups
 from beamjax.interpreters.program import Eqn, MemberEqn
 from beamjax.options.choices import MULTIPLE, Trial, Vectorization
 from beamjax.plan.cost import USUAL
@@ -68,7 +69,7 @@ class SearchedPass:
 
 
 def passes_of(
-    plan: Plan, stages: Sequence[Stage], memory: int | None, file_rows: Mapping[str, int]
+    plan: Plan, stages: Sequence[Stage], memory: int | None, groups: Mapping[str, FileGroups]
 ) -> list[SearchedPass]:
     """The passes of a plan over placements of known size.
 
@@ -76,7 +77,7 @@ def passes_of(
       plan: the plan by the rules.
       stages: its stages.
       memory: memory of a worker process in bytes, None without a limit.
-      file_rows: approximate number of members per file, for placements whose shards are cut there.
+      groups: the groups of files of placements whose shards are cut there.
     """
     steps = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     limit = WORKING_BYTES if memory is None else min(WORKING_BYTES, memory // 8)
@@ -91,8 +92,8 @@ def passes_of(
         calls = cost.calls * USUAL.call / at_once
         seconds = USUAL.seconds(cost) + calls + USUAL.shard / size
         largest = shard_size.largest_size(stage, n, limit)
-        if stage.placement in file_rows:  # A probe times full shards, so files need many of them.
-            largest = min(largest, shard_size.power_of_two(file_rows[stage.placement] / 8))
+        if stage.placement in groups:  # A probe times full shards, so groups need many of them.
+            largest = min(largest, shard_size.power_of_two(groups[stage.placement].rows / 8))
         largest = max(largest, size)
         loops = can_run_sequentially(stage, step.buffers)
         found.append(

@@ -343,6 +343,37 @@ def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, s
     assert check(new) == 0
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_file_inserted_among_small_ones_changes_its_group_only(tmp_path, runner):
+    folder, cache = tmp_path / "data", str(tmp_path / "cache")
+    folder.mkdir()
+    fn = bj.program(placements={"clients": None})(smallest)
+
+    def check(files, folder=folder, **options):
+        source, x = write_files(folder, files)
+        options = {"shard_size": SIZE, **options}
+        with bj.launch(fn, W, source, runner=runner, options={**options, "cache": cache}) as job:
+            found, done = job.result(), job.progress().done
+        assert np.asarray(found).tobytes() == np.asarray((x * W).min(axis=0)).tobytes()
+        return done.shards, done.shards - done.shards_cached
+
+    files = {f"f{i:02}": 2 + i % 4 for i in range(0, 100, 2)}
+    text = str(bj.explain(fn, W, write_files(folder, files)[0], options={"shard_size": SIZE}))
+    group = int(re.search(r"where a group of about (\d+) files ends", text)[1])
+    shards, computed = check(files)
+    assert computed <= shards < len(files) <= 2 * group * shards
+    for new in ("f01", "f41", "f99"):
+        files = dict(sorted({**files, new: 3}.items()))
+        assert 1 <= check(files)[1] <= 4
+    for file in folder.glob("f5*.npy"):
+        file.unlink()
+        del files[file.stem]
+    assert check(files)[1] <= 4
+    (tmp_path / "moved").mkdir()
+    assert check(files, tmp_path / "moved")[1] == 0
+    assert check(files, cut_at_files=True)[0] == len(files)
+
+
 def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
     source, _ = write_files(tmp_path, {f"f{i:02}": 20 + i % 30 for i in range(40)})
 
@@ -379,7 +410,7 @@ def test_whether_shards_are_cut_does_not_depend_on_the_cache(tmp_path):
     large, tiny = (130, 150, 170, 140), (1, 2, 1, 3)
     assert check(large, shard_size=SIZE) == (130, 280, 450)
     assert check(large, shard_size=SIZE, cut_at_files=False) is None
-    assert check(large) is None  # Opening a file is fast, but a shard is not, with so little work.
+    assert check(large) is None  # There are too few of them for groups, with so little work.
     assert check(tiny, shard_size=SIZE) is None
     assert check(tiny, shard_size=SIZE, cut_at_files=True) == (1, 3, 4)
     source, _ = write_files(tmp_path, dict(zip("abcd", tiny, strict=True)))

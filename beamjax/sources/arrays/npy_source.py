@@ -5,6 +5,7 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import glob
@@ -14,7 +15,7 @@ import re
 import struct
 import tokenize
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -147,8 +148,9 @@ class NpySource(HoldsLeaves, kind="npy"):
         return True
 
     @functools.cached_property
-    def file_starts(self) -> tuple[int, ...]:
-        return starts_of((int(end) for ends in self._ends for end in ends), len(self))
+    def file_starts(self) -> Mapping[int, int]:
+        starts = (starts_of([(f.path, f.rows) for f in series]) for series in self._files)
+        return dict(collections.ChainMap(*starts))
 
     def __len__(self) -> int:
         return int(self._ends[0][-1])
@@ -239,8 +241,8 @@ class PartFiles(NpySource):
         self.folder = folder
 
     @property
-    def file_starts(self) -> tuple[int, ...]:
-        return ()  # A shuffle divides members among parts in another way for other members.
+    def file_starts(self) -> Mapping[int, int]:
+        return {}  # A shuffle divides members among parts in another way for other members.
 
 
 def part_path(folder: str, part: int, leaf: int) -> str:

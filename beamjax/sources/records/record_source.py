@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,8 @@ class RecordSource(HoldsLeaves):
         return True
 
     @functools.cached_property
-    def file_starts(self) -> tuple[int, ...]:
-        return starts_of(map(int, self._ends), len(self))
+    def file_starts(self) -> Mapping[int, int]:
+        return starts_of([(file.path, count) for file, count in self._files])
 
     def __len__(self) -> int:
         return int(self._ends[-1])

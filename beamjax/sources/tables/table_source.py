@@ -5,9 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -138,9 +137,8 @@ class TableSource(BlockSource):
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
 
     @functools.cached_property
-    def file_starts(self) -> tuple[int, ...]:
-        ends = itertools.accumulate(sum(file.rows) for file in self._files)
-        return starts_of(ends, len(self))
+    def file_starts(self) -> Mapping[int, int]:
+        return starts_of([(each.file.path, sum(each.rows)) for each in self._files])
 
     @property
     def block_bytes(self) -> int:
