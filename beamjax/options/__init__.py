@@ -107,7 +107,7 @@ class Options:
         may write there. None stores nothing.
       cut_at_files: whether shards end where a file of a source ends, so that an inserted file moves
         no members of other files into other shards. The bits of float sums depend on it. None cuts
-        at files, or at groups of small files, if that hardly costs time, with a `cache` and without.
+        at files, or at groups of small files, where that costs little time, whatever the `cache`.
       shard_timeout: seconds that reading or computing a shard may take. After that, the run fails
         with a `WorkerError`. Compilation does not count. None sets no limit.
       checkpoint: folder, by path or URL, for checkpoints, from which a stopped run continues. They
