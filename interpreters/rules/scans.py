@@ -95,7 +95,9 @@ def _without_carries(
         if out is var:
             changes.append(None)
             continue
-        (eqn,) = (each for each in jaxpr.eqns if var in _variables(each.invars))
+        eqn = next((each for each in jaxpr.eqns if var in _variables(each.invars)), None)
+        if eqn is None:  # The round returns the value.
+            return None
         others = [atom for atom in eqn.invars if atom is not var]
         plain = eqn.primitive.name in _REDUCTIONS and makers.get(out) is eqn
         if not plain or read.count(out) != 1 or isinstance(others[0], jex.Literal):
