@@ -152,6 +152,11 @@ def control_address(thread: threading.Thread) -> str | None:
     return getattr(worker, "_control_address", None)
 
 
+def print_errors_with(show: Callable[..., None]) -> None:
+    """Has workers print errors with `show`; without it, cancelled jobs print tracebacks."""
+    vars(import_module(f"{_WORKER}.sdk_worker"))["print"] = show
+
+
 def end_worker(worker: Any) -> None:
     """Ends a `SdkHarness` as Beam's own pool does; without it, ended jobs leave their workers."""
     from apache_beam.utils.sentinel import Sentinel

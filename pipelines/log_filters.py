@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from beamjax._beam_compat import ERROR_LOGGERS, MISSING_PACKAGES
+from beamjax._beam_compat import ERROR_LOGGERS, MISSING_PACKAGES, print_errors_with
 from beamjax.errors import JobCancelledError
 
 _CANCELLED = f"{JobCancelledError.__module__}.{JobCancelledError.__name__}: "
@@ -25,3 +26,13 @@ def install() -> None:
     logging.getLogger().addFilter(_is_of_use)
     for name in ERROR_LOGGERS:
         logging.getLogger(name).addFilter(_is_no_cancellation)
+
+
+def install_in_worker() -> None:
+    """Filters what workers of this process print, as they print errors besides logging them."""
+
+    def show(text: str, file: Any) -> None:
+        if _CANCELLED not in text:
+            print(text, file=file)
+
+    print_errors_with(show)

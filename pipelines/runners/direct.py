@@ -35,5 +35,6 @@ def _command() -> bytes | None:
         return None
     words = [sys.executable, "-m", direct_worker.__name__, str(os.getpid())]
     # Beam runs the command in a shell. Without `exec`, the shell would be the parent of the worker,
-    # and Beam would kill it instead of the worker.
-    return f"exec {shlex.join(words)}".encode()
+    # and Beam would kill it instead of the worker. Ctrl-C also reaches workers, which would die
+    # with tracebacks while the launcher cancels the job.
+    return f"trap '' INT; exec {shlex.join(words)}".encode()

@@ -26,7 +26,9 @@ def main() -> None:
     end_with(int(sys.argv[1]))
     # After the watch has started: importing Beam takes seconds.
     from beamjax._beam_compat import sdk_worker_main
+    from beamjax.pipelines import log_filters
 
+    log_filters.install_in_worker()
     sdk_worker_main([])
 
 

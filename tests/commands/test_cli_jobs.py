@@ -199,14 +199,23 @@ def rounds(x):
         return held / 2 + bj.reduce_sum(bj.map_fn(lambda v: v + total, x)), total
 
     return jax.lax.scan(one, jnp.float32(0), None, length=20)
+
+
+@bj.program(placements={"rows": None})
+def one_pass(x):
+    shape = jax.ShapeDtypeStruct((), "float32")
+    slow = lambda v: jax.pure_callback(wait, shape, v, vmap_method="sequential")
+    return bj.reduce_sum(bj.map_fn(slow, x))
 """
 
 
-def start(folder, *argv):
+def start(folder, *argv, function="rounds", x="[1.0, 2.0, 3.0, 4.0]", runner="local"):
     (folder / "slow_here.py").write_text(SLOW)
-    command = [sys.executable, "-m", "beamjax", "run", "slow_here.py:rounds",
-               "--arg", "x=[1.0, 2.0, 3.0, 4.0]", "--runner=local", *argv]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "beamjax", "run", f"slow_here.py:{function}",
+               "--arg", f"x={x}", f"--runner={runner}", *argv]  # fmt: skip
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 @pytest.fixture
@@ -285,6 +294,26 @@ def test_cancel_and_interrupt(folder, capsys, interruptible, monkeypatch):
         assert json.loads(found)["state"] == "cancelled"
         assert json.loads(found)["job_folder"] == "m"
         assert json_of(capsys, "jobs", "show", "m")[1]["job"]["state"] == "cancelled"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.long
+def test_an_interrupt_that_reaches_workers(folder, interruptible):
+    """Ctrl-C in a terminal reaches all processes. Only the launcher heeds it, and ends the rest."""
+    np.save("slow.npy", np.ones(400, np.float32))
+    argv = ["--job_folder=j", "--shard_size=8", "--direct_running_mode=multi_processing"]
+    argv += ["--direct_num_workers=2"]
+    process = start(folder, *argv, function="one_pass", x="slow.npy", runner="DirectRunner")
+    try:
+        until(lambda: (folder / "j").exists() and len(os.listdir(folder / "j/records")), process)
+        os.killpg(process.pid, signal.SIGINT)
+        told = process.communicate(timeout=120)[1]
+        assert process.returncode == 130
+        assert "Traceback" not in told
+        assert "Fatal" not in told
     finally:
         if process.poll() is None:
             process.kill()

@@ -94,6 +94,7 @@ USED = [
      names("_responses", "_data_channel_factory", "_state_handler_factory",
            "_bundle_processor_cache", "_control_channel")),
     (f"{WORKER}.run", takes("self")),
+    (f"{WORKER}._execute", holds("print(traceback_string, file=sys.stderr)")),
     ("apache_beam.runners.worker.data_plane:GrpcClientDataChannelFactory.close", takes("self")),
     ("apache_beam.runners.worker.sdk_worker:GrpcStateHandlerFactory.close", takes("self")),
     ("apache_beam.runners.worker.sdk_worker:BundleProcessorCache.shutdown", takes("self")),
