@@ -235,9 +235,8 @@ def reduce_max(x: Any, *, placement: str | None = None) -> Any:
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.
-      PlacementError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`, or the placement has no members.
       StructureError: as for `reduce_sum`.
-      ValueError: the placement has no members, as for `jnp.max`.
     """
     return _reduce("max", x, placement)
 
@@ -257,9 +256,8 @@ def reduce_min(x: Any, *, placement: str | None = None) -> Any:
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.
-      PlacementError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`, or the placement has no members.
       StructureError: as for `reduce_sum`.
-      ValueError: the placement has no members, as for `jnp.min`.
     """
     return _reduce("min", x, placement)
 
@@ -337,9 +335,8 @@ def reduce_argmax(x: Any, *, placement: str | None = None) -> Any:
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.
-      PlacementError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`, or the placement has no members.
       StructureError: as for `reduce_sum`.
-      ValueError: the placement has no members, as for `jnp.argmax`.
     """
     return _reduce("argmax", x, placement)
 
@@ -359,9 +356,8 @@ def reduce_argmin(x: Any, *, placement: str | None = None) -> Any:
 
     Raises:
       OutsideProgramError: as for `reduce_sum`.
-      PlacementError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`, or the placement has no members.
       StructureError: as for `reduce_sum`.
-      ValueError: the placement has no members, as for `jnp.argmin`.
     """
     return _reduce("argmin", x, placement)
 
@@ -423,6 +419,11 @@ def _reduce(op: str, x: Any, placement: str | None) -> Any:
 
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
+    if values and isinstance(n, int) and n == 0 and op in ("max", "min", "argmax", "argmin"):
+        raise PlacementError(
+            f"{name}: found no members in placement {placement!r}, expected at least one: without "
+            "any, it has no value."
+        )
     weights = weights_for(name, placement, n)
     if weights is None:
         results = [primitive.bind(value, placement=placement) for value in values]

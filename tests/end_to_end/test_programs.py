@@ -194,16 +194,14 @@ def test_only_the_branch_that_is_taken_is_computed():
 # --- no members
 
 
-def test_reductions_without_a_result_raise_what_jit_raises():
+def test_reductions_without_a_result():
     none = jnp.zeros((0, 3))
     for reduce in (bj.reduce_max, bj.reduce_min, bj.reduce_argmax):
         fn = bj.program(clients=0)(reduce)
-        errors = []
+        wrong = f"{reduce.__name__}: found no members in placement 'clients', expected at least one"
         for call in (jax.jit(fn), lambda x, fn=fn: bj.run(fn, x, runner="local")):
-            with pytest.raises(ValueError, match=r"zero-size|empty") as error:
+            with pytest.raises(bj.PlacementError, match=wrong):
                 call(none)
-            errors.append(str(error.value))
-        assert errors[0] == errors[1]
     with pytest.raises(bj.PlacementError, match=r"found no members .* identity"):
         jax.jit(bj.program(clients=0)(lambda x: bj.reduce(jnp.add, x)))(none)
 
