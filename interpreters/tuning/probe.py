@@ -22,20 +22,12 @@ REPEATED_SECONDS = 0.1
 MIN_RUNS, MAX_RUNS = 4, 30
 """Bounds of the number of timed runs of a shard."""
 
-Clock = Callable[[], float]
-
 
 class ProbeError(BeamjaxError):
     """A pass could not be timed."""
 
 
-def shard_seconds(
-    plan: Plan,
-    step: Map,
-    options: Options,
-    limit: float,
-    clock: Clock = time.perf_counter,
-) -> float:
+def shard_seconds(plan: Plan, step: Map, options: Options, limit: float) -> float:
     """The shortest time to compute a shard of a pass and merge its partials, in seconds.
 
     Args:
@@ -43,12 +35,11 @@ def shard_seconds(
       step: the pass.
       options: options of the run; `reduction` and `xla_threads` are used.
       limit: seconds that the probe may take, with compiling.
-      clock: returns a time in seconds.
 
     Raises:
       ProbeError: the body fails on made-up members, or takes longer than `limit`.
     """
-    return run_with_limit(lambda: _timed(plan, step, options, limit, clock), limit)
+    return run_with_limit(lambda: _timed(plan, step, options, limit), limit)
 
 
 def run_with_limit(function: Callable[[], float], limit: float) -> float:
@@ -79,9 +70,9 @@ def run_with_limit(function: Callable[[], float], limit: float) -> float:
     return found[0]
 
 
-def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) -> float:
+def _timed(plan: Plan, step: Map, options: Options, limit: float) -> float:
     mode: Any = options.reduction
-    began = clock()
+    began = time.perf_counter()
     rng = np.random.default_rng(0)
     size = plan.shard_sizes[step.placement]
     served = {name: random_array(rng, plan.values[name], ()) for name in step.broadcasts}
@@ -102,9 +93,9 @@ def _timed(plan: Plan, step: Map, options: Options, limit: float, clock: Clock) 
     run(0)  # Compiles, so it is not timed.
     seconds: list[float] = []
     while len(seconds) < MIN_RUNS or (sum(seconds) < REPEATED_SECONDS and len(seconds) < MAX_RUNS):
-        start = clock()
+        start = time.perf_counter()
         run(len(seconds) + 1)
-        end = clock()
+        end = time.perf_counter()
         seconds.append(end - start)
         if end - began + 2 * seconds[-1] > limit:
             break

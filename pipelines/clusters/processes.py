@@ -66,23 +66,20 @@ class Process:
         _pid_file(self.folder, self.name).unlink(missing_ok=True)
 
 
-def start(
-    name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-) -> Process:
+def start(name: str, command: Sequence[str], folder: Path) -> Process:
     """Starts a server that outlives this process.
 
     Args:
       name: the stem of its files.
       command: its command line.
       folder: the folder for its log and its pid file.
-      environment: environment variables in addition to those of this process.
     """
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     # Not `subprocess.Popen`: its objects warn when they are deleted while the process still runs.
     pid = os.posix_spawnp(
         command[0],
         list(command),
-        {**os.environ, **(environment or {})},
+        os.environ,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.fspath(folder / f"{name}.log"), new, 0o666),

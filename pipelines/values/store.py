@@ -356,11 +356,6 @@ def close_cache(store: Store) -> None:
     _CACHE.close(store.root)
 
 
-def clear_cache() -> None:
-    """Removes all cached values of this process."""
-    _CACHE.clear()
-
-
 def _plain(arrays: Iterable[Any], hint: str) -> list[np.ndarray]:
     return [wire.plain_array(a, f"value {hint!r}, array {i}") for i, a in enumerate(arrays)]
 

@@ -44,7 +44,7 @@ from beamjax.pipelines.values.members import (
     StackedSource,
 )
 from beamjax.pipelines.values.refs import Ref
-from beamjax.pipelines.values.store import Store, clear_cache
+from beamjax.pipelines.values.store import _CACHE, Store
 from beamjax.pipelines.worker.errors import recorded_error
 from beamjax.plan.steps import Body
 from beamjax.runtime import checkpoints
@@ -170,7 +170,7 @@ def _ref_seeds(folder: Path) -> list[bytes]:
 def _stored(data: bytes, folder: Path) -> None:
     """A value that a reference leads to."""
     value = _json(data)
-    clear_cache()
+    _CACHE.clear()
     Store(str(folder)).get(Ref.from_json(value))
 
 
@@ -206,7 +206,7 @@ def _served(data: bytes, folder: Path) -> None:
     """Where results of a pipeline are."""
     (folder / f"out{results.SUFFIX}").write_bytes(data)
     store = Store(str(folder))
-    clear_cache()
+    _CACHE.clear()
     for ref in results.read_served(store, "out").values.values():
         store.get(ref)
 

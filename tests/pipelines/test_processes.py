@@ -65,14 +65,14 @@ def test_a_process_outlives_the_one_that_started_it_without_a_warning(tmp_path):
     assert not process.alive
 
 
-def test_what_a_process_gets(tmp_path):
+def test_what_a_process_gets(tmp_path, monkeypatch):
+    monkeypatch.setenv("BEAMJAX_TOLD", "this")
     told = "import os, signal, sys; print(sys.stdin.read() == '', os.environ['BEAMJAX_TOLD'], "
     told += "signal.getsignal(signal.SIGPIPE), file=sys.stderr)"
     command = [sys.executable, "-c", told]
-    process = processes.start("told", command, tmp_path, {"BEAMJAX_TOLD": "this"})
+    process = processes.start("told", command, tmp_path)
     assert processes.wait_until(lambda: not process.alive, 20)
-    plain = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                           env={**os.environ, "BEAMJAX_TOLD": "this"})  # fmt: skip
+    plain = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert process.log.read_text() == plain.stderr
     with pytest.raises(FileNotFoundError):
         processes.start("none", ["/no/such/command"], tmp_path)

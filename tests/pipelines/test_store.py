@@ -36,9 +36,9 @@ ZEROS = np.zeros(20_000)
 
 @pytest.fixture(autouse=True)
 def _fresh_cache():
-    store.clear_cache()
+    store._CACHE.clear()
     yield
-    store.clear_cache()
+    store._CACHE.clear()
     store.set_cache_bytes(2**30)
 
 
