@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from beamjax.numerics.ulp import ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import NOT_CHECKED, ShardEvent
+from beamjax.telemetry.progress import MOST_EVENTS, NOT_CHECKED
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ def diff(
 def _checksums(job: Job) -> dict[str, Any]:
     """Checksums of values in rounds, by step and value, in the order of the run."""
     record = JobFolder(job.folder).read(CHECKSUMS) or {}
-    found = record.get("values")
-    return found if isinstance(found, dict) else {}
+    return dict(record.get("values", ()))
 
 
 def _first_value(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
@@ -130,27 +130,51 @@ def _first_value(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
 
 def _with_shard(found: Difference, a: Report, b: Report) -> Difference:
     """The difference with the first shard, of those that both jobs have recorded, that differs."""
-    others = {_shard_of(event): event.checksum for event in b.events}
+    here, there = _by_shard(a), _by_shard(b)
     differing = [
-        event
-        for event in sorted(a.events, key=lambda event: event.time)
-        if event.step.endswith(found.step)
-        and NOT_CHECKED not in (event.checksum, others.get(_shard_of(event), NOT_CHECKED))
-        and event.checksum != others[_shard_of(event)]
+        shard
+        for shard, checksum in here.items()
+        if shard.step.endswith(found.step.rpartition("/")[2])
+        and NOT_CHECKED not in (checksum, there.get(shard, NOT_CHECKED))
+        and checksum != there[shard]
     ]
     if not differing:
         return found
-    step = differing[0].step
-    first = min((e for e in differing if e.step == step), key=lambda event: event.start)
-    before = {e.start: e.members for e in a.events if e.step == step and e.start < first.start}
+    first = min(
+        (s for s in differing if s.step == differing[0].step), key=lambda s: (s.round, s.start)
+    )
+    before = {s.start: s.members for s in here if s.step == first.step and s.start < first.start}
     # Not all events may be recorded.
-    shard = len(before) if sum(before.values()) == first.start else None
+    number = len(before) if sum(before.values()) == first.start else None
     members = first.start, first.start + first.members
-    return replace(found, step=step, shard=shard, members=members)
+    return replace(found, step=found.step or first.step, shard=number, members=members)
 
 
-def _shard_of(event: ShardEvent) -> tuple[str, int, int]:
-    return event.step, event.start, event.members
+class _Shard(NamedTuple):
+    """A shard in a round; rounds of a step are counted without regard to loops."""
+
+    step: str
+    start: int
+    members: int
+    round: int
+
+
+def _by_shard(report: Report) -> dict[_Shard, int]:
+    """Finds the checksums of shards, in the order of the run.
+
+    Returns:
+      The checksums. Shards in rounds are left out if not all shards are recorded, because this
+      counts the rounds.
+    """
+    counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
+    found = {}
+    for event in sorted(report.events, key=lambda event: event.time):
+        key = event.step.rpartition("/")[2], event.start, event.members
+        found[_Shard(*key, counts[key])] = event.checksum
+        counts[key] += 1
+    if len(report.events) < MOST_EVENTS:
+        return found
+    return {shard: checksum for shard, checksum in found.items() if counts[shard[:3]] == 1}
 
 
 def _leaves(result: Any) -> Iterator[tuple[str, Any]]:

@@ -97,7 +97,9 @@ class Recording:
                 self._write()
                 if checksums := self._monitor.checksums.found:
                     with contextlib.suppress(Exception):
-                        self._folder.write(CHECKSUMS, {"values": checksums}, make=False)
+                        # A list, because records sort the keys of objects.
+                        values = list(map(list, checksums.items()))
+                        self._folder.write(CHECKSUMS, {"values": values}, make=False)
 
     def _watch(self) -> None:
         if self._reports:  # so that a short run has samples, too

@@ -106,7 +106,7 @@ class ControlFlow(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
-        """Runs steps without control flow, and adds their results to `values`.
+        """Runs steps without control flow, adds their results to `values`, and records them.
 
         Args:
           steps: the steps, in order.
@@ -189,7 +189,6 @@ class ControlFlow(abc.ABC, Generic[V]):
                     self._branch(branch, prefix, at)
                 case _:
                     self.segment(steps, prefix, later)
-                    self._record(steps, prefix)
             at = ()
             own.update(name for step in steps for name in made(step))
             self.drop(own - later)
@@ -197,16 +196,15 @@ class ControlFlow(abc.ABC, Generic[V]):
         self.drop(own)
         return outputs
 
-    def _record(self, steps: Iterable[Step], prefix: str) -> None:
-        """Records checksums of small server values that rounds compute, for `beamjax.diff`."""
+    def record(self, step: Step, prefix: str) -> None:
+        """Records checksums of small server values that a round computes, for `beamjax.diff`."""
         if not prefix or not self.monitor.checksums.enabled:
             return
-        for step in steps:
-            for name in made(step):
-                value = self.plan.values[name]
-                if value.placement is None and value.nbytes <= MAX_RECORDED and name in self.values:
-                    array = np.ascontiguousarray(self.array(self.values[name]))
-                    self.monitor.checksums.add(f"{prefix}{step.name}", name, zlib.crc32(array))
+        for name in made(step):
+            value = self.plan.values[name]
+            if value.placement is None and value.nbytes <= MAX_RECORDED and name in self.values:
+                array = np.ascontiguousarray(self.array(self.values[name]))
+                self.monitor.checksums.add(f"{prefix}{step.name}", name, zlib.crc32(array))
 
     def drop(self, names: Iterable[str]) -> None:
         """Drops values."""

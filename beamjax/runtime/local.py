@@ -248,6 +248,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
         own: set[str] = set()
         for number, step in enumerate(steps):
             self.step(step)
+            self.record(step, prefix)
             own.update(made(step))
             self.drop(own.difference(needed, *map(used, steps[number + 1 :])))
 

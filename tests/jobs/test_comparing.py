@@ -105,6 +105,27 @@ def test_the_first_shard_that_differs(runners, tmp_path):
     assert not bj.diff(folders[0], run(tmp_path, runner=runners[1]))
 
 
+@pytest.mark.parametrize("runners", [("local", "local"), ("DirectRunner", "local")], ids=str)
+def test_the_first_shard_of_the_first_round_that_differs(runners, tmp_path):
+    """Round 12 is the first one that reads the last column."""
+
+    @bj.program(placements={"rows": None})
+    def fit(x):
+        def one_round(w, scale):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v * scale) - w, x)), None
+
+        return jax.lax.scan(one_round, jnp.zeros(3), jnp.eye(3)[jnp.repeat(jnp.arange(3), 6)])[0]
+
+    folders = []
+    for runner, moved in zip(runners, (0, 1), strict=True):
+        x = X.copy()
+        x[[43, 90], 2] += moved
+        folders.append(run(tmp_path, fit, x=x, runner=runner))
+    found = bj.diff(*folders)
+    assert re.fullmatch(r"loop_\d+\[12\]/map_rows_\d+", found.step)
+    assert (found.shard, found.members) == (5, (40, 48))
+
+
 def test_a_job_without_a_result(tmp_path):
     done, failed = run(tmp_path), str(tmp_path / "failed")
     with pytest.raises(bj.WorkerError):
