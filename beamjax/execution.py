@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax import _compat
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
-from beamjax.bodies.python_bodies import Recipe, as_compiled
+from beamjax.bodies.python_bodies import Recipe, as_compiled, with_settings
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call import LOCAL, Call, by_position, parsed_options
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
@@ -32,7 +32,7 @@ from beamjax.plan.steps import Output, Plan
 from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import evaluate
-from beamjax.runtime.materialized_outputs import materialized_outputs
+from beamjax.runtime.materialized_outputs import MaterializedOutputs, materialized_outputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage.snapshots import is_immutable
@@ -207,8 +207,11 @@ def prepare(
         call = plan(known, runner, options)
         warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)
         inputs = call.values.snapshot() if snapshot else call.inputs
-        call = choose_runner(replace(call, inputs=inputs, can_replay=not flat.has_streams))
-        return replace(call, files=files.pop_all(), workers=workers)
+        backend, options, results = choose_runner(call)
+        return replace(
+            call, backend=backend, options=options, inputs=inputs, results=results,
+            can_replay=not flat.has_streams, files=files.pop_all(), workers=workers,
+        )  # fmt: skip
 
 
 def stage(
@@ -252,7 +255,7 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     Returns:
       The call with its plan, and with inputs if all arguments have values.
     """
-    with jax.disable_jit(False):  # no decorator: its frame would be taken for the user's
+    with with_settings({"disable_jit": False}):
         planned = plan_for(flat, options, unroll)
     found = planned.plan
     if any(body.python for body in found.bodies.values()):
@@ -264,8 +267,12 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     return Call(flat, runner, options, planned, found, inputs)
 
 
-def choose_runner(call: Call) -> Call:
-    """Chooses where a call runs and where its results go, and checks that it fits in memory."""
+def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
+    """Chooses where a call runs and where its results go, and checks that it fits in memory.
+
+    Returns:
+      The backend, the options and the results of the call, as in `Call`.
+    """
     if call.options.small_work == "here" and call.prediction().is_small:
         call = replace(call, backend=LOCAL)
     sources = sources_of(call.values.values)
@@ -274,7 +281,7 @@ def choose_runner(call: Call) -> Call:
     tree = call.planned.staged.out_tree
     kept = materialized_numbers(keyed_outputs(tree, options))
     results = materialized_outputs(call.plan, tree, options, kept)
-    return replace(call, options=options, results=results)
+    return call.backend, options, results
 
 
 def execute(call: Call, monitor: Monitor) -> Values:

@@ -122,17 +122,18 @@ def notes(call: FlatCall, reading: Reading) -> tuple[str, ...]:
     return (files, f"The plan is made once they are counted; this is one for {reading.number}.")
 
 
-@contextlib.contextmanager
-def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
-    """Gives a call that can be planned for a run: streams are counted first if necessary.
+def with_lengths(
+    call: FlatCall, runner: Any, options: Options
+) -> contextlib.AbstractContextManager[FlatCall]:
+    """A context with a call that can be planned for a run: streams are counted if necessary.
 
     Args:
       call: the function and its arguments.
       runner: the name or an instance of a runner.
       options: the options of the run.
 
-    Yields:
-      The call, in which files replace the streams that were counted.
+    Returns:
+      A context with the call, in which files replace the streams that were counted.
 
     Raises:
       OptionsError: an argument is a stream, and the option `checkpoint` is set.
@@ -146,10 +147,8 @@ def with_lengths(call: FlatCall, runner: Any, options: Options) -> Iterator[Flat
             "(beamjax.from_npy), or leave out the option"
         )
     if stream is None or not _must_count(call, runner, options):
-        yield call
-        return
-    with counted(call, runner, options) as known:
-        yield known
+        return contextlib.nullcontext(call)
+    return counted(call, runner, options)
 
 
 def _must_count(call: FlatCall, runner: Any, options: Options) -> bool:

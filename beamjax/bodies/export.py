@@ -223,7 +223,7 @@ def load_body(
     """
     platform = default_platform()
     if platform == "cpu":
-        use_lapack(None if body.python is not None else body.artefacts.get(platform, b""))
+        use_lapack(body)
     if body.python is not None:
         return python_function(key, body).at(members)
     loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)

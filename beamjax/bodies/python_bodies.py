@@ -74,13 +74,18 @@ def _of_this_thread(names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(_compat.config, f"jax_{name}") for name in names}
 
 
-@contextlib.contextmanager
-def with_settings(values: Mapping[str, Any]) -> Iterator[None]:
+def with_settings(values: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """A context in which JAX has these settings."""
+    here = _of_this_thread(values)
+    changed = {name: value for name, value in values.items() if here[name] != value}
+    return _with_changed(changed) if changed else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _with_changed(values: Mapping[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
-            if getattr(_compat.config, f"jax_{name}") != value:
-                stack.enter_context(getattr(jax, name)(value))
+            stack.enter_context(getattr(jax, name)(value))
         yield
 
 
@@ -88,8 +93,7 @@ def as_compiled() -> contextlib.AbstractContextManager[Any]:
     """A context in which exported bodies can run on arrays of NumPy."""
     here = _of_this_thread(ALLOWED)
     # A transfer guard of None allows transfers, too.
-    changed = {name: x for name, x in ALLOWED.items() if here[name] not in (None, x)}
-    return with_settings(changed) if changed else contextlib.nullcontext()
+    return with_settings({name: x for name, x in ALLOWED.items() if here[name] is not None})
 
 
 def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

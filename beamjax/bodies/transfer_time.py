@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,24 +14,28 @@ import numpy as np
 from beamjax.bodies.counts import counts
 
 
-class _Depth(threading.local):
+class _Local(threading.local):
     depth = 0
+    begun = 0.0
 
 
-_local = _Depth()
+_local = _Local()
 
 
-@contextlib.contextmanager
-def transferring() -> Iterator[None]:
+class transferring(contextlib.ContextDecorator):
     """A context whose time counts as moving values; nested ones count once."""
-    begun = time.perf_counter()
-    _local.depth += 1
-    try:
-        yield
-    finally:
+
+    # A class and not a generator, as it is entered for each shard and must be fast.
+
+    def __enter__(self) -> None:
+        if not _local.depth:
+            _local.begun = time.perf_counter()
+        _local.depth += 1
+
+    def __exit__(self, *error: object) -> None:
         _local.depth -= 1
         if not _local.depth:
-            counts().transfer += time.perf_counter() - begun
+            counts().transfer += time.perf_counter() - _local.begun
 
 
 def is_copied(device: jax.Device | None) -> bool:
@@ -51,6 +55,7 @@ def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]
 
 def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
     """The results of a body as NumPy arrays. The time of their computation does not count."""
-    jax.block_until_ready(outs)
+    for out in outs:
+        out.block_until_ready()
     with transferring():
         return [np.asarray(out) for out in outs]

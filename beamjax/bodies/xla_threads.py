@@ -13,13 +13,13 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import threadpoolctl
 
 from beamjax import _compat
+from beamjax.plan.steps import Body
 
 
 def cpu_devices(threads: int) -> tuple[Any, ...]:
@@ -71,13 +71,13 @@ class _Limit:
         """Whether anything holds the limit."""
         return self._holders > 0
 
-    def hold(self) -> None:
-        """Holds the limit until `release`; calls nest."""
+    def __enter__(self) -> None:
+        """Holds the limit; calls nest."""
         with self._lock:
             self._holders += 1
 
-    def release(self) -> None:
-        """Undoes one `hold`; the last one restores the number of threads of the process."""
+    def __exit__(self, *error: object) -> None:
+        """Undoes one `__enter__`; the last one restores the number of threads of the process."""
         with self._lock:
             self._holders -= 1
             if not self.held and self._limited is not None:
@@ -110,31 +110,22 @@ def lapack_threads() -> int | None:
 def hold_lapack_threads() -> None:
     """Limits LAPACK to `LAPACK_THREADS` for the rest of the process, which is a worker."""
     if not _limit.held:
-        _limit.hold()
+        _limit.__enter__()
 
 
-@contextlib.contextmanager
-def with_lapack_threads() -> Iterator[None]:
+def with_lapack_threads() -> contextlib.AbstractContextManager[None]:
     """A context that limits LAPACK to `LAPACK_THREADS`, in all threads of this process."""
-    _limit.hold()
-    try:
-        yield
-    finally:
-        _limit.release()
+    return _limit
 
 
-def use_lapack(artefact: bytes | None) -> None:
+def use_lapack(body: Body) -> None:
     """Applies the limit on LAPACK's threads if a body needs LAPACK.
 
-    Args:
-      artefact: the exported body; None for a body that runs as Python. JAX has loaded LAPACK for
-        it by now, because the body is lowered when the plan is made.
+    JAX has loaded LAPACK for a body that runs as Python by now, because the body is lowered when
+    the plan is made.
     """
-    lapack = _LAPACK in artefact if artefact is not None else _SCIPY in sys.modules
-    if lapack:
+    if body.calls_lapack if body.python is None else _SCIPY in sys.modules:
         _limit.use()
 
 
-_LAPACK = b"lapack_"
-"""The prefix of XLA's names for calls to LAPACK, which an exported body contains verbatim."""
 _SCIPY = "scipy.linalg.cython_lapack"

@@ -329,9 +329,7 @@ class JobRun:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """A context for the run; records its progress and its end in the folder."""
-        with contextlib.ExitStack() as stack:
-            if not self._launched:
-                stack.enter_context(termination.cancelling())
+        with contextlib.nullcontext() if self._launched else termination.cancelling():
             folder, recording = self._folder, self._recording
             if folder is None or recording is None:
                 yield

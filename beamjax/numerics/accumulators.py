@@ -30,6 +30,7 @@ PART = 1 << 16
 
 EXACT = ("float32", "float64", "complex64", "complex128")
 """Dtypes of partials for which there are exact sums and ordered products."""
+_EXACT_CHARS = [np.dtype(name).char for name in EXACT]
 
 _MAX_LEVEL = 62
 """The highest level of a tree of shards: the numbers of shards are int64."""
@@ -168,7 +169,7 @@ class Accumulator(abc.ABC):
         """Takes the state that `_arrays` gave; raises `ArrayFormatError` for any other."""
 
     def _check_exact(self) -> None:
-        if self.dtype.name not in EXACT:
+        if self.dtype.char not in _EXACT_CHARS:
             raise StructureError(
                 f"{self.name.replace('_', ' ')}: found partials of dtype {self.dtype}, expected "
                 f"{', '.join(EXACT)}."

@@ -70,15 +70,17 @@ def check_subnormals() -> None:
         )
 
 
-@contextlib.contextmanager
-def with_subnormals() -> Iterator[None]:
+def with_subnormals() -> contextlib.AbstractContextManager[None]:
     """A context in which this thread, and those that it starts, compute with subnormal numbers.
 
     XLA flushes them to zero on its threads, on which a callback of the user may run a program.
     """
-    if not _flushes_subnormals():
-        yield
-        return
+    return _usual_rounding() if _flushes_subnormals() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _usual_rounding() -> Iterator[None]:
+    """A context in which this thread has the usual floating-point environment."""
     try:
         libm = ctypes.CDLL("libm.so.6")
     except OSError:  # not glibc: `check_subnormals` reports it
@@ -219,7 +221,9 @@ class ExactSum(Accumulator):
 
     def _rows(self) -> Rows:
         """The partials that are not added yet, as real numbers."""
-        return np.stack(self._waiting) if self._is_small else self._waiting
+        if not self._is_small:
+            return self._waiting
+        return np.stack(self._waiting) if len(self._waiting) > 1 else self._waiting[0][None]
 
     def _deposit(self, rows: Rows) -> None:
         """Adds rows (length,) of real numbers."""

@@ -37,6 +37,8 @@ class Provenance:
         """The provenance of a value made from both: commutative, associative and idempotent."""
         if not other.kinds or self == other:
             return self
+        if not self.kinds:
+            return other
         found: dict[str, tuple[str, ...]] = {}
         for kind in sorted({**self.kinds, **other.kinds})[:MAX_KINDS]:
             hosts = {*self.kinds.get(kind, ()), *other.kinds.get(kind, ())}

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from beamjax import _compat
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.numerics.accumulators import (
     Accumulator,
@@ -61,7 +62,7 @@ class Reducer:
         Raises:
             ValueError, TypeError: `jnp` does not reduce this dtype.
         """
-        return _result_dtype(self.name, np.dtype(dtype), jnp.result_type(int))
+        return _result_dtype(self.name, np.dtype(dtype), _compat.config.jax_enable_x64)
 
     def partial_dtype(self, dtype: Any) -> np.dtype:
         """The dtype in which the partials of operands of `dtype` leave the device.
@@ -167,10 +168,10 @@ def _complex_extreme(
 
 
 @functools.cache
-def _result_dtype(name: str, dtype: np.dtype, integer: np.dtype) -> np.dtype:
+def _result_dtype(name: str, dtype: np.dtype, x64: bool) -> np.dtype:
     """The result dtype of a `jnp` function over axis 0.
 
-    `integer`, JAX's default integer, is a part of the key of the cache.
+    `x64`, whether 64-bit numbers are enabled, is a part of the key of the cache.
     """
     # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
     if name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):

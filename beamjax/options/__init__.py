@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,7 +198,7 @@ class Options:
     @property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
-        return tuple(getattr(self, name) for name in _PLANNING)
+        return _planning(self)
 
 
 RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
@@ -205,7 +206,7 @@ RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if
 _DEFAULTS = Options()
 OWN = tuple(RULES)
 """Names of the options of beamjax; all others are options of Beam."""
-_PLANNING = [f.name for f in fields(Options) if f.metadata.get("planning")]
+_planning = operator.attrgetter(*(f.name for f in fields(Options) if f.metadata.get("planning")))
 
 
 @functools.cache

@@ -137,7 +137,7 @@ class DeadLetters:
     def dropped(self) -> tuple[Dropped, ...]:
         """All dropped members, sorted by placement and index."""
         with self._lock:
-            return tuple(self._found[key] for key in sorted(self._found))
+            return tuple(self._found[key] for key in sorted(self._found)) if self._found else ()
 
     def add(self, found: Iterable[Dropped], sizes: Mapping[str, int | None]) -> None:
         """Records dropped members.

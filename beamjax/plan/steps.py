@@ -8,6 +8,7 @@ runs a plan only has to call executables.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -444,6 +445,11 @@ class Body:
     working: int = 0
     devices: int = 1
     custom_calls: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def calls_lapack(self) -> bool:
+        """Whether its StableHLO for CPUs has one of XLA's names for calls to LAPACK, verbatim."""
+        return b"lapack_" in self.artefacts.get("cpu", b"")
 
 
 MAX_MEMBERS = 2**31 - 1

@@ -173,7 +173,8 @@ class Inputs:
             source = value[0]
         else:
             axis = spec.axis if rows == 1 else 0
-            source = _array_source(np.moveaxis(raw_array(value), axis, 0), spec.path)
+            array = raw_array(value)
+            source = _array_source(np.moveaxis(array, axis, 0) if axis else array, spec.path)
         if spec.short:
             return ShortSource(source)
         return source if rows == 1 else grouped(source, rows)

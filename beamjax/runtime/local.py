@@ -295,7 +295,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
-            meter.shard(shard, done.found.checksum())
+            meter.shard(shard, done.found.checksum)
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:  # `_put` may have made the array larger than needed
             self.values[name] = self.values[name][: self.plan.sizes[step.placement]]

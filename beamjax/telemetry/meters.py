@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Listener:
 
     Args:
       worker: the name of the process in events.
+      traces: whether to record events.
 
     Attributes:
       spent: the work so far, by the name of the step.
@@ -60,8 +61,9 @@ class Listener:
       step: the name of the step of the last shard.
     """
 
-    def __init__(self, worker: str):
+    def __init__(self, worker: str, traces: bool = True):
         self.worker = worker
+        self.traces = traces
         self.spent: dict[str, Tally] = {}
         self.events: Moments[ShardEvent] = Moments(MOST_EVENTS)
         self.step = ""
@@ -72,7 +74,7 @@ class Listener:
         step: str,
         shard: Shard,
         spent: Tally,
-        checksum: int = NOT_CHECKED,
+        checksum: Callable[[], int] = lambda: NOT_CHECKED,
     ) -> None:
         """Adds a shard that was just computed.
 
@@ -80,14 +82,19 @@ class Listener:
           step: the name of the step.
           shard: the shard.
           spent: the work on the shard.
-          checksum: the checksum of its results; see `ShardEvent`.
+          checksum: computes the checksum of its results; see `ShardEvent`.
         """
-        seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
-        now = round(time.time(), 6)
-        event = ShardEvent(self.worker, step, shard.start, shard.count, now, seconds, checksum)
+        event: ShardEvent | None = None
+        if self.traces:
+            seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
+            event = ShardEvent(
+                self.worker, step, shard.start, shard.count, round(time.time(), 6), seconds,
+                checksum(),
+            )  # fmt: skip
         with self._lock:
             self._count(step, spent)
-            self.events.add(event)
+            if event is not None:
+                self.events.add(event)
             self.step = step
 
     def spend(self, step: str, spent: Tally) -> None:
@@ -97,7 +104,8 @@ class Listener:
 
     def _count(self, step: str, spent: Tally) -> None:
         """Adds work to the sum of a step. The caller holds the lock."""
-        self.spent[step] = self.spent.get(step, _NONE) + spent
+        before = self.spent.get(step)
+        self.spent[step] = spent if before is None else before + spent
 
     def tick(self) -> None:
         """Called after each shard; a subclass may write a record, if it is time.
@@ -169,24 +177,26 @@ class Meter:
         """Seconds of compilation in all laps since the start."""
         return float(self._laps["compile"])
 
-    def shard(self, shard: Shard, checksum: int = NOT_CHECKED) -> None:
-        """Adds a shard; `checksum` is that of what came out.
+    def shard(self, shard: Shard, checksum: Callable[[], int] = lambda: NOT_CHECKED) -> None:
+        """Adds a shard; `checksum` computes that of what came out.
 
         Raises:
           JobCancelledError: the job was cancelled.
         """
-        spent = Tally(shard.count, 1, **self._laps, **self.sends)
-        self.total = spent if self.total is _NONE else self.total + spent
+        spent = self._spent(Tally(shard.count, 1, **self._laps, **self.sends))
         if self.listener is not None:
             self.listener.add(self.step, shard, spent, checksum)
             self.listener.tick()
 
     def apart(self) -> None:
         """Adds the work measured since the start to the step, but to no shard, as for a merge."""
-        spent = Tally(**self._laps)
-        self.total += spent
+        spent = self._spent(Tally(**self._laps))
         if self.listener is not None:
             self.listener.spend(self.step, spent)
+
+    def _spent(self, more: Tally) -> Tally:
+        self.total = more if self.total is _NONE else self.total + more
+        return more
 
 
 _NONE = Tally()
@@ -200,7 +210,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys(("bytes_read", *COUNTED), 0) | dict.fro
 
 def _readings() -> tuple[float, dict[str, Any]]:
     """The clock, and a copy of the counts of this thread."""
-    return time.perf_counter(), vars(counts()).copy()
+    return time.perf_counter(), counts().__dict__.copy()
 
 
 class Recorder(Listener):
@@ -227,7 +237,7 @@ class Recorder(Listener):
         step: str,
         shard: Shard,
         spent: Tally,
-        checksum: int = NOT_CHECKED,
+        checksum: Callable[[], int] = lambda: NOT_CHECKED,
     ) -> None:
         """Adds a shard that is done now; see `Listener.add`."""
         super().add(step, shard, spent, checksum)

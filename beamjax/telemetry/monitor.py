@@ -64,7 +64,7 @@ class Monitor(Listener):
         advice: str = "",
         strict: bool = False,
     ):
-        super().__init__(HERE)
+        super().__init__(HERE, traces=folder is not None)  # nothing else reads the events
         self.provenance = UNKNOWN
         self._strict = strict
         self.folder = folder

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from beamjax.plan.steps import Branch, Loop, Map, Plan, Step
@@ -72,11 +73,10 @@ class Tally:
     merge: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
-        mine, others = vars(self), vars(other)
-        return Tally(*[mine[name] + others[name] for name in _TALLIED])
+        # The fields of both are in the order of the class.
+        return Tally(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
-_TALLIED = tuple(f.name for f in fields(Tally))
 SECONDS = ("read", "transfer", "compile", "compute", "merge")
 
 

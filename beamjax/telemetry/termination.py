@@ -76,7 +76,9 @@ def cancel_at_end(
 
 def restore() -> None:
     """Restores the default handler of SIGTERM, if this is the main thread and no job runs."""
-    if _is_main() and not _depth and not _launched and signal.getsignal(signal.SIGTERM) is _handle:
+    if _depth or _launched or not _is_main():
+        return
+    if signal.getsignal(signal.SIGTERM) is _handle:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -85,10 +87,12 @@ def _install() -> bool:
     global _owner
     if not _is_main():
         return False
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _requested:
+    found = signal.getsignal(signal.SIGTERM)
+    if found is signal.SIG_DFL and not _requested:
         signal.signal(signal.SIGTERM, _handle)
         _owner = os.getpid()
-    return signal.getsignal(signal.SIGTERM) is _handle
+        return True
+    return found is _handle
 
 
 def _is_main() -> bool:

@@ -213,7 +213,7 @@ class MapShards(ComputeFn):
         done.meter.resume()
         self._add(done.shard, done.found)
         done.meter.lap("merge")
-        done.meter.shard(done.shard, done.found.checksum())
+        done.meter.shard(done.shard, done.found.checksum)
         self.spent += done.meter.total
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.found.results, strict=True))

@@ -109,14 +109,15 @@ def test_lapack_has_its_threads_back_when_nothing_holds_the_limit():
     import scipy.linalg.cython_lapack  # noqa: F401 - as JAX does
 
     found = lambda: {pool["num_threads"] for pool in threadpoolctl.threadpool_info()}
+    calls, other = (Body("", {"cpu": text}) for text in (b"calls lapack_sgesdd_ffi", b"another"))
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
-        xla_threads.use_lapack(b"a call of lapack_sgesdd_ffi")
+        xla_threads.use_lapack(calls)
         assert (xla_threads.lapack_threads(), found()) == (None, {3})
         with xla_threads.with_lapack_threads():
             with xla_threads.with_lapack_threads():
-                xla_threads.use_lapack(b"a call of something else")
+                xla_threads.use_lapack(other)
                 assert found() == {3}
-                xla_threads.use_lapack(b"a call of lapack_sgesdd_ffi")
+                xla_threads.use_lapack(calls)
             assert (xla_threads.lapack_threads(), found()) == (xla_threads.LAPACK_THREADS, {1})
         assert (xla_threads.lapack_threads(), found()) == (None, {3})
 
