@@ -118,6 +118,8 @@ TABLE = {
         more_rows_than_members: `jnp.convolve` of members, `"full"`, differentiated | `jnp.pad`
         windows: `lax.reduce_window` along members
         downsampled: windows with a stride and `x[::2]`, differentiated
+        parts_and_reversed: `jnp.split` of members that are reduced, differentiated
+        parts_and_reversed: `x[::-1]`
         reduced: `jnp.histogram`, `bincount` of members
         gathered: `jnp.median` along members, of less than 1 MiB
         tall_matrices: `jnp.linalg.qr`, `svd` of members as rows

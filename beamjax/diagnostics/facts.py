@@ -369,7 +369,8 @@ def _output_facts(
             kind, maker = value.type, makers[value.name]
             if out.members is not None:
                 start, stop, stride = out.members
-                kind += f", members {start} to {stop - 1}"
+                last = stop - 1 if stride > 0 else max(stop, -1) + 1
+                kind += f", members {start} to {last}"
                 kind += "" if stride == 1 else f" in steps of {stride}"
             nbytes = value.nbytes
             if out.tail is not None:

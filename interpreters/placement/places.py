@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
@@ -75,6 +76,7 @@ class PlacedProgram:
       tails: for each output of the program that is a placed value followed by further rows, by
         number, the server value that holds these. They are outputs of `flat` too, after its own.
       reasons: for some equations that run on the server, why they are not passes, as text.
+      parts: the slices of members that are computed from all members, although they are small.
       shard_size: members per shard, if the user gives it.
       file_groups: for each placement whose shards are cut at files, how its files are grouped.
     """
@@ -91,6 +93,7 @@ class PlacedProgram:
     slices: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     tails: dict[int, Var] = field(default_factory=dict)
     reasons: dict[Eqn, str] = field(default_factory=dict)
+    parts: Set[Any] = frozenset()
     shard_size: int | None = None
     file_groups: dict[str, FileGroups] = field(default_factory=dict)
 

@@ -42,8 +42,8 @@ from beamjax.interpreters.placement.rewrites import (
     expansions,
 )
 from beamjax.interpreters.placement.scan_derivatives import scan_derivatives
+from beamjax.interpreters.placement.sliced import parts_of_members, return_views, sliced
 from beamjax.interpreters.placement.views import drop_view, make_views
-from beamjax.interpreters.placement.windows import return_slices, windows
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -62,7 +62,7 @@ from beamjax.plan.steps import MAX_MEMBERS
 
 ENDS_OF_TREES = (*JOINS, "add_any")
 """The primitives that may end a scan of members or its derivative."""
-PATTERNS = expansions, associative_scans, scan_derivatives, windows, reshaped, order_statistics
+PATTERNS = expansions, associative_scans, scan_derivatives, sliced, reshaped, order_statistics
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -94,39 +94,27 @@ def place(
     """
     flat = flat.copied()
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
-    for key, n in keys.sizes.items():
-        if not is_unknown(n) and n > MAX_MEMBERS:
-            raise PlacementError(
-                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
-                "the index of a member is an int32"
-            )
+    _check_sizes(keys)
     demand = find_demand(flat, keys)
     views = make_views(flat, demand, keys.sizes)
-    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
-    viewed = set(flat.views.values()) - read
-    # Inputs of `fixed` are placed in any case, those of `tried` unless this makes them gathered.
-    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
-    for var in flat.inputs:
-        if var in known and var not in viewed:
-            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
-        elif var in demand:
-            fixed[var] = demand[var]
-    tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
-    tried |= {view: along for view, along in views.items() if view not in fixed}
+    fixed, tried = _places_of_inputs(flat, known, keys, demand, views)
     # Results of selections that are computed on the server after all.
     gathering: set[Var] = set()
     # Dropped members leave gaps in a shard, so members can't be moved to neighbouring rows.
     rewrites, opened = Rewrites(PATTERNS, moves=not guarded), OpenedLoops(flat)
-    # This ends: each repetition adds to what `rewrites` refuses or moves, opens or settles a loop,
-    # adds to `gathering`, or takes from `tried`. New `Rewrites` only begin with a loop or an input.
+    # This ends: each repetition adds to what `rewrites` refuses, moves or has as parts, opens or
+    # settles a loop, adds to `gathering`, or takes from `tried`. New `Rewrites` only begin with a
+    # loop or an input.
     while True:
         rewrites.begin()
         inputs = {**fixed, **tried}
-        program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
+        program = PlacedProgram(
+            flat.copied(), keys.sizes, inputs, parts=rewrites.parts, shard_size=shard_size
+        )
         placing = _Placing(program, keys, demand, gathering, rewrites)
         placing.block(program.flat)
         program.settle()
-        return_slices(program)
+        return_views(program)
         prune(program.flat, narrow_maps=False)
         if not rewrites.are_settled(program):
             continue
@@ -135,7 +123,9 @@ def place(
             rewrites = Rewrites(PATTERNS, moves=not guarded)
             continue
         if selected := _selected_too_often(program):
-            gathering |= selected
+            parts = parts_of_members(program, selected) - rewrites.parts
+            rewrites.parts |= parts
+            gathering |= set() if parts else {eqn.outputs[0] for eqn in selected}
             continue
         gathered = _gathered_inputs(program, tried.keys(), guarded)
         if not gathered:
@@ -148,6 +138,36 @@ def place(
     if guarded:
         gather_from_passes(program)
     return program
+
+
+def _check_sizes(keys: PlacementKeys) -> None:
+    for key, n in keys.sizes.items():
+        if not is_unknown(n) and n > MAX_MEMBERS:
+            raise PlacementError(
+                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
+                "the index of a member is an int32"
+            )
+
+
+def _places_of_inputs(
+    flat: FlatProgram,
+    known: Mapping[Var, str],
+    keys: PlacementKeys,
+    demand: Mapping[Var, MemberAxis],
+    views: Mapping[Var, MemberAxis],
+) -> tuple[dict[Var, MemberAxis], dict[Var, MemberAxis]]:
+    """The inputs that are placed in any case, and those that are unless they would be gathered."""
+    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
+    viewed = set(flat.views.values()) - read
+    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
+    for var in flat.inputs:
+        if var in known and var not in viewed:
+            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
+        elif var in demand:
+            fixed[var] = demand[var]
+    tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
+    tried |= {view: along for view, along in views.items() if view not in fixed}
+    return fixed, tried
 
 
 def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:
@@ -412,8 +432,8 @@ class _Placing:
                     self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
-def _selected_too_often(program: PlacedProgram) -> set[Var]:
-    """The results of selections from a value of which they together read a large share."""
+def _selected_too_often(program: PlacedProgram) -> list[Eqn]:
+    """The selections from a value of which they together read a large share."""
     selections: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, rule = program.rules.get(eqn, ("", None))
@@ -423,11 +443,11 @@ def _selected_too_often(program: PlacedProgram) -> set[Var]:
             and isinstance(eqn.inputs[0], Var)
         ):
             selections.setdefault(eqn.inputs[0], []).append(eqn)
-    many: set[Var] = set()
+    many: list[Eqn] = []
     for var, eqns in selections.items():
         taken = sum(math.prod(eqn.outputs[0].aval.shape) for eqn in eqns)
         if len(eqns) > 1 and taken > MAX_SHARE * math.prod(var.aval.shape):
-            many.update(eqn.outputs[0] for eqn in eqns)
+            many += eqns
     return many
 
 

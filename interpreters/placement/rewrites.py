@@ -56,6 +56,8 @@ class Rewrites:
       refused: first results of equations that are not rewritten.
       starts: for each slice of members that is read together with other slices, the member at which
         it begins once it is moved onto them.
+      parts: the slices that are computed from all members because the program reads so many of them
+        that the server would gather all.
       sources: for the first result of each rewritten equation, the placed values that it is
         computed from.
       roots: the same for new placed values that view rewrites compute.
@@ -68,6 +70,7 @@ class Rewrites:
         self.moves = moves
         self.refused: set[Var] = set()
         self.starts: dict[Any, int] = {}
+        self.parts: set[Any] = set()
         self.begin()
 
     def begin(self) -> None:

@@ -19,8 +19,10 @@ from beamjax.interpreters.placement import (
     propagate,
     rewrites,
     scan_derivatives,
+    sliced,
+    slices,
+    tails,
     views,
-    windows,
 )
 from beamjax.interpreters.staging import flatten, simplify
 
@@ -30,12 +32,16 @@ ROWS = jnp.ones((2 * N, 4))
 AVOIDED = ("Gather", "Scatter", "Loop")
 
 
-def nothing(*_):
+def nothing(*_, **__):
     return None
 
 
 def no_views(*_):
     return {}
+
+
+def no_parts(*_):
+    return set()
 
 
 def mean_of_most(x):
@@ -110,6 +116,18 @@ def slope_of_pooled(x):
     return jax.grad(lambda v: jnp.sum(pooled(v) ** 2))(x)
 
 
+def sums_of_parts(x):
+    return [jnp.sum(jnp.tanh(part), 0) for part in jnp.split(x, 3)]
+
+
+def slope_of_parts(x):
+    return jax.grad(lambda v: sum(jnp.sum(part**2) for part in jnp.split(v, 3)))(x)
+
+
+def weighed_in_reverse(x):
+    return jnp.sum(x[::-1] * jnp.arange(float(N))[:, None], 0)
+
+
 def returned_differences(x):
     return jnp.diff(x, axis=0)
 
@@ -130,7 +148,7 @@ def recurrence(x):
     def function(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
-    return jax.lax.associative_scan(function, (x, 2 * x), reverse=True)
+    return jax.lax.associative_scan(function, (x, 2 * x))
 
 
 def decomposed(x):
@@ -144,25 +162,28 @@ def counted(x):
 REWRITES = [
     (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
     (counted, order_statistics, "_picked", nothing),
-    (differences, windows, "_meet", nothing),
-    (neighbours, windows, "_move", nothing),
-    (smooth, windows, "_slid", nothing),
-    (smooth_with_ends, windows, "_extended", nothing),
-    (smooth_with_ends, propagate, "return_slices", nothing),
-    (squares_with_ends, windows, "_tailed", nothing),
-    (padded, windows, "_joined", nothing),
-    (pooled, windows, "_slid", nothing),
-    (slope_of_pooled, windows, "_slid", nothing),
-    (returned_differences, propagate, "return_slices", nothing),
+    (differences, sliced, "_meet", nothing),
+    (neighbours, slices, "exchange_range", nothing),
+    (smooth, sliced, "windows", nothing),
+    (smooth_with_ends, tails, "extended_of", nothing),
+    (smooth_with_ends, propagate, "return_views", nothing),
+    (squares_with_ends, sliced, "tailed", nothing),
+    (sums_of_parts, propagate, "parts_of_members", no_parts),
+    (slope_of_parts, sliced, "_adjacent", nothing),
+    (weighed_in_reverse, slices.View, "_reversed", nothing),
+    (padded, sliced, "padded", nothing),
+    (pooled, sliced, "windows", nothing),
+    (slope_of_pooled, sliced, "windows", nothing),
+    (returned_differences, propagate, "return_views", nothing),
     (slope_of_products, scan_derivatives, "_block", nothing),
     (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
-    (mean_of_most, windows, "_slice_of", nothing),
-    (slope_of_most, windows, "_slice_of", nothing),
-    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
-    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
-    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, windows.windows)),
+    (mean_of_most, slices, "slice_of", nothing),
+    (slope_of_most, slices, "slice_of", nothing),
+    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
+    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
+    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
     (product_of_all, simplify.Ravels, "see", nothing),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),

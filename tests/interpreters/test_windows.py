@@ -37,7 +37,7 @@ def largest(x, *of_windows):
 def steps(draw, count):
     """An operation on an array of `count` rows, and the number of rows that it gives."""
     kind = draw(
-        st.sampled_from(["slice", "conv", "sums", "largest", "pad", "edge", "join", "acts"])
+        st.sampled_from(["slice", "conv", "sums", "largest", "pad", "edge", "join", "flip", "acts"])
     )
     few = st.integers(0, 3)
     low, high = draw(few), draw(few)
@@ -55,6 +55,8 @@ def steps(draw, count):
         # JAX has no derivative of the largest entry with a dilation.
         rows = (count + low + high - width) // stride + 1
         return lambda x: largest(x, width, stride, low, high), rows
+    if kind == "flip":
+        return draw(st.sampled_from([jnp.flip, jnp.flipud, lambda x: x[::-1]])), count
     if kind in ("pad", "edge"):
         mode = {"mode": "edge"} if kind == "edge" else {"constant_values": 2}
         return lambda x: jnp.pad(x, ((low, high), (0, 0)), **mode), count + low + high
@@ -73,7 +75,7 @@ def programs(draw):
     for _ in range(draw(st.integers(1, 3))):
         function, count = draw(steps(count))
         functions.append(function)
-    end = draw(st.sampled_from(["all", "sum", "largest", "slope"]))
+    end = draw(st.sampled_from(["all", "sum", "largest", "slope", "parts", "totals"]))
     dtype = "float32" if end == "slope" else draw(st.sampled_from(["float32", "int32"]))
     chain = lambda x: functools.reduce(lambda v, f: f(v), functions, x)
     weights = jnp.cos(jnp.arange(count))[:, None]
@@ -82,6 +84,8 @@ def programs(draw):
         "sum": lambda x: jnp.sum(chain(x), 0),
         "largest": lambda x: jnp.max(chain(x), 0),
         "slope": jax.grad(lambda x: jnp.sum(jnp.sin(chain(x)) * weights)),
+        "parts": lambda x: jnp.stack([jnp.max(p, 0) for p in jnp.array_split(chain(x), 3)]),
+        "totals": lambda x: jnp.cumsum(chain(x), 0)[::-1],
     }
     x = np.random.default_rng(n).integers(-9, 9, (n, 2)).astype(dtype)
     return bj.program(clients=n)(lambda x: ends[end](bj.map_fn(lambda v: v + 1, x))), x

@@ -171,6 +171,17 @@ def returned_slices(x):
     return jnp.diff(x, axis=0), later[1:], jnp.diff(x, n=3, axis=0), (x * 50).astype("int8")[4:-2].T
 
 
+@placed(guarded=True, plan="maps 2")
+def parts_and_reversed(x):
+    def of_parts(x):
+        return [jnp.sum(jnp.sin(part) ** (i + 1)) for i, part in enumerate(jnp.array_split(x, 3))]
+
+    weights = jnp.arange(N, dtype=x.dtype)
+    reverse = jnp.sum(x[::-1] * jnp.cos(x)[::-1], 0), weights @ x[::-1], jnp.flip(jnp.tanh(x))
+    small = jnp.cumsum((x * 50).astype("int8")[::-1], 0)[::-1]
+    return of_parts(x), jax.grad(lambda x: sum(of_parts(x)))(x), reverse, small
+
+
 @placed(plan="maps 3")
 def windows(x):
     column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
