@@ -1,14 +1,15 @@
-"""Federated averaging under a budget: in each round the clients that gain most for their cost.
+"""Federated averaging under a budget: each round uses the clients with the highest gain per cost.
 
-Clients have a handful to a hundred digits, and devices that are up to eight times slower
-than others; a round may take so many device seconds in all. The gain of a client is estimated by
-what it lost on its digits when it was last looked at, `digits * sqrt(mean(loss ** 2))`, the
-statistical utility of Oort (F. Lai et al., "Oort: Efficient Federated Learning via Guided
-Participant Selection", OSDI 2021). Clients are taken by gain per cost while they fit in the
-budget; where one client alone would gain more, it is taken instead, which makes the choice at least
-half of the best (the greedy rule of S. Khuller, A. Moss and J. Naor, "The budgeted maximum coverage
-problem", Information Processing Letters 70, 1999, for gains that just add up). Only the chosen
-clients are read: `bj.take`. The costs are made up, the digits are those of scikit-learn.
+A client has between a few and a hundred digits, and its device may be up to eight times slower
+than others. The devices of a round may take a limited number of seconds in total. The gain of a
+client is estimated from its losses when it last took part, `digits * sqrt(mean(loss ** 2))`, which
+is the statistical utility of Oort (F. Lai et al., "Oort: Efficient Federated Learning via Guided
+Participant Selection", OSDI 2021). Clients are chosen in order of gain per cost as long as they fit
+in the budget. If a single client has a higher gain than all of these, it is chosen instead, so that
+the gain is at least half of the best possible one (the greedy rule of S. Khuller, A. Moss and
+J. Naor, "The budgeted maximum coverage problem", Information Processing Letters 70, 1999, for gains
+that add up). `bj.take` reads only the chosen clients. The costs are made up; the digits are those
+of scikit-learn.
 
     python examples/budgeted_clients.py --rounds=12 --runner=DirectRunner
 """
@@ -29,7 +30,7 @@ Client = dict[str, Any]  # images (digits, 64), labels (digits,), mask (digits,)
 
 
 def losses(weights: jax.Array, client: Client) -> jax.Array:
-    """The cross entropy of each digit, 0 for padding."""
+    """The cross entropy of each digit; 0 for padding."""
     logits = jax.nn.log_softmax(client["images"] @ weights)
     picked = jnp.take_along_axis(logits, client["labels"][:, None], axis=1)[:, 0]
     return -picked * client["mask"]
@@ -51,7 +52,7 @@ def average(weights: jax.Array, clients: Client) -> tuple[jax.Array, jax.Array]:
 
 
 def fitting(order: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
-    """The clients in this order that still fit in the budget."""
+    """The clients that fit in the budget, if they are chosen in this order."""
     taken: list[int] = []
     for i in order:
         if cost[taken].sum() + cost[i] <= budget:
@@ -60,14 +61,16 @@ def fitting(order: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
 
 
 def greedy(gain: np.ndarray, cost: np.ndarray, budget: float) -> np.ndarray:
-    """The clients of most gain per cost that fit, or one alone that gains more than they."""
+    """The clients with the highest gain per cost that fit, or the best single one."""
     taken = fitting(np.argsort(-gain / cost, kind="stable"), cost, budget)
     single = max(np.flatnonzero(cost <= budget), key=lambda i: gain[i])
     return taken if gain[taken].sum() >= gain[single] else np.array([single])
 
 
-def dealt(rng: np.random.Generator) -> tuple[Client, tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Digits by client, padded; those held out; the device seconds of a round of each client."""
+def digits_by_client(
+    rng: np.random.Generator,
+) -> tuple[Client, tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Padded digits of each client; held-out digits; seconds per round on each client's device."""
     pixels, labels = load_digits(return_X_y=True)
     order = rng.permutation(len(labels))
     images, labels = (pixels[order] / 16).astype(np.float32), labels[order].astype(np.int32)
@@ -82,14 +85,14 @@ def dealt(rng: np.random.Generator) -> tuple[Client, tuple[np.ndarray, np.ndarra
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Returns the accuracy on held-out digits after each round, by how clients are chosen."""
+    """Returns the accuracy on held-out digits after each round, for each way to choose clients."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--budget", type=float, default=4.0, help="device seconds of a round")
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
     flags, others = parser.parse_known_args(argv)
     rng = np.random.default_rng(0)
-    clients, (images, labels), cost = dealt(rng)
+    clients, (images, labels), cost = digits_by_client(rng)
     source, first_gain = bj.from_arrays(clients), clients["mask"].sum(axis=1)
 
     def rounds(choose: Callable[[np.ndarray], np.ndarray]) -> tuple[list[float], list[int]]:

@@ -1,12 +1,12 @@
-"""Convolutional networks on clients of unequal size, with the time that a round takes.
+"""Convolutional networks on clients of unequal size, and the time of a round.
 
-LeNet, or a network like VGG with `--network=vgg`, on scikit-learn's handwritten digits, 8 x 8
-pixels, dealt to clients of which some have many and some have few. Clients are padded to one of a
-few lengths, with a mask, and those of like size share a shard.
+The network is LeNet, or similar to VGG with `--network=vgg`. scikit-learn's handwritten digits of
+8 x 8 pixels are distributed over clients, of which some have many and some have few. Each client is
+padded to one of a few lengths, with a mask, and clients of similar size share a shard.
 
     python examples/cnn_clients.py --rounds=5 --workers=2 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=8) or to Beam.
+Other flags are passed to beamjax (--shard_size=8) or to Beam.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Digits = dict[str, jax.Array]  # images (digits, 8, 8, 1), labels (digits,), mas
 
 
 def network(convolutions: Sequence[int | None]) -> Any:
-    """Convolutions of 3 x 3 with these channels, None halves the image; then two dense layers."""
+    """3 x 3 convolutions with these channels (None halves the image), then two dense layers."""
     layers: list[Any] = []
     for channels in convolutions:
         if channels is None:
@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     _, model = start(jax.random.key(0), (1, 8, 8, 1))
     program, accuracies = make_round(predict, flags.clients), []
     size = sum(x.size for x in jax.tree.leaves(model))
-    dealt = f"{flags.clients} clients of {counts[0]} to {counts[-1]} digits"
-    print(f"{flags.network}, {size:,} weights; {dealt}")
+    described = f"{flags.clients} clients of {counts[0]} to {counts[-1]} digits"
+    print(f"{flags.network}, {size:,} weights; {described}")
     for number in range(1, flags.rounds + 1):
         began = time.perf_counter()
         model, value = bj.run(program, model, clients, runner=flags.runner, options=options)

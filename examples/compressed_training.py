@@ -1,16 +1,16 @@
 """Training with compressed updates: ternary with error feedback, and unbiased int8, against floats.
 
-Clients train a small network on handwritten digits for a few steps; the server takes the mean of
-their updates. What a shard of clients is reduced to is floats, or words with the sums of several
-updates each. Ternary updates lose much in a round, and what is lost is added to the next
-(S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
-ICML 2019); int8 updates are rounded at random, without bias, and need no memory (D. Alistarh et
-al., "QSGD", NeurIPS 2017, section 3.1). All rounds are a scan of one program: the errors are a
-placed value that stays with the workers.
+Each client trains a small network on handwritten digits for a few steps, and the server takes the
+mean of the updates. A shard of clients returns either sums of floats, or words that each hold the
+sums of several compressed numbers. Ternary updates lose much in a round, so each client adds what
+was lost to its next update (S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other
+Gradient Compression Schemes", ICML 2019). int8 updates are rounded at random without bias, which
+needs no memory (D. Alistarh et al., "QSGD", NeurIPS 2017, section 3.1). All rounds are one `scan`:
+the errors are a placed value, which stays with the workers.
 
     python examples/compressed_training.py --rounds=20 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=16) or to Beam.
+Other flags are passed to beamjax (--shard_size=16) or to Beam.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def loss(model: Model, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def trainer(method: str, rounds: int) -> Any:
-    """A program from model, images (CLIENTS, EACH, 64), labels and a key to the last model."""
+    """A program from a model, images (CLIENTS, EACH, 64), labels and a key to the trained model."""
 
     @bj.program(placements={"clients": CLIENTS})
     def train(model: Model, images: jax.Array, labels: jax.Array, key: jax.Array) -> Model:
@@ -72,8 +72,10 @@ def trainer(method: str, rounds: int) -> Any:
     return train
 
 
-def dealt(rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Digits by client, sorted by label in part so that clients differ, and those held out."""
+def digits_by_client(
+    rng: np.random.Generator,
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Digits by client, partly sorted by label so that clients differ; and held-out digits."""
     pixels, labels = load_digits(return_X_y=True)
     pixels, labels = (pixels / 16).astype(np.float32), labels.astype(np.int32)
     order = rng.permutation(len(labels))
@@ -85,12 +87,12 @@ def dealt(rng: np.random.Generator) -> tuple[tuple[np.ndarray, ...], tuple[np.nd
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, int]]:
-    """Returns by method the accuracy on held-out digits, and the bytes that were reduced."""
+    """Returns for each method the accuracy on held-out digits, and the bytes that were reduced."""
     parser = argparse.ArgumentParser(description="Compressed training.", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
     flags, others = parser.parse_known_args(argv)
-    digits, (images, labels) = dealt(np.random.default_rng(0))
+    digits, (images, labels) = digits_by_client(np.random.default_rng(0))
     keys = jax.random.split(jax.random.key(0))
     model = {
         "in": jax.random.normal(keys[0], (64, WIDTH)) / 8,

@@ -1,14 +1,15 @@
-"""A corpus embedded on the workers, and the principal components of what came out.
+"""Embeddings of a corpus, computed on workers, and their principal components.
 
 The documents are passages of 4 KiB of Python's own help texts, cut at random places until there are
-as many gigabytes as asked for, in Parquet. The first program is a map alone: it counts the pairs of
-letters of a document, scales and projects them, and the workers write what it gives to files. The
-second one reads these files and reduces them to a mean and a covariance, which takes two passes,
-and finds the axes; the third projects the embedded documents to them, again into files.
+as many gigabytes as requested, in Parquet files. The first program only maps: it counts the pairs
+of letters of a document, scales and projects the counts, and the workers write the results to
+files. The second program reads these files, reduces them to a mean and a covariance in two passes,
+and finds the axes. The third program projects the embeddings on the axes, again into files.
 
     python examples/corpus_pca.py --gigabytes=0.1 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=64) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -35,7 +36,7 @@ Rows = dict[str, jax.Array]
 
 @bj.program(placements={"documents": None})
 def embed(projection: jax.Array, documents: Rows) -> jax.Array:
-    """The documents as vectors (n, WIDTH)."""
+    """The embeddings (n, WIDTH) of documents."""
 
     def vector(document: Rows) -> jax.Array:
         letters = document["text"].astype(jnp.int32)
@@ -48,7 +49,7 @@ def embed(projection: jax.Array, documents: Rows) -> jax.Array:
 
 @bj.program(placements={"documents": None})
 def components(vectors: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The mean, the variances along the axes in falling order, and the axes (WIDTH, AXES)."""
+    """The mean, the variances along the axes in descending order, and the axes (WIDTH, AXES)."""
     mean = bj.reduce_mean(vectors)
     squares = bj.map_fn(lambda x, m: jnp.outer(x - m, x - m), (vectors, bj.broadcast(mean)))
     variances, axes = jnp.linalg.eigh(bj.reduce_mean(squares))
@@ -57,12 +58,12 @@ def components(vectors: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @bj.program(placements={"documents": None})
 def project(mean: jax.Array, axes: jax.Array, vectors: jax.Array) -> jax.Array:
-    """Where the documents lie along the axes, (n, AXES)."""
+    """The coordinates of the documents along the axes, (n, AXES)."""
     return bj.map_fn(lambda x: (x - mean) @ axes, vectors)
 
 
 def write_corpus(folder: Path, n: int, rng: np.random.Generator) -> None:
-    """Writes n documents as files of Parquet, in row groups of 32 MiB."""
+    """Writes n documents to Parquet files, in row groups of 32 MiB."""
     text = np.frombuffer("".join(topics.values()).encode(), np.uint8)
     passages = np.lib.stride_tricks.sliding_window_view(text, LETTERS)
     kind = pa.schema({"text": pa.binary(LETTERS)})
@@ -78,14 +79,14 @@ def write_corpus(folder: Path, n: int, rng: np.random.Generator) -> None:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def timed(what: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     print(f"{what}: {time.perf_counter() - began:.1f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> np.ndarray:
-    """Returns the shares of the variance along all axes; removes what it wrote."""
+    """Returns the shares of the variance along all axes; removes the files that it wrote."""
     parser = argparse.ArgumentParser(description="Embedding and PCA.", allow_abbrev=False)
     parser.add_argument("--gigabytes", type=float, default=0.1)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> np.ndarray:
     flags, others = parser.parse_known_args(argv)
     n = int(flags.gigabytes * 1e9 / LETTERS)
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
-        with told(f"{n:,} documents of {LETTERS} letters written"):
+        with timed(f"{n:,} documents of {LETTERS} letters written"):
             write_corpus(Path(folder), n, np.random.default_rng(0))
 
         def run(fn: Callable[..., Any], *args: Any) -> Any:
@@ -101,11 +102,11 @@ def main(argv: Sequence[str] | None = None) -> np.ndarray:
             return bj.run(fn, *args, runner=flags.runner, options=options, keep="placed")
 
         projection = jax.random.normal(jax.random.key(0), (PAIRS, WIDTH))
-        with told(f"embedded on {flags.runner}"):
+        with timed(f"embedded on {flags.runner}"):
             vectors = run(embed, projection, bj.from_parquet(folder))
-        with told("mean and covariance"):
+        with timed("mean and covariance"):
             mean, variances, axes = run(components, vectors)
-        with told("projected"):
+        with timed("projected"):
             projected = run(project, mean, axes, vectors)
         shares = np.asarray(variances) / np.sum(variances)
         print("share of the variance:", ", ".join(f"{share:.1%}" for share in shares[:AXES]))

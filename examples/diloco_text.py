@@ -1,14 +1,14 @@
-"""DiLoCo: a small language model trained by workers that meet only every few dozen steps.
+"""DiLoCo: workers train a small language model and communicate only every few dozen steps.
 
 Each worker has its own part of the text (Python's own help texts) and its own AdamW, whose state is
-a placed value that goes in again next round. Every round it takes its inner steps alone; the server
-then steps along the mean change, with Nesterov momentum (A. Douillard et al., "DiLoCo:
-Distributed Low-Communication Training of Language Models", arXiv:2311.08105, algorithm 1).
-The model is a small causal transformer on bytes.
+a placed value that the next round takes as an argument. In a round, each worker takes its inner
+steps on its own. Then the server takes a step along the mean change, with Nesterov momentum
+(A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv:2311.08105, algorithm 1). The model is a small causal transformer on bytes.
 
     python examples/diloco_text.py --rounds=6 --runner=DirectRunner
 
-Other flags go to beamjax (--checkpoint=/tmp/diloco) or to Beam.
+Other flags are passed to beamjax (--checkpoint=/tmp/diloco) or to Beam.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def round_(
 
 
 def loss(model: Model, text: jax.Array) -> jax.Array:
-    """The mean cross entropy of each byte given those before it, in nats."""
+    """The mean cross entropy of each byte given the bytes before it, in nats."""
     given, wanted = text[:, :-1].astype(int), text[:, 1:].astype(int)
     x = model["bytes"][given] + model["places"][None]
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
@@ -84,7 +84,7 @@ def first_model(key: jax.Array) -> Model:
 
 
 def batches(rng: np.random.Generator) -> np.ndarray:
-    """What the workers read in a round, each from its own part of the text."""
+    """The texts that each worker reads in a round, from its own part of the text."""
     text = "".join(topics.values()).encode("ascii", "replace")
     parts = np.array_split(np.frombuffer(text, np.uint8), WORKERS)
     windows = [np.lib.stride_tricks.sliding_window_view(part, LENGTH + 1) for part in parts]
@@ -92,7 +92,7 @@ def batches(rng: np.random.Generator) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Returns the mean loss of each round, in bits a byte."""
+    """Returns the mean loss of each round, in bits per byte."""
     parser = argparse.ArgumentParser(description="DiLoCo.", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         )
         losses.append(float(value) / float(np.log(2)))
         seconds = time.perf_counter() - began
-        print(f"round {number}: {losses[-1]:.3f} bits a byte, {seconds:.1f} s")
+        print(f"round {number}: {losses[-1]:.3f} bits per byte, {seconds:.1f} s")
     return losses
 
 

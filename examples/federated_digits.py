@@ -1,12 +1,14 @@
-"""Federated averaging on real handwritten digits; each round is one JAX program on a Beam runner.
+"""Federated averaging on handwritten digits; each round is one JAX program on a Beam runner.
 
-The 1797 digits of scikit-learn, less 360 held out, are dealt to 100 clients: some get many and
-some get few, mostly of two or three classes. In each round the clients train the server's model on
-their own digits, and the server adds the mean change, weighted by their numbers of digits.
+The 1797 digits of scikit-learn, except 360 that are held out, are distributed over 100 clients.
+Some clients have many digits and some have few, mostly of two or three classes. In each round the
+clients train the server's model on their own digits, and the server adds the mean change, weighted
+by their numbers of digits.
 
     python examples/federated_digits.py --rounds=10 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=32) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -44,7 +46,7 @@ def federated_round(state: State, clients: Digits) -> tuple[State, jax.Array]:
 
 
 def train(model: Model, digits: Digits) -> Model:
-    """SGD over the minibatches of a client; a minibatch of nothing but padding has no effect."""
+    """SGD over the minibatches of a client; a minibatch that is all padding has no effect."""
 
     def step(model: Model, batch: Digits) -> tuple[Model, None]:
         slope = jax.grad(loss)(model, batch)
@@ -75,14 +77,14 @@ def first_state(seed: int) -> State:
     return {"model": model, "momentum": jax.tree.map(jnp.zeros_like, model)}
 
 
-def deal(
+def digits_by_client(
     images: np.ndarray, labels: np.ndarray, rng: np.random.Generator
 ) -> tuple[bj.Source, np.ndarray]:
-    """`Digits` of all clients as a placed input, those with the fewest first; and how many."""
+    """The digits of all clients, from the fewest to the most, and their numbers."""
     taste = rng.dirichlet(np.full(CLASSES, 0.3), CLIENTS) * rng.lognormal(size=(CLIENTS, 1))
     odds = taste / taste.sum(axis=0)  # (client, class)
     owner = np.array([rng.choice(CLIENTS, p=odds[:, label]) for label in labels])
-    owner[:CLIENTS] = np.arange(CLIENTS)  # nobody is left without a digit
+    owner[:CLIENTS] = np.arange(CLIENTS)  # no client is without digits
     counts = np.bincount(owner)
     order = np.lexsort((owner, counts[owner]))  # by count, then by client
     rows = {"images": images[order], "labels": labels[order]}
@@ -91,7 +93,7 @@ def deal(
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Prints the accuracy on held-out digits after each round, and returns the last."""
+    """Prints the accuracy on held-out digits after each round, and returns the last one."""
     parser = argparse.ArgumentParser(description="Federated averaging.", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     pixels, digits = load_digits(return_X_y=True)
     order = rng.permutation(len(digits))
     images, labels = (pixels[order] / 16).astype(np.float32), digits[order].astype(np.int32)
-    clients, counts = deal(images[HELD_OUT:], labels[HELD_OUT:], rng)
+    clients, counts = digits_by_client(images[HELD_OUT:], labels[HELD_OUT:], rng)
     print(f"{CLIENTS} clients with {counts[0]} to {counts[-1]} digits each")
     state, accuracy = first_state(seed=0), 0.0
     for number in track(range(1, flags.rounds + 1), description="Rounds"):

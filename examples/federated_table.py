@@ -1,13 +1,14 @@
-"""Federated averaging over a flat table in Parquet: a row an example, a column says whose it is.
+"""Federated averaging over a flat Parquet table: each row is an example of one client.
 
-The table is made: each client has a text key, few or many rows that lie scattered over the files,
-and a taste of its own, so that clients differ. It is sorted by client once, clients of like size
-together, into another file. In each round a sample of the clients trains the model on their own
-rows; these are padded to one of a few lengths, with a mask.
+The program makes the table. Each client has a text key, few or many rows in any of the files, and
+labels that depend on the client too. The table is sorted by client once, into another file in which
+clients of similar size are neighbours. In each round, a sample of the clients trains the model on
+their own rows, which are padded to one of a few lengths, with a mask.
 
     python examples/federated_table.py --rows=100_000 --clients=5_000 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=64) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -31,7 +32,7 @@ Rows = dict[str, jax.Array]  # x (rows, WIDTH), label (rows,), mask (rows,)
 
 @bj.program(placements={"clients": None})
 def federated_round(weights: jax.Array, clients: Rows) -> tuple[jax.Array, jax.Array]:
-    """The weights after a round, and the loss before it, both means over the rows."""
+    """The weights after a round, and the loss before it, both averaged over the rows."""
 
     def client(rows: Rows) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         def step(w: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -52,7 +53,7 @@ def loss(weights: jax.Array, rows: Rows) -> jax.Array:
 
 
 def write_table(folder: Path, rows: int, clients: int, rng: np.random.Generator) -> np.ndarray:
-    """Writes the rows of all clients, shuffled, and returns the weights behind the labels."""
+    """Writes the rows of all clients, shuffled; returns the weights that made the labels."""
     share = rng.pareto(1.5, clients) + 0.1
     owner = rng.choice(clients, size=rows, p=share / share.sum())
     weights = rng.normal(size=WIDTH)
@@ -70,7 +71,7 @@ def write_table(folder: Path, rows: int, clients: int, rng: np.random.Generator)
 
 
 def sort_table(folder: Path, sorted_file: Path) -> bj.Source:
-    """The clients of a table as members; see docs/howto/ragged.md for tables larger than memory."""
+    """The clients of a table as members; docs/howto/ragged.md sorts larger tables."""
     table = pq.read_table(folder)
     member = table["client"].combine_chunks().dictionary_encode().indices.to_numpy()
     counts = np.bincount(member)
@@ -80,7 +81,7 @@ def sort_table(folder: Path, sorted_file: Path) -> bj.Source:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Prints the loss of each round; returns the cosine of the weights learnt and those behind."""
+    """Prints the loss of each round; returns the cosine of the learnt and the true weights."""
     parser = argparse.ArgumentParser(description="Federated averaging.", allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=5_000)
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> float:
             seconds = time.perf_counter() - began
             print(f"round {number + 1}  {size:,} clients  loss {value:.4f}  {seconds:.1f} s")
     cosine = weights @ behind / np.linalg.norm(weights) / np.linalg.norm(behind)
-    print(f"cosine of the weights and those behind the labels: {cosine:.3f}")
+    print(f"cosine of the learnt and the true weights: {cosine:.3f}")
     return float(cosine)
 
 

@@ -1,17 +1,18 @@
 """Leave-one-out validation on the four devices of each worker, in two ways.
 
-Each of the 569 patients of scikit-learn's breast cancer data is a member: a logistic regression is
-fitted to all others by Newton's method and asked about the one that was left out (M. Stone,
-"Cross-Validatory Choice and Assessment of Statistical Predictions", JRSS B 36, 1974). First the
-body knows nothing of devices: `local_devices=4` has each worker deal its shards to four, one at a
-time on each, and the bits do not depend on their number. Then the body itself holds a mesh of four
-devices, with a quarter of the rows on each, as it would for a model that no device can hold. On a
-machine with GPUs the devices are these. Here XLA is told to make four of the CPU, before JAX
-starts, in this process and in those of the workers, which inherit its environment.
+Each of the 569 patients of scikit-learn's breast cancer data is a member: Newton's method fits a
+logistic regression to all other patients, which predicts the diagnosis of the one that was left out
+(M. Stone, "Cross-Validatory Choice and Assessment of Statistical Predictions", JRSS B 36, 1974).
+First, the body does not mention devices. With `local_devices=4`, each worker distributes its shards
+over four devices, one shard at a time on each, and the bits do not depend on the number of devices.
+Second, the body itself uses a mesh of four devices, with a quarter of the rows on each, as a model
+would that is too large for one device. On a machine with GPUs, these are the devices. Here, XLA
+makes four devices of the CPU: the variable XLA_FLAGS is set before JAX starts, and workers inherit
+it.
 
     python examples/four_devices.py --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=16) or to Beam (--direct_num_workers=2
+Other flags are passed to beamjax (--shard_size=16) or to Beam (--direct_num_workers=2
 --direct_running_mode=multi_processing).
 """
 
@@ -38,12 +39,12 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def product(rows: jax.Array, others: jax.Array) -> jax.Array:
-    """rows.T @ others, of (patients, a) and (patients, b)."""
+    """rows.T @ others, for (patients, a) and (patients, b)."""
     return rows.T @ others
 
 
 def on_mesh(rows: jax.Array, others: jax.Array) -> jax.Array:
-    """The same, of a quarter of the patients on each of four devices, which then add up."""
+    """The same product, from a quarter of the patients on each of four devices."""
     mesh = jax.make_mesh((DEVICES,), ("patients",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, others = (jnp.pad(x, ((0, -len(x) % DEVICES), (0, 0))) for x in (rows, others))
     add = lambda rows, others: jax.lax.psum(product(rows, others), "patients")
@@ -55,9 +56,9 @@ def on_mesh(rows: jax.Array, others: jax.Array) -> jax.Array:
 def left_out(
     patient: jax.Array, rows: jax.Array, labels: jax.Array, product: Product = product
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean log loss and share of errors over patients left out, and each one's probability.
+    """Mean log loss and share of errors over the left-out patients, and each one's probability.
 
-    patient (n,) are their numbers in rows (patients, measurements) and labels (patients,).
+    patient (n,) has their indices in rows (patients, measurements) and labels (patients,).
     """
 
     def without(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -78,7 +79,7 @@ def left_out(
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool, float]:
-    """Returns loss, share of errors, whether one device gives the same, and the loss by a mesh."""
+    """Returns the loss, share of errors, whether one device gives the same, and the mesh's loss."""
     parser = argparse.ArgumentParser(description="Leave-one-out.", allow_abbrev=False)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner")
     flags, others = parser.parse_known_args(argv)
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool, float]:
     found = {}
     for name, fn, devices in (
         ("shards on one device", left_out, 1),
-        ("shards dealt to four", left_out, DEVICES),
+        ("shards over four devices", left_out, DEVICES),
         ("each body on all four", functools.partial(left_out, product=on_mesh), 1),
     ):
         began = time.perf_counter()
@@ -101,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, bool, float]:
         loss, wrong, _ = found[name]
         seconds = time.perf_counter() - began
         print(f"{name}: log loss {loss:.4f}, {wrong:.2%} wrong, {seconds:.1f} s")
-    one, dealt, mesh = found.values()
-    same = jax.tree.all(jax.tree.map(np.array_equal, one, dealt))
+    one, four, mesh = found.values()
+    same = jax.tree.all(jax.tree.map(np.array_equal, one, four))
     print("the first two have the same bits:", same)
-    return float(dealt[0]), float(dealt[1]), same, float(mesh[0])
+    return float(four[0]), float(four[1]), same, float(mesh[0])
 
 
 if __name__ == "__main__":

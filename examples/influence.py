@@ -1,15 +1,17 @@
-"""Which patients a diagnosis rests on: influence scores of the members of a data set.
+"""Which patients a model depends on: influence scores of the members of a data set.
 
-A logistic regression is fitted to scikit-learn's breast cancer data by Newton's method. How far the
-loss on held-out patients would move if one patient were left out is nearly g_i' H^-1 g / n, where
-g_i is that patient's gradient, g the gradient held out and H the Hessian (P. W. Koh and P. Liang,
-"Understanding black-box predictions via influence functions", ICML 2017, section 2). H is never
-made: conjugate gradients ask for its products, each a pass over the members by `jax.jvp` of
-`jax.grad`, in a loop that is part of the program. The scores are placed: a map at the end.
+Newton's method fits a logistic regression to scikit-learn's breast cancer data. If one patient were
+left out, the loss on held-out patients would change by about g_i' H^-1 g / n, where g_i is the
+gradient of that patient, g the gradient of the held-out patients, and H the Hessian (P. W. Koh and
+P. Liang, "Understanding black-box predictions via influence functions", ICML 2017, section 2). The
+program never computes H. Conjugate gradients need only its products with vectors, each of which is
+a pass over the members by `jax.jvp` of `jax.grad`, in a loop that is part of the program. The
+scores are placed values.
 
     python examples/influence.py --top=5 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=64) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -29,7 +31,7 @@ Rows = tuple[jax.Array, jax.Array]  # measurements (n, 31), the last one 1, and 
 
 
 def loss_at(weights: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Of one patient: the cross entropy, with the penalty that makes the Hessian definite."""
+    """The cross entropy of a patient, with the penalty that makes the Hessian definite."""
     score = x @ weights
     return jnp.logaddexp(0, score) - y * score + PENALTY / 2 * jnp.sum(weights**2)
 
@@ -57,13 +59,13 @@ def newton_step(weights: jax.Array, rows: Rows) -> jax.Array:
 
 
 def influences(weights: jax.Array, rows: Rows, held_out: Rows) -> jax.Array:
-    """How much the loss on the held-out patients would rise without each of the others."""
+    """The change of the loss on held-out patients if each patient were left out."""
     direction = solve(weights, rows, jax.grad(mean_loss)(weights, held_out))
     return scores(weights, direction, rows) / len(rows[1])
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns scores of the most influential, and what fits without each of them show."""
+    """Returns the highest scores, and the changes of the loss in fits without each of these."""
     parser = argparse.ArgumentParser(description="Influence scores.", allow_abbrev=False)
     parser.add_argument("--top", type=int, default=5)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")

@@ -1,13 +1,14 @@
 """k-means of handwritten digits to convergence: a `while_loop` around reductions by key.
 
-The loop, with its condition, is part of the program. `bj.run` makes it rounds of passes over the
-members, each of which sums the digits of each cluster; this process only looks at how far the
-centres moved. A restart is a member of nothing: `jax.vmap` over the first centres runs all of them
-in the same passes. The last line compares with scikit-learn from the same first centres.
+The loop and its condition are part of the program. `bj.run` turns each round into a pass over the
+members, which sums the digits of each cluster; this process only computes how far the centres
+moved. `jax.vmap` over the first centres runs several restarts in the same passes. The output
+compares each restart with scikit-learn from the same first centres.
 
     python examples/kmeans_digits.py --clusters=10 --restarts=4 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=32) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -44,7 +45,7 @@ def kmeans(first: jax.Array, points: jax.Array) -> Found:
         centres, _, rounds = state
         cluster, _ = nearest(centres)
         means = bj.reduce_by_key(points, cluster, len(first), op="mean")
-        means = jnp.where(jnp.isnan(means), centres, means)  # a cluster of nobody stays
+        means = jnp.where(jnp.isnan(means), centres, means)  # an empty cluster keeps its centre
         return means, jnp.max(jnp.abs(means - centres)), rounds + 1
 
     centres, _, rounds = jax.lax.while_loop(

@@ -1,12 +1,13 @@
-"""The price of an Asian option by Monte Carlo: a billion paths, and no data anywhere.
+"""The price of an Asian option by Monte Carlo: a billion paths, and no input data.
 
-A member is a path: its number is folded into the key, so the same paths are drawn on every runner,
-by any number of workers. The programs for the price and for its slopes in the spot and in the
-volatility ("delta" and "vega") are one: the derivative of the whole program, pass by pass.
+A member is a path. Its index is folded into the key, so the same paths are drawn on every runner
+and by any number of workers. One program computes the price and its derivatives by the spot price
+and by the volatility ("delta" and "vega"): the derivative of the whole program, pass by pass.
 
     python examples/monte_carlo.py --paths=1_000_000 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=65536) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=65536) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -43,7 +44,7 @@ def price(market: Market, key: jax.Array, path: jax.Array) -> tuple[jax.Array, j
 
 
 def formula(spot: float, volatility: float) -> float:
-    """The same price, after Kemna and Vorst (1990), for an average over DAYS days."""
+    """The exact price for an average over DAYS days (A. Kemna and A. Vorst, 1990)."""
     m, day = DAYS, YEARS / DAYS
     mean = math.log(spot) + (RATE - volatility**2 / 2) * day * (m + 1) / 2
     deviation = volatility * math.sqrt(day * (m + 1) * (2 * m + 1) / (6 * m))
@@ -57,13 +58,13 @@ def normal(x: float) -> float:
 
 
 def slope(name: str, step: float = 1e-4) -> float:
-    """Of the formula in one of the arguments."""
+    """The derivative of the formula by one of its arguments."""
     up, down = (formula(**MARKET | {name: MARKET[name] + s}) for s in (step, -step))
     return (up - down) / (2 * step)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
-    """Prints and returns what was estimated, and what the formula says, by name."""
+    """Prints and returns the estimates and the exact values, by name."""
     parser = argparse.ArgumentParser(description="An Asian option.", allow_abbrev=False)
     parser.add_argument("--paths", type=int, default=1_000_000)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")

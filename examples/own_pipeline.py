@@ -1,13 +1,13 @@
-"""A beamjax program in a Beam pipeline of one's own, and a pipeline as the data of `bj.run`.
+"""A beamjax program inside a Beam pipeline, and a Beam pipeline as the data of `bj.run`.
 
-scikit-learn's diabetes data lies in text files, of which some lines are broken. First a pipeline
-reads and parses them, a program as a `PTransform` sums what a least-squares fit needs, and the
-pipeline goes on with its result. Then `bj.from_beam` keeps what the same pipeline parses as members
-in files, for another program with many rounds of gradient descent. Both find what NumPy finds.
+scikit-learn's diabetes data is in text files, of which some lines are broken. The first pipeline
+reads and parses them; a program as a `PTransform` computes the sums for a least-squares fit, and
+later transforms use its result. Then `bj.from_beam` writes the rows of the same pipeline to files,
+as members of a program with many rounds of gradient descent. Both results agree with NumPy.
 
     python examples/own_pipeline.py --rounds=2000 --runner=DirectRunner
 
-Other flags go to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -29,7 +29,7 @@ Rows = dict[str, jax.Array]  # "id" (n,), "x" (n, 11), the last one 1, and "y" (
 
 @bj.program(placements={"patients": None})
 def sums(rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """The matrix and the right side of the normal equations."""
+    """The matrix and the right-hand side of the normal equations."""
     parts = bj.map_fn(lambda row: (jnp.outer(row["x"], row["x"]), row["x"] * row["y"]), rows)
     return bj.reduce_sum(parts)
 
@@ -50,7 +50,7 @@ def descend(weights: jax.Array, rate: jax.Array, rounds: jax.Array, rows: Rows) 
 
 
 def parsed(line: str) -> Iterator[dict[str, Any]]:
-    """The row of a line, if it is one."""
+    """The row of a line; none if the line is broken."""
     try:
         number, *measured, y = map(float, line.split(","))
     except ValueError:
@@ -60,7 +60,7 @@ def parsed(line: str) -> Iterator[dict[str, Any]]:
 
 
 def write_lines(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Writes the data, with broken lines in between; gives it for the comparison."""
+    """Writes the data with broken lines in between; returns the rows for the comparison."""
     x, y = load_diabetes(return_X_y=True)
     x, y = x / x.std(axis=0), (y - y.mean()) / y.std()
     lines = [",".join(map(repr, [i, *row.tolist(), float(y[i])])) for i, row in enumerate(x)]
@@ -71,7 +71,7 @@ def write_lines(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the weights by the first way, by the second, and by NumPy."""
+    """Returns the weights by `transform`, by `run`, and by NumPy."""
     parser = argparse.ArgumentParser(description="Pipelines.", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner")

@@ -1,14 +1,16 @@
-"""Means of clinical measurements with differential privacy, and members with bad data left out.
+"""Means of clinical measurements with differential privacy, without members that have bad data.
 
-Each of the 442 patients of scikit-learn's diabetes data is a member. Their measurements are brought
-to at most a given norm, summed, and Gaussian noise is added to the sum; nobody's presence can then
-be told from the result (the Gaussian mechanism of Dwork and Roth, "The Algorithmic Foundations of
-Differential Privacy", 2014, theorem A.1, for patients who are added or removed). Some measurements
-are made unreadable first: these patients are dropped, counted, and told, and no mean has them.
+Each of the 442 patients of scikit-learn's diabetes data is a member. The program clips the
+measurements of a patient to a given norm, sums them over the patients, and adds Gaussian noise to
+the sum, so that the result does not reveal whether any one patient took part (the Gaussian
+mechanism of Dwork and Roth, "The Algorithmic Foundations of Differential Privacy", 2014, theorem
+A.1, for patients who are added or removed). First, some measurements are made unreadable: beamjax
+drops these patients, counts them and reports them, and the means do not include them.
 
     python examples/private_statistics.py --epsilon=0.9 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=64) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -31,14 +33,14 @@ BAD = (7, 100, 101)
 def private_sum(
     key: jax.Array, norm: jax.Array, deviation: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The noisy sums of clipped rows, their noisy number, and which share was clipped."""
+    """The noisy sums of clipped rows, the noisy number of rows, and the share of clipped rows."""
 
     def clipped(row: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(row)
         return row * jnp.minimum(1, norm / length), length > norm
 
     values, too_long = bj.map_fn(clipped, rows)
-    share = bj.reduce_mean(too_long)  # for whoever runs this, not to be published
+    share = bj.reduce_mean(too_long)  # for the person who runs this; not private
     # A count is a sum of ones, each of which is one more coordinate of the member.
     sums = bj.reduce_sum(bj.map_fn(lambda x: jnp.append(x, norm), values))
     noisy = sums + deviation * jax.random.normal(key, sums.shape)
@@ -46,7 +48,7 @@ def private_sum(
 
 
 def noise(norm: float, epsilon: float, delta: float) -> float:
-    """The standard deviation that the theorem asks for; epsilon has to be below 1."""
+    """The standard deviation that the theorem requires; epsilon must be below 1."""
     sensitivity = math.sqrt(2) * norm  # of a member's clipped row with its one
     return sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon
 
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
 
     data = load_diabetes(scaled=False)
     sound = np.delete(data.data, BAD, axis=0)
-    centre, scale = sound.mean(axis=0).round(), sound.std(axis=0)  # as if publicly known
+    centre, scale = sound.mean(axis=0).round(), sound.std(axis=0)  # assumed to be public
     rows = ((data.data - centre) / scale).astype(np.float32)
     rows[BAD, 3] = np.nan
     deviation = noise(flags.norm, flags.epsilon, flags.delta)

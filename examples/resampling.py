@@ -1,14 +1,16 @@
-"""Errors, cross-validation and the bootstrap of one fit: the same program, with weights of members.
+"""Standard errors, cross-validation and the bootstrap of one fit, by weights of members.
 
-A logistic regression is fitted to scikit-learn's breast cancer data by Newton's method, each step a
-pass over the patients. `bj.reweight` makes three more programs of that one: `bj.standard_error`
-gives errors of the coefficients from one reverse pass for each, `jax.vmap` over weights of 0 and 1
-fits without each fifth of the patients, and over Poisson weights fits to bootstrap samples. None of
-them copies a patient, and each reads the data as often as one fit does.
+Newton's method fits a logistic regression to scikit-learn's breast cancer data; each step is a pass
+over the patients. `bj.reweight` gives three more programs. `bj.standard_error` computes the errors
+of the coefficients, with one reverse pass for each coefficient. `jax.vmap` over weights of 0 and 1
+fits the model five times, each time without a fifth of the patients. `jax.vmap` over Poisson
+weights fits it to bootstrap samples. None of these programs copies a patient, and each reads the
+data as often as one fit does.
 
     python examples/resampling.py --replicates=200 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=64) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -28,7 +30,7 @@ FOLDS, PENALTY, STEPS = 5, 0.01, 6
 
 @bj.program(placements={"patients": None})
 def fit(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The coefficients (5,) of measurements (n, 5), the last one 1, for diagnoses (n,)."""
+    """The coefficients (5,) of measurements (n, 5), of which the last is 1, for diagnoses (n,)."""
     beta = jnp.zeros(x.shape[1])
     for _ in range(STEPS):
 

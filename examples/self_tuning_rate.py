@@ -1,14 +1,15 @@
-"""A server learning rate that tunes itself: gradients through rounds of federated averaging.
+"""Learning rates that tune themselves: gradients through rounds of federated averaging.
 
-The program trains a classifier of digits for some rounds, in a `scan`, and gives its loss on digits
-that the clients held out. `jax.value_and_grad` of the whole program is the slope of that loss in
-the rates (D. Maclaurin et al., "Gradient-based hyperparameter optimization through reversible
-learning", ICML 2015; here JAX remembers the rounds). It is one more function that `bj.run` takes:
-the passes of the backward sweep run on the workers too.
+The program trains a classifier of digits for some rounds, in a `scan`, and returns its loss on
+digits that the clients held out. `jax.value_and_grad` of the whole program gives the gradient of
+that loss by the learning rates (D. Maclaurin et al., "Gradient-based hyperparameter optimization
+through reversible learning", ICML 2015; here JAX stores the rounds). `bj.run` takes it as it takes
+any function, so the passes of the backward sweep run on the workers too.
 
     python examples/self_tuning_rate.py --steps=8 --runner=DirectRunner
 
-Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
+Other flags are passed to beamjax (--shard_size=32) or to Beam
+(--direct_running_mode=multi_threading).
 """
 
 import argparse
@@ -29,7 +30,7 @@ Digits = tuple[jax.Array, jax.Array]  # images (digits, 64), labels (digits,)
 
 @bj.program(placements={"clients": CLIENTS})
 def held_out_loss(rates: Rates, training: Digits, held_out: Digits) -> jax.Array:
-    """The mean loss on what the clients held out, after some rounds."""
+    """The mean loss on the clients' held-out digits after some rounds."""
     client_rate, server_rate = jnp.exp(rates["client"]), jnp.exp(rates["server"])
 
     def round_(weights: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -52,8 +53,8 @@ def loss(weights: jax.Array, images: jax.Array, labels: jax.Array) -> jax.Array:
     ))  # fmt: skip
 
 
-def dealt() -> tuple[Digits, Digits]:
-    """Training and held-out digits of the clients, most of which see few classes."""
+def digits_by_client() -> tuple[Digits, Digits]:
+    """Training and held-out digits of the clients, most of which have few classes."""
     pixels, labels = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)
     order = np.argsort(labels + rng.normal(scale=2.5, size=len(labels)))[: CLIENTS * EACH]
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--runner", default="DirectRunner", help="a Beam runner, or 'local'")
     flags, others = parser.parse_known_args(argv)
-    training, held_out = dealt()
+    training, held_out = digits_by_client()
     slope = jax.value_and_grad(held_out_loss)
     rates = {"client": jnp.log(0.05), "server": jnp.log(0.5)}
     losses = []

@@ -1,13 +1,13 @@
-"""Texts that mean the same thing: a flax model in a Beam pipeline of one's own.
+"""Nearest neighbours of texts: a flax model in a Beam pipeline, by `RunInference`.
 
-The texts are the help topics that come with Python. A small network in flax learns to tell from
-which topic a passage is, in this process. Its last layer but one is an embedding; it runs in Beam's
-`RunInference` on passages that it has not seen, as keyed elements, and the pipeline counts for how
-many of them the nearest embedding of a passage that it has seen is from the same topic.
+The texts are the help topics of Python. This process trains a small network in flax to tell which
+topic a passage is from; its last hidden layer is an embedding. The network then runs in Beam's
+`RunInference` on new passages, as keyed elements. The pipeline counts how often the nearest
+embedding among the training passages is from the same topic.
 
     python examples/text_embeddings.py --epochs=30 --runner=FnApiRunner
 
-Other flags go to Beam.
+Other flags are passed to Beam.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LETTERS, BUCKETS, WIDTH, TOPICS = 256, 4096, 32, 30
 
 
 class Embedder(nn.Module):
-    """The mean of embeddings of groups of three letters, and a layer."""
+    """The mean of the embeddings of groups of three letters, then a dense layer."""
 
     @nn.compact
     def __call__(self, letters: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def passages() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(texts: np.ndarray, labels: np.ndarray, epochs: int) -> Any:
-    """The parameters of an embedder whose embeddings tell the topics apart."""
+    """The parameters of an embedder whose embeddings separate the topics."""
     net, optimizer = Embedder(), optax.rmsprop(3e-3)
     params = net.init(jax.random.key(0), texts[:1])
     state = (params, 0.1 * jax.random.normal(jax.random.key(1), (WIDTH, TOPICS)))
