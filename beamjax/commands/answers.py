@@ -21,6 +21,8 @@ from beamjax.errors import BeamjaxError, OptionsError
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
+FLAGS = ("as_json", "full")
+"""Parameters of every command, for its output."""
 
 
 @dataclass
@@ -61,7 +63,8 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
             raise
         except (Exception, KeyboardInterrupt) as error:
             click.echo(_error_text(error, full), err=True)
-            status = refused if isinstance(error, OptionsError) else status_of(error)
+            status = refused if isinstance(error, OptionsError) else FAILED
+            status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else status
             answer = Answer({"error": error_data(error)}, "", status)
         if as_json:
             found = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
@@ -131,13 +134,6 @@ def _strict(value: Any) -> Any:
 
 
 # --- errors
-
-
-def status_of(error: BaseException) -> int:
-    """The exit status for an error."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return WRONG if isinstance(error, OptionsError) else FAILED
 
 
 def error_data(error: BaseException) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from beamjax._text import hint, listed
-from beamjax.commands.answers import Answer, answers
+from beamjax.commands.answers import FLAGS, Answer, answers
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, RULES, Options, parse_options, split_flags, summaries
 
@@ -56,51 +56,46 @@ exit codes: 0 success; 1 the run failed, or a result is outside its tolerance;
 """
 
 
-class CallCommand(click.Command):
-    """A command on a function: TARGET, its arguments and the options of a run.
+class _CallCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses a command line up to a word `--`; Beam gets the rest without a check."""
+        cut = args.index("--") if "--" in args else len(args)
+        extra = super().parse_args(ctx, args[:cut])
+        ctx.params |= {"argv": [ctx.info_name, *args], "unchecked": args[cut + 1 :]}
+        return extra
+
+
+def call_command(work: Callable[..., Answer]) -> click.Command:
+    """Makes a command with the parameters TARGET, its arguments and the options of a run.
 
     Args:
       work: the function of the command, which takes the `Call` and the command's own parameters.
         Its docstring is the help.
     """
 
-    def __init__(self, work: Callable[..., Answer]) -> None:
-        def answer(**params: Any) -> Answer:
-            return work(_call(params), **params)
+    @functools.wraps(work, updated=())
+    def with_call(**params: Any) -> Answer:
+        return work(make_call(params), **params)
 
-        self.answer = answer
-        callback: Any = answers(answer)
-        own = [*reversed(getattr(work, "__click_params__", [])), *callback.__click_params__]
-        super().__init__(
-            work.__name__,
-            callback=callback,
-            help=f"{inspect.getdoc(work)}\n\n{HELP}",
-            params=[*_parameters(), *own],
-            # --shard-size means --shard_size, as options are named in `beamjax.Options`.
-            context_settings={
-                "ignore_unknown_options": True,
-                "token_normalize_func": lambda name: name.replace("-", "_"),
-            },
-        )
+    callback: Any = answers(with_call)
+    callback.__click_params__ += getattr(work, "__click_params__", [])
+    make = click.command(
+        cls=_CallCommand,
+        help=f"{inspect.getdoc(work)}\n\n{HELP}",
+        params=_parameters(),
+        # --shard-size means --shard_size, as options are named in `beamjax.Options`.
+        context_settings={
+            "ignore_unknown_options": True,
+            "token_normalize_func": lambda name: name.replace("-", "_"),
+        },
+    )
+    return make(callback)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Stores what follows a word `--`, which Beam gets without a check, and parses the rest."""
-        cut = args.index("--") if "--" in args else len(args)
-        ctx.meta["argv"] = [ctx.info_name, *args]
-        ctx.meta["unchecked"] = args[cut + 1 :]
-        return super().parse_args(ctx, args[:cut])
 
-    def answer_to(self, argv: list[str]) -> Answer:
-        """Runs a command line; ignores its flags --json and --traceback."""
-        context = self.make_context(argv[0], argv[1:])
-        params = {k: v for k, v in context.params.items() if k not in ("as_json", "full")}
-        with context:
-            return self.answer(**params)
-
-    def call_of(self, argv: list[str]) -> Call:
-        """The call of a command line, without running it."""
-        with self.make_context(argv[0], argv[1:]) as context:
-            return _call(dict(context.params))
+def parsed(command: click.Command, argv: Sequence[str]) -> dict[str, Any]:
+    """The parameters of a command line, for the function that the command wraps."""
+    found = command.make_context(argv[0], list(argv[1:])).params
+    return {name: value for name, value in found.items() if name not in FLAGS}
 
 
 def _parameters() -> list[click.Parameter]:
@@ -200,7 +195,7 @@ class Command:
     cwd: str
 
 
-def _call(params: dict[str, Any]) -> Call:
+def make_call(params: dict[str, Any]) -> Call:
     """Takes the call out of the parameters of a command, and checks it.
 
     With `--arg`, TARGET is the function of the call. Otherwise it is a job: a function with a flag
@@ -210,13 +205,13 @@ def _call(params: dict[str, Any]) -> Call:
       OptionsError: a function, parameter or option does not exist, or a parameter has no value.
       Exception: what the module of TARGET raises.
     """
+    names = list(params)
     own = {name: value for name in OWN if (value := params.pop(name)) is not None}
     target, texts, beam = params.pop("target"), _pairs(params.pop("arg")), params.pop("rest")
+    argv, unchecked = params.pop("argv"), params.pop("unchecked")
     if target.startswith("-"):
         raise OptionsError(f"found {target!r} as TARGET, which comes before the flags of Beam")
     fn = find_target(target)
-    context = click.get_current_context()
-    names = [str(param.name) for param in context.command.params]
     flags: dict[str, Any] = {}
     if not texts:
         flags, beam = _flags_of_job(fn, beam)
@@ -225,11 +220,11 @@ def _call(params: dict[str, Any]) -> Call:
     runner = params.get("runner") if isinstance(params.get("runner"), str) else "local"
     options = _with_beam(parse_options(own), list(beam), str(runner), names)
     _check_parameters(fn, texts or flags, is_job=not texts)
-    if unchecked := context.meta["unchecked"]:
+    if unchecked:
         from apache_beam.options.pipeline_options import PipelineOptions
 
         options = replace(options, beam=PipelineOptions([*beam, *unchecked]))
-    return Call(fn, texts or None, flags, options, context.meta["argv"])
+    return Call(fn, texts or None, flags, options, argv)
 
 
 def _with_beam(options: Options, beam: list[str], runner: str, names: list[str]) -> Options:

@@ -17,7 +17,7 @@ import click
 
 from beamjax._text import aligned
 from beamjax.commands.answers import DONE, FAILED, INTERRUPTED, Answer, error_data
-from beamjax.commands.calls import Call, CallCommand, Command, runner_option
+from beamjax.commands.calls import Call, Command, call_command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ one_runner = runner_option(
 )
 
 
-@CallCommand
+@call_command
 @one_runner
 @click.option(
     "--out", type=click.Path(), metavar="PATH",
@@ -110,7 +110,7 @@ def _cancel(job: Job) -> str:
         return JobState.CANCELLED.value
 
 
-@CallCommand
+@call_command
 @one_runner
 @click.option(
     "--rtol", type=float, metavar="X", help="Relative tolerance for floats, as in beamjax.verify."
@@ -136,7 +136,7 @@ def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> A
     return Answer(data, text, FAILED if failures else DONE)
 
 
-@CallCommand
+@call_command
 @one_runner
 @click.option(
     "--stage", default="plan", show_default=True, metavar="STAGE",
@@ -176,7 +176,7 @@ def save_page(page: Any, path: str) -> None:
         raise OptionsError(f"--html {error}") from error
 
 
-@CallCommand
+@call_command
 @runner_option(
     multiple=True, default=("local", "DirectRunner"), show_default=True,
     help="A runner to measure; repeatable.",

@@ -13,7 +13,7 @@ import click
 
 from beamjax._text import aligned, hint, human_bytes, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
-from beamjax.commands.calls import Command
+from beamjax.commands.calls import Command, make_call, parsed
 from beamjax.errors import BeamjaxError, JobError, OptionsError
 
 if TYPE_CHECKING:
@@ -220,7 +220,9 @@ def resume(job: str) -> Answer:
         raise OptionsError(f"{folder.path}: the job is done; `beamjax jobs show` shows its result")
     argv = _enter(folder)
     click.echo(f"beamjax: in {os.getcwd()}: {shlex.join(['beamjax', *argv])}", err=True)
-    return run.answer_to(argv)
+    callback: Any = run.callback
+    answer: Answer = callback.__wrapped__(**parsed(run, argv))
+    return answer
 
 
 @jobs.command()
@@ -238,7 +240,7 @@ def replay(job: str, debug: bool, **chosen: Any) -> Answer:
     from beamjax.commands.output import result_data, result_text
 
     folder = find_job(job)
-    call = run.call_of(_enter(folder))
+    call = make_call(parsed(run, _enter(folder)))
     fn, args = call.load_for_workers()
     try:
         found = replaying.replay(folder.path, fn, *args, **chosen, options=call.options)

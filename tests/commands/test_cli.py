@@ -17,7 +17,7 @@ from command_lines import LOSS, folder, json_of  # noqa: F401 (a fixture)
 from beamjax._text import listed
 from beamjax.commands import answers, cli
 from beamjax.commands.answers import Answer
-from beamjax.commands.calls import find_target, functions_of
+from beamjax.commands.calls import find_target, functions_of, make_call, parsed
 from beamjax.commands.functions import run
 from beamjax.errors import Failure, JobCancelledError, OptionsError, WorkerError
 from beamjax.options import OWN, beam_flags
@@ -92,13 +92,13 @@ def test_errors_as_json_and_help(folder, command, capsys):
 
 
 def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
-    def parsed(*argv):
-        return run.call_of(["run", *LOSS, *argv]).options
+    def options_of(*argv):
+        return make_call(parsed(run, ["run", *LOSS, *argv])).options
 
-    found = parsed("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
+    found = options_of("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
     assert (found.shard_size, found.callbacks) == (64, False)
     assert found.beam == ("--direct_num_workers", "2")
-    found = parsed("--shard-size", "64", "--direct_num_workers", "2", "--", "--beam_only=1")
+    found = options_of("--shard-size", "64", "--direct_num_workers", "2", "--", "--beam_only=1")
     assert found.shard_size == 64
     assert beam_flags(found.beam) == {"direct_num_workers": 2, "beam_only": "1"}
     # What comes after two dashes is not looked at.

@@ -14,7 +14,7 @@ from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.commands.calls import flag_value
+from beamjax.commands.calls import flag_value, make_call, parsed
 from beamjax.commands.functions import run
 from beamjax.commands.output import named_leaves, plain, write_out
 from beamjax.commands.values import nested, read_value
@@ -120,7 +120,8 @@ def test_results_in_files(tmp_path):
 
 
 def call_of(target, *given, flags=()):
-    return run.call_of(["run", target, *(f"--arg={text}" for text in given), *flags]).load()
+    argv = ["run", target, *(f"--arg={text}" for text in given), *flags]
+    return make_call(parsed(run, argv)).load()
 
 
 def test_calls(folder):
