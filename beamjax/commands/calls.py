@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -212,34 +212,21 @@ def make_call(params: dict[str, Any]) -> Call:
     if target.startswith("-"):
         raise OptionsError(f"found {target!r} as TARGET, which comes before the flags of Beam")
     fn = find_target(target)
-    flags: dict[str, Any] = {}
-    if not texts:
-        flags, beam = _flags_of_job(fn, beam)
-        names += inspect.signature(fn).parameters
-    # `bench` may have several runners. Their flags are checked again when they run.
-    runner = params.get("runner") if isinstance(params.get("runner"), str) else "local"
-    options = _with_beam(parse_options(own), list(beam), str(runner), names)
+    parameters = {} if texts else dict(inspect.signature(fn).parameters)
+    flags, beam = _split_flags(beam, parameters)
+    if beam:
+        from beamjax.pipelines.runners.options import check_flags
+
+        # `bench` may have several runners. Their flags are checked again when they run.
+        runner = params.get("runner")
+        check_flags(beam, runner if isinstance(runner, str) else "local", [*names, *parameters])
     _check_parameters(fn, texts or flags, is_job=not texts)
     if unchecked:
         from apache_beam.options.pipeline_options import PipelineOptions
 
-        options = replace(options, beam=PipelineOptions([*beam, *unchecked]))
+        beam = PipelineOptions([*beam, *unchecked])
+    options = replace(parse_options(own), beam=beam)
     return Call(fn, texts or None, flags, options, argv)
-
-
-def _with_beam(options: Options, beam: list[str], runner: str, names: list[str]) -> Options:
-    """Adds flags of Beam to options after a check, whose messages suggest flags of `names`."""
-    for name, value, _ in split_flags(beam):
-        if not name:
-            raise OptionsError(
-                f"found {value!r}, which belongs to no flag; give arguments of the function as "
-                "--arg name=VALUE"
-            )
-    if beam:
-        from beamjax.pipelines.runners.options import check_flags
-
-        check_flags(beam, runner, names)
-    return replace(options, beam=tuple(beam))
 
 
 # --- parameters
@@ -263,18 +250,24 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _flags_of_job(fn: Callable[..., Any], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Splits words into the values of flags for parameters of a job, and other words."""
-    parameters = inspect.signature(fn).parameters
+def _split_flags(
+    words: Sequence[str], parameters: Mapping[str, inspect.Parameter]
+) -> tuple[dict[str, Any], Any]:
+    """Splits words into the values of flags for parameters of a job, and flags for Beam."""
     given: dict[str, Any] = {}
-    rest: list[str] = []
+    beam: list[str] = []
     for flag, text, taken in split_flags(words):
+        if not flag:
+            raise OptionsError(
+                f"found {text!r}, which belongs to no flag; give arguments of the function as "
+                "--arg name=VALUE"
+            )
         name = flag.replace("-", "_")
         if name in parameters:
             given[name] = flag_value(parameters[name], text)
         else:
-            rest += taken
-    return given, rest
+            beam += taken
+    return given, tuple(beam)
 
 
 def flag_value(parameter: inspect.Parameter, text: str) -> Any:

@@ -14,15 +14,18 @@ _answers = functools.partial(answers, refused=FAILED)
 """As `answers`. click has checked the arguments, so an `OptionsError` is about this machine."""
 
 
-def _folder_option(work: Any) -> Any:
-    help = "Folder of the cluster; by default in beamjax's cache folder."
-    return click.option("--folder", type=click.Path(path_type=Path), help=help)(work)
-
-
-def _absolute(folder: Path | None) -> Path:
+def _absolute(_context: click.Context, _option: click.Parameter, folder: Path | None) -> Path:
     from beamjax.pipelines.clusters import flink_cluster
 
     return (folder or flink_cluster.default_folder()).absolute()
+
+
+_folder_option = click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    callback=_absolute,
+    help="Folder of the cluster; by default in beamjax's cache folder.",
+)
 
 
 def _number(name: str, default: int, help: str) -> Any:
@@ -43,33 +46,32 @@ def flink() -> None:
 @_number("attempts", 8, "Failed tasks that are restarted before a pipeline fails.")
 @_number("delay", 10, "Seconds before a failed task is restarted.")
 @_answers
-def up(folder: Path | None, **settings: int) -> Answer:
+def up(folder: Path, **settings: int) -> Answer:
     """Start a cluster, and wait until it accepts jobs."""
     from beamjax.pipelines.clusters import flink_cluster
 
-    flink_cluster.up(_absolute(folder), flink_cluster.Settings(**settings))
-    return _status(_absolute(folder))
+    flink_cluster.up(folder, flink_cluster.Settings(**settings))
+    return _status(folder)
 
 
 @flink.command()
 @_folder_option
 @_answers
-def status(folder: Path | None) -> Answer:
+def status(folder: Path) -> Answer:
     """Show the processes; the exit status is 1 if one does not run."""
-    return _status(_absolute(folder))
+    return _status(folder)
 
 
 @flink.command()
 @_folder_option
 @_answers
-def down(folder: Path | None) -> Answer:
+def down(folder: Path) -> Answer:
     """Stop the cluster."""
     from beamjax.pipelines.clusters import flink_cluster
 
-    place = _absolute(folder)
-    stopped = flink_cluster.down(place)
-    text = f"{place}: stopped {', '.join(stopped)}" if stopped else f"{place}: nothing ran"
-    return Answer({"folder": str(place), "stopped": list(stopped)}, text)
+    stopped = flink_cluster.down(folder)
+    text = f"{folder}: stopped {', '.join(stopped)}" if stopped else f"{folder}: nothing ran"
+    return Answer({"folder": str(folder), "stopped": list(stopped)}, text)
 
 
 def _status(folder: Path) -> Answer:
