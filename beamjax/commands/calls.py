@@ -277,7 +277,7 @@ def flag_value(parameter: inspect.Parameter, text: str) -> Any:
       OptionsError: it does not fit the annotation of the parameter, or its default.
     """
     # An annotation is text in a module with `from __future__ import annotations`.
-    kind = getattr(parameter.annotation, "__name__", parameter.annotation)
+    kind = str(getattr(parameter.annotation, "__name__", parameter.annotation))
     if parameter.annotation is parameter.empty:
         kind = type(parameter.default).__name__
         kind = "float" if kind == "int" else kind  # 0.5 may well take the place of 1
