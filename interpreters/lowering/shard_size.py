@@ -169,9 +169,6 @@ def file_groups(
     Returns:
       The groups, or why shards are not cut at files.
     """
-    guard = guard_of(options)
-    if guard is not None and guard.drops:
-        return "members may be dropped"
     passes = _passes(placement, stages)
     # They find their ranges by the index of the first member, see `rules.by_shard`.
     if any(emission.rule.by_shard for stage in passes for emission in stage.emissions):
