@@ -75,19 +75,21 @@ def device_array(array: np.ndarray, device: jax.Device | None = None) -> jax.Arr
     at = device or config.jax_default_device or jax.local_devices()[0]
     if not isinstance(at, jax.Device):  # the default may also be the name of a platform
         return jax.device_put(array)
-    aval, sharding = _types_on(at, array.shape, array.dtype, config.jax_enable_x64)
-    committed = device is not None
+    aval = array_type(array.shape, array.dtype, config.jax_enable_x64)
+    sharding, committed = _sharding_on(at), device is not None
     found: jax.Array = pxla.batched_device_put(aval, sharding, [array], [at], committed)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _types_on(
-    device: jax.Device, shape: tuple[int, ...], dtype: np.dtype, x64: bool
-) -> tuple[Any, Any]:
-    """The type of an array in JAX, which depends on `x64`, and its sharding on a device."""
-    aval = jax.api_util.shaped_abstractify(np.broadcast_to(np.zeros((), dtype), shape))
-    return aval, jax.sharding.SingleDeviceSharding(device)
+def array_type(shape: tuple[int, ...], dtype: np.dtype, x64: bool) -> Any:
+    """The type in JAX of an array of NumPy, which depends on `x64`, the setting of this thread."""
+    return jax.api_util.shaped_abstractify(np.broadcast_to(np.zeros((), dtype), shape))
+
+
+@functools.lru_cache(maxsize=64)
+def _sharding_on(device: jax.Device) -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(device)
 
 
 def cpu_client(threads: int, devices: int) -> Any:

@@ -174,7 +174,7 @@ def run_options(options: Any, keep: str | None, runner: Any) -> Options:
 
 def finish(call: Call, job: JobRun) -> Any:
     """Runs a call as a job, and returns the tree that its function returns."""
-    with call.files, job.recorded():
+    with call.files, job.recorded(), as_compiled():
         return job.returned(collect(call, execute(call, job.monitor)))
 
 
@@ -278,15 +278,16 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     sources = sources_of(call.values.values)
     options = with_fitting_threads(call.plan, sources, call.options, call.runner)
     check_memory(call.plan, sources, options, call.runner)
-    tree = call.planned.staged.out_tree
-    kept = materialized_numbers(keyed_outputs(tree, options))
-    results = materialized_outputs(call.plan, tree, options, kept)
+    staged, kept = call.planned.staged, frozenset[int]()
+    if staged.returns_keyed:
+        kept = materialized_numbers(keyed_outputs(staged.out_tree, options))
+    results = materialized_outputs(call.plan, staged.out_tree, options, kept)
     return call.backend, options, results
 
 
 def execute(call: Call, monitor: Monitor) -> Values:
     """Runs the plan of a call, and returns its outputs by name."""
-    with call.results.cleared(), with_lapack_threads(), as_compiled(), with_subnormals():
+    with call.results.cleared(), with_lapack_threads(), with_subnormals():
         try:
             values = _execute(call, monitor)
         except BeamjaxError as error:
@@ -320,13 +321,14 @@ def collect(call: Call, values: Values) -> Any:
     """Builds the tree that the function returns from the outputs of its plan."""
     plan, staged = call.plan, call.planned.staged
     leaves = []
-    with as_compiled():
-        for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
-            leaf = _output(plan, output, values, call.values)
-            if not isinstance(leaf, Placed):
-                leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
-            leaves.append(leaf)
+    for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
+        leaf = _output(plan, output, values, call.values)
+        if not isinstance(leaf, Placed):
+            leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
+        leaves.append(leaf)
     result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
+    if not staged.returns_keyed:
+        return result
     return with_tables(result, call.results, call.backend, call.options)
 
 

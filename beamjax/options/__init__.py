@@ -240,8 +240,8 @@ def parse_options(options: Any) -> Options:
     if isinstance(options, Options):
         return _checked(options)
     if isinstance(options, Mapping):
-        own = {key: value for key, value in options.items() if key in OWN}
-        flags = [flag for k, v in options.items() if k not in OWN and (flag := _flag(k, v))]
+        own = {key: value for key, value in options.items() if key in RULES}
+        flags = [flag for k, v in options.items() if k not in RULES and (flag := _flag(k, v))]
         return _checked(Options(**own, beam=tuple(flags)))
     if isinstance(options, Sequence) and not isinstance(options, str):
         own, flags = _split_own(options)
@@ -279,9 +279,10 @@ def _flag(key: str, value: Any) -> str | None:
 
 def _checked(options: Options) -> Options:
     """The same options, with values as their rules read them."""
+    given, defaults = vars(options), vars(_DEFAULTS)
     values = {}
     for name, rule in RULES.items():
-        found, default = getattr(options, name), getattr(_DEFAULTS, name)
+        found, default = given[name], defaults[name]
         if found is default:
             continue
         try:
@@ -298,7 +299,8 @@ def _checked(options: Options) -> Options:
             values[name] = os.path.abspath(values[name])
     if (required := values.get("require_platform")) is not None:
         values.setdefault("platforms", REQUIRED[required][:1])
-    read = replace(options, **values)
+    changed = {name: value for name, value in values.items() if value is not given[name]}
+    read = replace(options, **changed) if changed else options
     _check_together(read)
     return read
 

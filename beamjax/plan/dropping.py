@@ -127,7 +127,7 @@ class DeadLetters:
         self.limit = limit
         self.path = path
         self._found: dict[tuple[str, int], Dropped] = {}
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._counts: collections.defaultdict[str, int] = collections.defaultdict(int)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

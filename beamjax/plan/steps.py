@@ -261,13 +261,13 @@ class Map:
         keys += [check.body, check.short_body or check.body] if check else []
         return tuple(dict.fromkeys(keys))
 
-    @property
+    @functools.cached_property
     def partial_bytes(self) -> int:
         """Bytes of the partials of a shard."""
         buffers = sum(buffer.size * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
         return buffers + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
 
-    @property
+    @functools.cached_property
     def reduced(self) -> tuple[str, ...]:
         """Names of the server values that its reductions define."""
         buffers = (r.result for buffer in self.buffers for r in buffer.reductions)
@@ -500,8 +500,12 @@ class Plan:
         cuts = self.file_starts.get(placement, ())
         return Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
 
-    def returned(self) -> dict[str, None]:
+    def returned(self) -> Mapping[str, None]:
         """The names of the values that the outputs are made of, in order."""
+        return self._returned
+
+    @functools.cached_property
+    def _returned(self) -> Mapping[str, None]:
         names = (name for out in self.outputs for name in (out.value, out.tail))
         return dict.fromkeys(name for name in names if name is not None)
 

@@ -186,4 +186,8 @@ def _is_stream(value: Any) -> bool:
 
 def _array_source(array: np.ndarray, path: str) -> ArraySource:
     leaf = LeafSpec(array.shape[1:], array.dtype, None, path)
-    return ArraySource([array], [leaf], jax.tree_util.tree_structure(0))
+    return ArraySource([array], [leaf], _SINGLE)
+
+
+_SINGLE = jax.tree_util.tree_structure(0)
+"""The tree of a single leaf."""

@@ -20,7 +20,7 @@ from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.liveness import live_before, made, used
 from beamjax.plan.one_pass import open_placements, split
-from beamjax.plan.shard import Shard, shard_errors
+from beamjax.plan.shard import Shard, Shards, shard_errors
 from beamjax.plan.steps import (
     Gather,
     Map,
@@ -147,7 +147,6 @@ class _Evaluation(ControlFlow[np.ndarray]):
         self.streams = inputs.streams()
         self.results = results
         self.table = WorkTable()
-        self.threads = computing_threads(options)
         self.device = compute_device(options.xla_threads)
         self.outputs = set(plan.returned())
 
@@ -322,7 +321,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def computed(self, step: Map, execute: ShardExecutor) -> Iterator[Done]:
         """The results of the shards of a pass, in order."""
-        n = self.plan.sizes[step.placement]
+        shards = self.plan.shards(step.placement)
 
         def compute(
             shard: Shard,
@@ -338,11 +337,12 @@ class _Evaluation(ControlFlow[np.ndarray]):
             meter.lap("compute")
             return Done(shard, found, meter)
 
-        reads = self.read(step, execute) if n is not None else self.read_streams(step)
+        known = shards.n is not None
+        reads = self.read(step, execute, shards) if known else self.read_streams(step, shards)
         jobs = (functools.partial(compute, *read) for read in reads)
-        shards = self.plan.shards(step.placement).count
-        threads = 1 if execute.calls_back else self.threads
-        return computed(jobs, shards, threads, step.body, self.table.check)
+        alone = execute.calls_back or shards.count == 1
+        threads = 1 if alone else computing_threads(self.options)
+        return computed(jobs, shards.count, threads, step.body, self.table.check)
 
     def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
         """Adds members that a pass drops; reports all of them if they exceed the limit."""
@@ -357,10 +357,9 @@ class _Evaluation(ControlFlow[np.ndarray]):
         sends = step.partial_bytes, step.saved
         return functools.partial(Meter, step.name, self.monitor, sends)
 
-    def read(self, step: Map, execute: ShardExecutor) -> Iterator[Read]:
+    def read(self, step: Map, execute: ShardExecutor, shards: Shards) -> Iterator[Read]:
         """Reads the shards of a pass."""
         read = [name for name in step.operands if name not in self.values]
-        shards = self.plan.shards(step.placement)
         new_meter = self.meters(step)
         for shard in shards:
             stop = shard.start + shard.count
@@ -382,9 +381,8 @@ class _Evaluation(ControlFlow[np.ndarray]):
             meter.lap("read", sum(array.nbytes for array in fresh.values()))
             yield shard, operands, lost, meter
 
-    def read_streams(self, step: Map) -> Iterator[Read]:
+    def read_streams(self, step: Map, shards: Shards) -> Iterator[Read]:
         """Reads the shards of a pass whose members are counted while they are read."""
-        shards = self.plan.shards(step.placement)
         new_meter = self.meters(step)
         meter = new_meter()
         for block in self.streamed(shards.size):

@@ -111,7 +111,7 @@ def computed(
     Raises:
       Exception: the error of the first job, in order, that fails.
     """
-    if threads == 1 or count == 1:
+    if threads == 1:
         for job in jobs:
             yield job()
         return

@@ -73,7 +73,8 @@ class WorkTable:
           JobCancelledError: the run has ended.
         """
         if limit is None and self._file is None:  # no process reads the file
-            self.check()
+            if self._given_up or self.late is not None:
+                self.check()
             return _NOBODY_LOOKS
         return AtWork(self, doing, step, shard, limit)
 

@@ -19,6 +19,7 @@ from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.staging import drjax
 from beamjax.interpreters.staging.tracers import refuse_tracers
 from beamjax.interpreters.staging.unknown_sizes import explained
+from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
 from beamjax.ops.placements import observe
 from beamjax.sources.source_base import Source, StreamSource
@@ -78,6 +79,13 @@ class Staged:
 
     def __str__(self) -> str:
         return str(self.closed)
+
+    @functools.cached_property
+    def returns_keyed(self) -> bool:
+        """Whether the tree of its results has a `Keyed`."""
+        numbered = tree_util.tree_unflatten(self.out_tree, range(self.out_tree.num_leaves))
+        nodes = tree_util.tree_leaves(numbered, is_leaf=lambda node: isinstance(node, Keyed))
+        return any(isinstance(node, Keyed) for node in nodes)
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,8 @@ def _aval(name: str, leaf: Any, argument: Any) -> Any:
     try:
         if isinstance(leaf, jax.Array):
             return jax.typeof(leaf)
+        if type(leaf) is np.ndarray:
+            return _compat.array_type(leaf.shape, leaf.dtype, _compat.config.jax_enable_x64)
         return jax.api_util.shaped_abstractify(leaf)
     except OverflowError as error:
         raise StructureError(
