@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import itertools
 import sys
 import zlib
@@ -16,7 +17,6 @@ from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, made, used, used_by_rounds
 from beamjax.plan.steps import Block, Branch, Loop, Plan, Step, is_straight
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.progress import rounds_in
 
 V = TypeVar("V")
 MAX_RECORDED = 1 << 20
@@ -144,7 +144,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         saved = self._checkpointer
         whole = Block(self.plan.steps, tuple(self.plan.returned()))
         if saved is not None and saved.finished:
-            self.monitor.resumed(rounds_in(self.plan, whole.steps))
+            self.monitor.resumed(whole.steps)
             found = [self.value(name) for name in whole.outputs]
         else:
             found = self.block(whole, "", set(self.values), saved.position if saved else ())
@@ -173,7 +173,7 @@ class ControlFlow(abc.ABC, Generic[V]):
         for number, steps in enumerate(groups):
             if at and steps[0].name != at[0][0]:
                 # The earlier run has finished these steps; the checkpoint has their live results.
-                self.monitor.resumed(rounds_in(self.plan, steps))
+                self.monitor.resumed(steps)
                 own.update(name for step in steps for name in made(step))
                 continue
             later = set(block.outputs).union(
@@ -232,8 +232,9 @@ class ControlFlow(abc.ABC, Generic[V]):
           at: the position in it to continue from; empty to start with its first round.
         """
         first = at[0][1] if at else 0
-        self.monitor.resumed(first * (1 + rounds_in(self.plan, loop.block.steps)))
-        if not at:
+        if at:
+            self.monitor.resumed([dataclasses.replace(loop, rounds=first)])
+        else:
             self._carry(loop, [self.value(value.init) for value in loop.carried])
             # Replaces the entries from the previous round of an enclosing loop.
             self.stacks |= {name: [] for name in loop.stacked}

@@ -14,7 +14,7 @@ from typing import Any
 from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.steps import Plan
+from beamjax.plan.steps import Plan, Step
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.meters import Listener, Reports
 from beamjax.telemetry.progress import (
@@ -74,7 +74,8 @@ class Monitor(Listener):
         self.checksums = Checksums(enabled=folder is not None)
         self._plan, self._predicted, self._advice = plan, predicted or {}, advice
         self._began = time.monotonic()
-        self._rounds = self._rounds_resumed = 0
+        self._rounds = 0
+        self._resumed: list[Step] = []
         self._workers: set[str] = set()
         self._pipeline: str | None = None
         self._results: list[Any] = []
@@ -113,11 +114,10 @@ class Monitor(Listener):
             self._rounds += 1
             self.round_ends.add(round(time.monotonic() - self._began, 4))
 
-    def resumed(self, rounds: int) -> None:
-        """Records that a checkpoint has the results of rounds, which are not computed again."""
+    def resumed(self, steps: Iterable[Step]) -> None:
+        """Records that a checkpoint has the results of steps, which are not computed again."""
         with self._lock:
-            self._rounds += rounds
-            self._rounds_resumed += rounds
+            self._resumed += steps
 
     def saved(self) -> None:
         """Records that a checkpoint was saved."""
@@ -222,7 +222,7 @@ class Monitor(Listener):
 
     @functools.cached_property
     def _expected(self) -> Progress:
-        return expected(self._plan)
+        return expected(self._plan, self._plan.steps)
 
     def progress(self) -> Progress:
         """The progress of the job."""
@@ -235,19 +235,26 @@ class Monitor(Listener):
             steps = dict(self.spent)
             for step, spent in tallies(found).items():
                 steps[step] = steps.get(step, Tally()) + spent
+            whole, resumed = self._expected, expected(self._plan, self._resumed)
             return replace(
-                self._expected,
+                whole,
+                members=_less(whole.members, resumed.members),
+                shards=_less(whole.shards, resumed.shards),
                 predicted=self._predicted,
                 advice=self._advice,
                 done=sum(steps.values(), Tally()),
                 steps=steps,
-                rounds=self._rounds,
-                rounds_resumed=self._rounds_resumed,
+                rounds=self._rounds + (resumed.rounds_total or 0),
+                rounds_resumed=resumed.rounds_total or 0,
                 dropped=len(self.letters),
                 step=_last_step(found, self.step),
                 workers=len(self._workers.union(record.worker for record in found)),
                 seconds=time.monotonic() - self._began,
             )
+
+
+def _less(whole: int | None, part: int | None) -> int | None:
+    return None if whole is None else whole - (part or 0)
 
 
 def _last_step(found: Sequence[WorkerRecord], before: str) -> str:

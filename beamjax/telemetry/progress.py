@@ -86,8 +86,8 @@ class Progress:
 
     Attributes:
       done: the work of all workers so far.
-      members: the number of members to compute in all passes together; None if a loop or a branch
-        decides it while the job runs.
+      members: the number of members to compute in all passes together, without passes whose results
+        are in a checkpoint; None if a loop or a branch decides it while the job runs.
       shards: the number of shards to compute in all passes together, or None as for `members`.
       rounds: the number of complete rounds of loops around placed operators, with those that the
         run has resumed from a checkpoint.
@@ -178,9 +178,9 @@ def _busy(tally: Tally) -> float:
 # --- what there is to do
 
 
-def expected(plan: Plan) -> Progress:
-    """The progress at the start of a plan: all work to do, nothing done."""
-    members, shards, rounds = _expected(plan, plan.steps)
+def expected(plan: Plan, steps: Iterable[Step]) -> Progress:
+    """The progress at the start of steps of a plan: all work to do, nothing done."""
+    members, shards, rounds = _expected(plan, steps)
     return Progress(members=members, shards=shards, rounds_total=rounds)
 
 
@@ -209,11 +209,6 @@ def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
         members, shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
         total = members, shards, inner
     return total
-
-
-def rounds_in(plan: Plan, steps: Iterable[Step]) -> int:
-    """The number of rounds of all loops in these steps; 0 if a condition decides it."""
-    return _expected(plan, steps)[2] or 0
 
 
 def _plus(a: int | None, b: int | None) -> int | None:
