@@ -115,6 +115,9 @@ WAYS = {
     "one large member": Way(planned=LARGE, n=1),
     "full shards apart": Way(planned=APART),
     "full shards apart, in a loop": Way(LOOP, planned=APART, n=21),
+    "full shards apart, in batches": Way(
+        {"member_loop": "batches", "member_batch": 8, "shard_size": 16}, planned=APART
+    ),
     "no short shard": Way(planned=APART, n=24),
     "one short shard": Way(planned=APART, n=7),
     "checked": Way({"on_nonfinite": "raise"}),

@@ -22,8 +22,6 @@ from beamjax.runtime.shard_executor import ShardExecutor
 
 N, D = 20, 16
 RNG = np.random.default_rng(0)
-RUNNERS = ["local", "DirectRunner"]
-on_runners = pytest.mark.parametrize("runner", RUNNERS)
 
 
 def normal(*shape):
@@ -118,22 +116,7 @@ def test_masks_of_much_that_is_reduced_are_worth_an_executable():
 
 
 @pytest.mark.usefixtures("apart")
-@on_runners
-@pytest.mark.parametrize("loop", [{}, {"member_loop": "loop"},
-                                  {"member_loop": "batches", "member_batch": 8}])  # fmt: skip
-def test_sums_of_full_and_short_shards(loop, runner):
-    program = scatter()
-    for n in (64, 61, 16, 5):
-        x = normal(n, D)
-        x[-1, 0] = 1e15  # which padding repeats
-        found = bj.run(program, x, runner=runner, options={"shard_size": 16, **loop})
-        wide = x.astype(np.float64)
-        scale = np.abs(wide).T @ np.abs(wide)
-        assert np.all(np.abs(found - wide.T @ wide) <= 1e-6 * scale + np.finfo(np.float32).tiny), n
-
-
-@pytest.mark.usefixtures("apart")
-@on_runners
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_members_that_full_shards_leave_out(runner):
     """Those that are dropped, and rows of members of unequal length."""
     x = normal(32, D)

@@ -4,15 +4,12 @@ import itertools
 import random
 
 import apache_beam as beam
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
-from helpers import assert_same_bits
 
-import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values import store as in_process
@@ -202,19 +199,3 @@ def test_files_that_are_gone_or_damaged(tmp_path):
         element = spill.encode_arrays([], {"spilled": ref})
         with pytest.raises(ArrayFormatError, match="reference to a stored value"):
             receive(store, element)
-
-
-@bj.program(m=24)
-def wide(x, w):
-    y = bj.map_fn(lambda v: w * v, x)
-    return bj.reduce_sum(y), bj.reduce_mean(y), bj.reduce_max(y)
-
-
-def test_wide_results_have_the_bits_of_the_run_in_this_process():
-    exponents = RNG.integers(-9, 9, 600_000)
-    w = jnp.asarray(RNG.normal(size=600_000) * 10.0**exponents, np.float32)
-    x = RNG.normal(size=24).astype(np.float32)
-    expected = bj.run(wide, x, w, runner="local", options={"shard_size": 8})
-    threads = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
-    for workers in ({}, threads, {**threads, "keep_folder": "failed"}):  # the last one in files
-        assert_same_bits(bj.run(wide, x, w, options={"shard_size": 8, **workers}), expected)
