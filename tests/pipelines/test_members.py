@@ -1,16 +1,13 @@
 """Placed values between pipelines: the members that were asked for, from any cut into files."""
 
 import json
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines.graph import results, streaming
+from beamjax.pipelines.graph import streaming
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.members import (
     EntrySource,
@@ -33,28 +30,6 @@ def written(folder, array, parts, stem="v"):
         path = files.join(str(folder), MembersSource.file_name(stem, start, count))
         files.write(path, encode_arrays([array[start : start + count]]))
     return MembersSource(str(folder), stem, parts, leaf(array), len(array))
-
-
-def test_files_hold_consecutive_members(tmp_path, monkeypatch):
-    """Of the blocks of a bundle, in any order; a large one makes a file at once."""
-    store, blocks = Store(str(tmp_path)), [(8, 3), (0, 8), (16, 2), (11, 4), (18, 2)]
-    for limit, names in (
-        (1 << 20, {"v-0-15", "v-16-4"}),
-        (8 * 24, {"v-0-11", "v-11-4", "v-16-4"}),
-    ):
-        monkeypatch.setattr(results, "FILE_BYTES", limit)
-        step = results.WritePlaced(store, "x", "v")
-        step.start_bundle()
-        for start, count in blocks:
-            step.process(MemberBlock(start, count, 8, {"x": X[start : start + count]}))
-        step.finish_bundle()
-        assert {Path(name).stem for name in files.names(str(tmp_path))} == names
-        parts = sorted(tuple(map(int, name.split("-")[1:])) for name in names)
-        source = MembersSource(str(tmp_path), "v", parts, leaf(X), N)
-        for start, count in parts:
-            (found,) = source.read(start, start + count)
-            np.testing.assert_array_equal(found, X[start : start + count])
-        files.remove_files(str(tmp_path), files.names(str(tmp_path)))
 
 
 def test_small_blocks_of_a_stream_travel_together(tmp_path):
@@ -99,20 +74,6 @@ def test_members_in_files(tmp_path):
     assert written(tmp_path, X, [(0, 4), (6, 10)]).missing() == [4, 5, 16, 17, 18, 19]
     names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
     assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
-
-
-@settings(deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_any_cover_gives_any_range(tmp_path_factory, data):
-    cuts = sorted(data.draw(st.sets(st.integers(1, N - 1))))
-    parts = list(zip([0, *cuts], np.diff([0, *cuts, N]).tolist(), strict=True))
-    starts = data.draw(st.lists(st.integers(0, N - 1), max_size=4))
-    parts += [(start, data.draw(st.integers(1, N - start))) for start in starts]
-    source = written(tmp_path_factory.mktemp("cover"), X, data.draw(st.permutations(parts)))
-    start = data.draw(st.integers(0, N))
-    stop = data.draw(st.integers(start, N))
-    np.testing.assert_array_equal(source.read(start, stop)[0], X[start:stop])
-    assert set(source.files) <= {MembersSource.file_name("v", *part) for part in parts}
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -107,12 +107,6 @@ SHAPES = st.sampled_from([(), (0, 3), (3, 2)]) | st.tuples(st.integers(0, 3000))
 
 
 @pytest.mark.versions
-def test_every_dtype(tmp_path):
-    place = Store(str(tmp_path), piece_bytes=4096)
-    for values in ([numbers(dtype, shape)] for dtype in DTYPES for shape in [(3, 2), (200, 401)]):
-        assert_same(place.get(place.put(values)), values)
-
-
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(
     st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6),

@@ -54,7 +54,7 @@ def test_members_come_back(file_bytes, store, monkeypatch):
 def test_all_that_is_on_this_machine_is_written(store, tmp_path):
     for name in (
         "arrays", "spilled", "npy", "npy series", "npz", "parquet", "arrow", "feather", "tfrecord",
-        "taken", "ragged", "grouped",
+        "members", "taken", "ragged", "grouped",
     ):  # fmt: skip
         (tmp_path / name).mkdir()
         source, _ = SOURCES[name](tmp_path / name)

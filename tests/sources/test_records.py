@@ -25,7 +25,6 @@ from source_files import (
     random_bits,
     refused,
     save,
-    save_npy,
     save_parts,
     write_records,
 )
@@ -33,9 +32,6 @@ from tfrecords import Encoded, delimited, example, feature, framed, varint, writ
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.pipelines.values.members import stays_here
-from beamjax.pipelines.values.store import Store
-from beamjax.sources.derived_sources import grouped
 from beamjax.sources.records import tfrecord_frames, tfrecord_source
 from beamjax.sources.records.tf_example import (
     ExampleParser,
@@ -293,17 +289,6 @@ def test_a_record_whose_length_looks_like_gzip(tmp_path):
     assert Path(path).read_bytes()[:3] == b"\x1f\x8b\x08"
     source = bj.from_tfrecord(path, {"a": of((nbytes - over,), "uint8")})
     assert (type(source).__name__, len(source)) == ("TFRecordSource", 1)
-
-
-def test_which_sources_stay_on_this_machine(tmp_path):
-    source = bj.from_tfrecord(write(tmp_path / "x", rows()), FEATURES)
-    live = bj.from_random_access([1, 2, 3, 4])
-    there, here = Store("inmemory://run", persistent=False), Store(str(tmp_path))
-    mapped = bj.from_npy(save_npy(tmp_path))
-    for each in (source, live, mapped, grouped(source, 1), grouped(live, 2)):
-        assert stays_here(each, there)
-        assert not stays_here(each, here)
-    assert not stays_here(bj.from_range(5), there)
 
 
 # --- what is wrong
