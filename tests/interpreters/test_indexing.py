@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
+from beamjax.diagnostics.fact_types import walk_facts
 
 SMALL = {"shard_size": 8}
 
@@ -262,6 +263,13 @@ def test_single_members(shape):
     }
     for index in (np.int32(20), np.int8(13)):
         assert not wrong(ops, 20, index, SMALL, shape)
+
+
+def test_more_than_half_of_the_members_are_gathered():
+    program = program_of(20, [lambda y, i: y[i]])
+    for count in (10, 11):
+        plan = bj.explain(program, np.arange(count), members(20), options=SMALL)
+        assert ("Gather" in {fact.kind for fact in walk_facts(plan.facts.steps)}) == (count == 11)
 
 
 def test_indices_that_members_make():

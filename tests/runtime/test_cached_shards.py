@@ -258,6 +258,16 @@ def test_files_that_are_unchanged_are_not_read(tmp_path, runner):
     check(7, 1)
 
 
+def test_explain_after_a_file_is_gone(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"x": np.ones(20, np.float32)}), path)
+    rows = bj.from_parquet(str(path), columns="x")
+    path.unlink()
+    fn = bj.program(placements={"clients": None})(lambda x: bj.reduce_sum(bj.map_fn(jnp.exp, x)))
+    text = str(bj.explain(fn, rows, options={"shard_size": SIZE, "cache": str(tmp_path / "cache")}))
+    assert "3 at most" in text
+
+
 def test_partials_of_all_types_by_runs_at_the_same_time(tmp_path):
     def kinds(w, x):
         drawn = bj.map_fn(lambda v: jax.random.normal(jax.random.key(3)) * v, x)
