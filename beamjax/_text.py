@@ -36,11 +36,15 @@ def described(error: BaseException) -> str:
     XLA puts the error that a callback raised at the end of a long traceback.
     """
     text = f"{type(error).__name__}: {error}"
-    _, mark, traceback = text.partition("callback: Traceback (most recent call last):\n")
+    found = callback_error(error)
+    return f"{found}, raised by a call to the host\n{text}" if found else text
+
+
+def callback_error(error: BaseException) -> str:
+    """`Type: message` of the error of a callback, from the message of XLA; else ""."""
+    _, mark, traceback = str(error).partition("callback: Traceback (most recent call last):\n")
     after_frames = traceback.rpartition("\n  File ")[2].splitlines()[1:]
-    if not mark or not after_frames:
-        return text
-    return f"{after_frames[0]}, raised by a call to the host\n{text}"
+    return after_frames[0] if mark and after_frames else ""
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:

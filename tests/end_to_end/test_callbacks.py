@@ -277,6 +277,21 @@ def test_a_callback_that_fails_names_step_and_members():
             bj.run(program(fn), W, X, runner="local", options=OPTIONS)
 
 
+def test_an_interrupt_in_a_callback_ends_the_run():
+    calls = []
+
+    def interrupted(x):
+        calls.append(x)
+        raise KeyboardInterrupt  # Ctrl-C
+
+    called = functools.partial(jax.pure_callback, interrupted, vmap_method="sequential")
+    fn = program(lambda x: bj.reduce_sum(bj.map_fn(lambda v: called(spec(v), v), x)))
+    with pytest.raises(KeyboardInterrupt):
+        bj.run(fn, X[:, 0], runner="local", options={"on_error": "drop"})
+    assert len(calls) == 1, "it computed members again to find one that fails"
+
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_callback_runs_a_program(runner):
     # XLA calls back on threads that flush subnormal numbers to zero, which exact sums refuse.
