@@ -85,6 +85,12 @@ class Session:
         if self._workers is not None:
             self._workers.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "session: found it where something is pickled, but its workers belong to this process; "
+            "open another session where it is used, or take it out of the function that travels"
+        )
+
     def __enter__(self) -> Session:
         return self
 

@@ -18,6 +18,7 @@ from jax import export, tree_util
 
 from beamjax.bodies.export import with_x64
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
+from beamjax.options import parse_options
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
@@ -61,7 +62,8 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
       env_vars: see Beam's `ModelHandler`.
 
     Raises:
-      OptionsError: neither or both of a model and a path are given, or a batch size is no int >= 1.
+      OptionsError: neither or both of a model and a path are given, a batch size is no int >= 1, or
+        a platform is unknown.
       StructureError: the model does not fit the example, or is larger than 8 MiB; save a larger one
         with `save_model`.
       ArrayFormatError: the file at `model_path` holds no model.
@@ -180,7 +182,7 @@ def save_model(
       platforms: as for `JaxModelHandler`.
 
     Raises:
-      OptionsError: a batch size is no int >= 1.
+      OptionsError: a batch size is no int >= 1, or a platform is unknown.
       StructureError: the model does not fit the example.
       Exception: any error of the file system.
     """
@@ -220,6 +222,8 @@ def encode_model(
 ) -> bytes:
     """The bytes of a model; see `JaxModelHandler` for arguments and errors."""
     sizes = _checked_sizes(batch_sizes)
+    if platforms is not None:
+        platforms = parse_options({"platforms": platforms}).platforms
     leaves, params_tree = tree_util.tree_flatten(params)
     values = [plain_array(jnp.asarray(leaf), "JaxModelHandler: params") for leaf in leaves]
     paths, tree = tree_util.tree_flatten_with_path(example)
@@ -304,10 +308,11 @@ def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
 
 
 def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
-    found = BATCH_SIZES if sizes is None else tuple(sorted(set(sizes)))
-    if not found or any(type(size) is not int or size < 1 for size in found):
+    found = BATCH_SIZES if sizes is None else sizes
+    is_list = isinstance(found, Sequence) and not isinstance(found, str)
+    if not is_list or not found or any(type(size) is not int or size < 1 for size in found):
         raise OptionsError(f"batch_sizes: found {sizes!r}, expected ints >= 1.")
-    return found
+    return tuple(sorted(set(found)))
 
 
 def _type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -387,7 +392,11 @@ class Model:
     def _leaves(self, example: Any) -> list[np.ndarray]:
         leaves, tree = tree_util.tree_flatten(example)
         if tree != self._tree:
-            raise StructureError(f"RunInference: found an example {tree}, expected {self._tree}.")
+            raise StructureError(
+                f"RunInference: found an example {tree}, expected {self._tree}, "
+                "as in the example of the model. Convert the elements first, or in "
+                "with_preprocess_fn."
+            )
         return [_as(leaf, aval) for leaf, aval in zip(leaves, self._types, strict=True)]
 
 

@@ -218,7 +218,7 @@ def open_job(folder: str | os.PathLike[str]) -> Job:
       ArrayFormatError: a file in the folder is damaged.
       SourceError: a file in the folder can't be read.
     """
-    return Job(JobFolder(os.fspath(folder)))
+    return Job(JobFolder(files.local_path(os.fspath(folder))))
 
 
 # --- jobs of this process

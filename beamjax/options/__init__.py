@@ -17,6 +17,7 @@ from beamjax.options import rules
 from beamjax.options.choices import MEMBER_LOOPS, RECOMPUTE, Choices
 from beamjax.options.rules import REQUIRED as REQUIRED
 from beamjax.options.rules import Rule
+from beamjax.storage import files
 
 
 def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
@@ -294,9 +295,13 @@ def _checked(options: Options) -> Options:
             raise OptionsError(
                 f"{name}: found {found!r}, expected {rule.expected}{optional}"
             ) from None
-    for name in ("cache", "compile_cache"):
-        if name in values and "://" not in values[name]:
-            values[name] = os.path.abspath(values[name])
+    for name, value in values.items():
+        if isinstance(value, str) and files.is_url(value) and not files.remote().is_known(value):
+            raise OptionsError(
+                f"{name}: found {value!r}, but Beam has no file system here for such URLs; "
+                "expected a path, or a URL whose file system is installed (apache-beam[gcp] for "
+                "gs://, apache-beam[aws] for s3://)"
+            )
     if (required := values.get("require_platform")) is not None:
         values.setdefault("platforms", REQUIRED[required][:1])
     changed = {name: value for name, value in values.items() if value is not given[name]}

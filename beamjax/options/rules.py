@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from beamjax.options.choices import MULTIPLE, Choices, read_choices
+from beamjax.storage import files
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def path(what: str, *endings: str) -> Rule:
             raise ValueError
         if endings and not os.fspath(found).lower().endswith(endings):
             raise ValueError
-        return os.fspath(found)
+        return files.local_path(os.fspath(found))
 
     with_ending = f" that ends in {', '.join(endings)}" if endings else ""
     return Rule(f"the path or URL of a {what}{with_ending}", read, is_path=True)

@@ -216,7 +216,7 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed:
     """
     from beamjax.storage import files
 
-    where = os.fspath(folder)
+    where = files.local_path(os.fspath(folder))
     where = where if is_url(where) else os.path.abspath(where)
     path = f"{where}/{MANIFEST}"
     try:

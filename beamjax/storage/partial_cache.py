@@ -26,6 +26,8 @@ LIMIT = 10 * 2**30
 SUFFIX = ".partials"
 _UNFINISHED = 3600.0
 """Seconds after which a temporary file is considered abandoned by its writer."""
+_PAUSE = 20.0
+"""Seconds for which a cache is not used after a second that was lost with a failure."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,7 @@ class PartialCache:
         self.limit = limit
         self._lock = threading.Lock()
         self._failed: set[str] = set()
+        self._paused_until = 0.0
         # As many bytes as trigger the check of the folder before the first write.
         self._written = limit
 
@@ -52,7 +55,9 @@ class PartialCache:
 
         A file that is damaged or can't be read counts as missing, and is logged.
         """
-        path = self._path(address)
+        path, start = self._path(address), time.monotonic()
+        if start < self._paused_until:
+            return None
         try:
             if files.is_url(path) and not files.exists(path):
                 return None
@@ -63,7 +68,7 @@ class PartialCache:
             _log.warning("cache: found a damaged file %s, computing it again: %s", path, error)
             return None
         except Exception as error:  # whatever a file system raises
-            self._warn("cache: can't read %s, computing it again: %s", path, error)
+            self._warn("cache: can't read %s, computing it again: %s", path, error, start)
             return None
         if not files.is_url(path):
             # The time of change is the time of the last use. Ignored: another process has removed
@@ -74,8 +79,10 @@ class PartialCache:
 
     def store(self, address: str, arrays: Sequence[np.ndarray], meta: dict[str, Any]) -> None:
         """Stores arrays; only logs a warning if the folder can't be written."""
+        path, start = self._path(address), time.monotonic()
+        if start < self._paused_until:
+            return
         data = encode_arrays(arrays, meta)
-        path = self._path(address)
         try:
             with self._lock:
                 self._written += len(data)
@@ -86,10 +93,13 @@ class PartialCache:
                 self.trim()
             files.write(path, data)
         except Exception as error:  # whatever a file system raises
-            self._warn("cache: can't write %s, going on without it: %s", path, error)
+            self._warn("cache: can't write %s, going on without it: %s", path, error, start)
 
-    def _warn(self, message: str, path: str, error: Exception) -> None:
+    def _warn(self, message: str, path: str, error: Exception, start: float) -> None:
         """Logs only the first failure of each kind: with a full disk, every shard fails."""
+        # A file system of URLs may retry for many seconds. Not every shard should wait for that.
+        now = time.monotonic()
+        self._paused_until = now + _PAUSE * (now - start)
         level = logging.DEBUG if message in self._failed else logging.WARNING
         self._failed.add(message)
         _log.log(level, message, path, error)

@@ -30,6 +30,15 @@ _ATTEMPTS = 5
 _RAW = CompressionTypes.UNCOMPRESSED
 
 
+def is_known(path: str) -> bool:
+    """Whether Beam has a file system for the scheme of a URL."""
+    try:
+        _known().get_filesystem(path)
+    except ValueError:
+        return False
+    return True
+
+
 def join(folder: str, name: str) -> str:
     """URL of a file in a folder."""
     return _known().join(folder, name)

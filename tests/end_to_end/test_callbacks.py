@@ -291,7 +291,6 @@ def test_an_interrupt_in_a_callback_ends_the_run():
     assert len(calls) == 1, "it computed members again to find one that fails"
 
 
-
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_callback_runs_a_program(runner):
     # XLA calls back on threads that flush subnormal numbers to zero, which exact sums refuse.

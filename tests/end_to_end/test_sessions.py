@@ -1,5 +1,6 @@
 """Sessions: workers that stay between calls give what `beamjax.run` gives."""
 
+import pickle
 import threading
 import time
 
@@ -141,8 +142,8 @@ def test_what_a_session_refuses():
     with pytest.raises(OptionsError, match="belongs to one run"):
         bj.session("DirectRunner", {"checkpoint": "x"})
     for runner in ("local", "DirectRunner"):
-        with bj.session(runner, OPTIONS) as s:
-            pass
+        with bj.session(runner, OPTIONS) as s, pytest.raises(TypeError, match="another session"):
+            pickle.dumps(s)
         s.close()
         with pytest.raises(OptionsError, match="after its end"):
             s.run(gradient, jnp.zeros(3), X, Y)

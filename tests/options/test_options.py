@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 
 import pytest
@@ -32,12 +33,13 @@ READ = [
      Options(member_loop="batches", member_batch=8, shard_size=16)),
     (["--checkpoint=gs://b/c", "--checkpoint_every=1"],
      Options(checkpoint="gs://b/c", checkpoint_every=1)),
-    ({"checkpoint": pathlib.Path("a/b")}, Options(checkpoint="a/b")),
+    ({"checkpoint": pathlib.Path("a/b")}, Options(checkpoint=os.path.abspath("a/b"))),
     (("--reduction=fast",), Options(reduction="fast")),
     (["--progress=true"], Options(progress=True)),
     (["--shard_timeout=2.5"], Options(shard_timeout=2.5)),
     (["--job_folder=a/b", "--keep_folder=failed"],
-     Options(job_folder="a/b", keep_folder="failed")),
+     Options(job_folder=os.path.abspath("a/b"), keep_folder="failed")),
+    ({"report": "file:///a%20b"}, Options(report="/a b")),
     (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
     (["--shard_size=8", WORKERS, "--streaming"],
      Options(shard_size=8, beam=(WORKERS, "--streaming"))),
@@ -62,7 +64,11 @@ REFUSED = [
     ({"member_loop": "batches", "member_batch": 16, "shard_size": 16}, "16 with shard_size=16"),
     ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
     ({"plan": 3}, "plan: found 3, expected the path of a file"),
-    ({"plan": "no/such/file"}, "plan: cannot read no/such/file"),
+    ({"plan": "/no/such/file"}, "plan: cannot read /no/such/file"),
+    *[
+        ({name: "nofs://a"}, f"{name}: found 'nofs://a', but Beam has no file system")
+        for name in ("cache", "checkpoint", "job_folder", "report")
+    ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),
     (["--keep_folder=never"], "keep_folder: found 'never', expected one of failed, always, or"),
 ]
@@ -71,7 +77,7 @@ inf, nan = math.inf, math.nan
 LIMITS = {
     "checkpoint_every": ([1, 2], [0, -1, 1.0, True, None]),
     "device_memory_fraction": ([1, 1.0, 0.1, None], [0, -0.1, 1.1, True, nan]),
-    "checkpoint": (["a"], ["", 3]),
+    "checkpoint": (["/a"], ["", 3]),
     "drop_limit": ([0, 1, 0.5], [-0.1, 1.1, True, nan, None]),
     "gather_limit": ([0, 1, None], [-1, 1.0, True]),
     "local_devices": ([1, None], [0, 1.0, True]),
@@ -106,7 +112,9 @@ def test_impossible_options_are_errors():
             with pytest.raises(OptionsError, match=f"^{name}: found {value!r}, expected "):
                 parse_options(Options(**{name: value}))
     for how in ("on_error", "on_nonfinite"):
-        assert parse_options({"dead_letters": "x", how: "drop"}).dead_letters == "x"
+        assert parse_options({"dead_letters": "x", how: "drop"}).dead_letters == os.path.abspath(
+            "x"
+        )
 
 
 def test_a_plan_depends_on_what_shapes_its_bodies():

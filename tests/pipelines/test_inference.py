@@ -200,6 +200,8 @@ def test_what_is_no_model_is_refused_at_once():
         ("neither", OptionsError, (), {}),
         ("both", OptionsError, (linear, PARAMS, one), {"model_path": "x"}),
         ("batch_sizes", OptionsError, (linear, PARAMS, one), {"batch_sizes": [0]}),
+        ("batch_sizes", OptionsError, (linear, PARAMS, one), {"batch_sizes": 8}),
+        ("platforms", OptionsError, (linear, PARAMS, one), {"platforms": "gpu"}),
         ("save_model", StructureError, (lambda p, x: x, wide, one), {}),
         ("axis 0", StructureError, (lambda p, x: x.sum(), 0, one), {}),
         ("no arrays", StructureError, (linear, PARAMS, None), {}),

@@ -21,7 +21,8 @@ from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.options import parse_options
 from beamjax.sources.arrays import data_files
-from beamjax.storage.partial_cache import PartialCache
+from beamjax.storage import files
+from beamjax.storage.partial_cache import SUFFIX, PartialCache
 
 N, SIZE = 80, 8
 SHARDS = N // SIZE
@@ -138,6 +139,21 @@ def test_a_folder_that_cannot_be_written_changes_nothing(tmp_path, caplog):
         found = run(smallest, str(tmp_path / "file" / "cache"), W, X)
     assert found == run(smallest, None, W, X)
     assert caplog.text.count("going on without it") == 1
+
+
+def test_a_file_system_that_fails_slowly_delays_few_shards(tmp_path, monkeypatch):
+    reads, read = [], files.read
+
+    def slow(path):
+        if not path.endswith(SUFFIX):
+            return read(path)
+        reads.append(path)
+        time.sleep(0.2)
+        raise OSError
+
+    monkeypatch.setattr(files, "read", slow)
+    assert run(smallest, str(tmp_path), W, X) == run(smallest, None, W, X)
+    assert len(reads) < SHARDS, "each shard waited"
 
 
 def test_what_was_used_longest_ago_is_removed_first(tmp_path):

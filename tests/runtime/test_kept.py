@@ -227,6 +227,9 @@ def test_options_that_are_refused(tmp_path):
             run(embed, W, X, **options)
     with pytest.raises(OptionsError, match="options of transform"):
         bj.transform(embed, W, X, options={"keep": "placed"})
+    for option in ({"job_folder": "x"}, {"report": "x"}, {"strict": True}):
+        with pytest.raises(OptionsError, match="in the options of transform, which records no job"):
+            bj.transform(embed, W, X, options=option)
     (tmp_path / "file").write_text("")
     for way in ("local", "one"):
         with pytest.raises((SourceError, WorkerError), match="file"):

@@ -19,11 +19,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
-from urllib.parse import unquote
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.storage.files import is_url as is_url
-from beamjax.storage.files import remote
+from beamjax.storage.files import local_path, remote
 
 _DECOMPRESS: dict[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
@@ -100,12 +99,6 @@ def compression(path: str) -> str:
 def compression_of_content(data: bytes) -> str:
     """As `compression`, from the first bytes of a file, with which other formats may begin too."""
     return next((end for end, magic in _MAGIC.items() if data.startswith(magic)), "")
-
-
-def local_path(path: str) -> str:
-    """The path that a URL with `file://` stands for; any other path or URL as it is."""
-    # Beam's FileSystems knows local files by their paths only.
-    return unquote(path.removeprefix("file://")) if path.startswith("file://") else path
 
 
 def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str]:

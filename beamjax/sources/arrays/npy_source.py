@@ -25,7 +25,6 @@ from beamjax.sources.arrays.data_files import (
     DataFile,
     find_files,
     is_url,
-    local_path,
     look,
     readable,
 )
@@ -50,6 +49,7 @@ from beamjax.sources.source_base import (
     starts_of,
 )
 from beamjax.storage.dtypes import FLOAT0
+from beamjax.storage.files import local_path
 from beamjax.storage.shared_cache import SharedCache
 
 
