@@ -302,6 +302,10 @@ def _checked(options: Options) -> Options:
                 "expected a path, or a URL whose file system is installed (apache-beam[gcp] for "
                 "gs://, apache-beam[aws] for s3://)"
             )
+    # Read during and after a run, when the working directory may have changed.
+    for name in ("cache", "checkpoint", "compile_cache", "dead_letters", "report"):
+        if name in values and not files.is_url(values[name]):
+            values[name] = os.path.abspath(values[name])
     if (required := values.get("require_platform")) is not None:
         values.setdefault("platforms", REQUIRED[required][:1])
     changed = {name: value for name, value in values.items() if value is not given[name]}
