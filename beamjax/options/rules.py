@@ -68,7 +68,6 @@ def path(what: str, *endings: str) -> Rule:
         if endings and not os.fspath(found).lower().endswith(endings):
             raise ValueError
         return files.local_path(os.fspath(found))
-        return files.local_path(os.fspath(found))
 
     with_ending = f" that ends in {', '.join(endings)}" if endings else ""
     return Rule(f"the path or URL of a {what}{with_ending}", read, is_path=True)
