@@ -463,7 +463,8 @@ def standard_error(
         def numbers(weights: jax.Array) -> tuple[list[Any], Any]:
             result = reweight(fn, placement=placement)(weights, *args, **kwargs)
             floats = [x for x in tree_util.tree_leaves(result) if _is_float(x)]
-            return floats, result
+            # `jacrev` needs a leaf.
+            return floats or [jnp.zeros(0)], result
 
         ones = _ones(fn, args, kwargs, placement)
         jacobian, result = jax.jacrev(numbers, has_aux=True)(ones)

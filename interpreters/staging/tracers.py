@@ -28,7 +28,14 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
     for what, group in values.items():
         for value in group:
             if isinstance(value, jax.core.Tracer):
-                raise _traced(front, fn, f"{what} is a tracer of type {jax.typeof(value)}")
+                found = f"{what} is a tracer of type {jax.typeof(value)}"
+                if not _compat.is_tracing():  # The trace that made the value is over.
+                    raise StagingError(
+                        f"{calling_line()}: {front} of {name_of(fn)}: {found}, expected a value: a "
+                        "function that JAX or beamjax traced has leaked it, for example to a "
+                        "global, a list or an attribute. Return the value from that function."
+                    )
+                raise _traced(front, fn, found)
 
 
 def refuse_compilation(front: str, fn: Any) -> None:

@@ -270,6 +270,9 @@ def test_error_of_an_int_is_unknown(data):
     assert place.dtype == "int64"
     assert np.isnan(error).all()
     assert np.isfinite(known).all()
+    place, error = bj.standard_error(bj.program(clients="x")(bj.reduce_argmax))(x)
+    assert place.dtype == "int64"
+    assert np.isnan(error).all()
 
 
 # --- where members come from

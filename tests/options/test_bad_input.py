@@ -161,6 +161,24 @@ def test_calls_inside_of_a_transformation():
         assert faults_of(constants, StagingError, part) == []
 
 
+@pytest.mark.usefixtures("no_work")
+def test_tracers_that_a_function_has_leaked():
+    leaked = []
+
+    @bj.program(clients=N)
+    def body_leaks(x):
+        bj.map_fn(lambda v: leaked.append(v) or v, x)
+        return leaked[0]
+
+    calls = {
+        "by a body": lambda: run_here(body_leaks, X),
+        "in an earlier call": lambda: run_here(lambda w, x: loss(w, x) + leaked[0], X[0], X),
+        "as an argument": lambda: run_here(loss, leaked[0], X),
+    }
+    for part in ("is a tracer", "leaked it", "Return the value"):
+        assert faults_of(calls, StagingError, part) == []
+
+
 def test_calls_of_values_alone_beside_a_transformation():
     w = np.ones(3, np.float32)
     found = jax.grad(lambda v: (v * run_here(loss, w, X)).sum())(w)
