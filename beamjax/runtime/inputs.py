@@ -43,11 +43,12 @@ class Reader:
           SourceError: a source returns another number of members than requested, or an integer that
             does not fit the dtype that JAX uses for it.
         """
-        requested = sorted({self.where[name][0] for name in names})
-        arrays = {i: self.sources[i].read(start, stop) for i in requested}
+        arrays: dict[int, list[np.ndarray]] = {}
         found = {}
         for name in names:
             source, leaf = self.where[name]
+            if source not in arrays:
+                arrays[source] = self.sources[source].read(start, stop)
             found[name] = array = arrays[source][leaf]
             if len(array) != stop - start:
                 raise SourceError(

@@ -119,10 +119,10 @@ class ShardExecutor:
         """
         with shard_errors(self.step, shard):
             arrays = list(map(np.asarray, operands))
-            compute = functools.partial(self._computed, shard, arrays, lost or {})
             # Zeros replace members that could not be read, so `arrays` is not a key of the results.
             if self._cached is None or lost:
-                return compute()
+                return self._computed(shard, arrays, lost or {})
+            compute = functools.partial(self._computed, shard, arrays, {})
             return self._cached.computed(shard, arrays, compute)
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
@@ -153,8 +153,10 @@ class ShardExecutor:
         """
         if self._pads:
             arrays = list(map(self._pad, arrays))
-        shapes = tuple(array.shape[1:] for array in arrays)
-        body = self._body_of(self._fitted.get(shapes, self.step), full, shard)
+        step: Map | Bucketed = self.step
+        if self._fitted:
+            step = self._fitted.get(tuple(array.shape[1:] for array in arrays), step)
+        body = self._body_of(step, full, shard)
         return self._called(body, shard, heads, arrays)
 
     def _check_padding(
