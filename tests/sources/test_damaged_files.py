@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tfrecords
 from source_files import (
@@ -363,6 +364,16 @@ def test_damage_in_the_middle_never_ends_the_process(table, tmp_path):
             errors.append(str(error))
     assert len(errors) > 5
     assert all("/x" in message for message in errors)
+
+
+def test_pages_are_compared_with_their_checksums(tmp_path):
+    path, values = tmp_path / "x.parquet", np.arange(N)
+    plain = {"compression": "none", "use_dictionary": False}
+    pq.write_table(pa.table({"x": values}), path, write_page_checksum=True, **plain)
+    data = bytearray(path.read_bytes())
+    data[data.index(values.tobytes())] ^= 1
+    path.write_bytes(data)
+    refused(SourceError, r"x\.parquet: cannot read .*CRC", bj.from_parquet(path).read, 0, N)
 
 
 def test_damaged_names_in_a_row_group(tmp_path):
