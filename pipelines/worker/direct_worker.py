@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -30,6 +31,12 @@ def main() -> None:
 
     log_filters.install_in_worker()
     sdk_worker_main([])
+    # Without Python's finalization, which takes seconds for JAX and gRPC, and in which a thread of
+    # gRPC may crash the process. An exit handler records that this worker has ended.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
