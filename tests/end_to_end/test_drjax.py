@@ -154,17 +154,6 @@ def test_values_and_weights_promote_as_in_drjax(case):
             assert_close(bj.run(mean(ops), *args, runner="local"), expected, rtol=rtol)
 
 
-def test_errors_of_a_body_propagate():
-    @drjax.program(clients=N)
-    def fails(x):
-        return drjax.map_fn(lambda v: {}["missing"], x)
-
-    with pytest.raises(KeyError, match="missing"):
-        bj.run(fails, X, runner="local")
-    fn, args = keywords(drjax)
-    assert_close(bj.run(fn, *args, runner="local"), jax.jit(fn)(*args))
-
-
 # --- what is left behind
 
 

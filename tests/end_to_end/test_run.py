@@ -188,15 +188,6 @@ def test_runs_in_several_threads_at_once():
             assert_same_bits(future.result(), whole)
 
 
-def test_values_that_are_files_are_not_kept_in_memory(monkeypatch):
-    store._CACHE.clear()  # Of tests whose runs were killed.
-    tasks._executors.clear()
-    monkeypatch.setattr(store, "INLINE_BYTES", 0)
-    run_stages()
-    assert not store._CACHE._values
-    assert not tasks._executors._values
-
-
 def test_sources_that_are_gathered_are_read_on_the_workers():
     wide = bj.from_arrays(np.asarray(ARGS[1], np.float64))
     program = bj.program(clients=100)(lambda x: (x @ W, x[3], bj.reduce_sum(x), jnp.sort(x, 0)))
@@ -228,9 +219,13 @@ def test_a_run_leaves_nothing(empty_tmp, monkeypatch):
     monkeypatch.setattr(files, "write", spy)
     monkeypatch.setattr(store, "INLINE_BYTES", 0)
     before = live_sources()
+    store._CACHE.clear()  # Of tests whose runs were killed.
+    tasks._executors.clear()
     for flags in ([], [f"--work_folder={folder}"]):
         modes.clear()
         run_stages(*flags)
+        assert not store._CACHE._values
+        assert not tasks._executors._values
         assert set(modes) == {(0o700, bool(flags))}
         assert live_sources() == before
         assert list(empty_tmp.rglob("*")) == [folder]

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers import plan_of
 from jax import lax
 from streams import stream
@@ -196,10 +195,3 @@ def test_members_of_unknown_number_come_in_shards_of_the_usual_size():
         known = plan_of(fn, array(10_000, size), **AT_ONCE).shard_sizes
         members = stream(np.zeros((3, size), np.float32))
         assert plan_of(fn, members, **AT_ONCE).shard_sizes == known, size
-
-
-@pytest.mark.parametrize("size", [-8, 0, 4, 12])
-def test_sizes_that_are_no_multiple_of_8_are_refused(size):
-    fn, *args = scaled(100)
-    with pytest.raises(bj.OptionsError, match=f"shard_size: found {size}, expected a positive mul"):
-        bj.explain(fn, *args, options={"shard_size": size})

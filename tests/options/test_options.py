@@ -70,6 +70,14 @@ REFUSED = [
         for name in ("cache", "checkpoint", "job_folder", "report")
     ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),
+    ({"require_platform": "gpu", "platforms": ["cpu"]}, "does not include it; leave out platforms"),
+    ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
+    (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
+    (["--local_devices=all"], "local_devices: found 'all', expected a number"),
+    ({"dead_letters": "", "on_error": "drop"}, "dead_letters: found '', expected the path"),
+    ({"on_error": "keep"}, "on_error: found 'keep', expected one of raise, drop"),
+    ({"on_nonfinite": 3}, "on_nonfinite: found 3, expected one of keep, raise, drop"),
+    ({"drop_limit": "many"}, "drop_limit: found 'many', expected a share from 0 to 1"),
     (["--keep_folder=never"], "keep_folder: found 'never', expected one of failed, always, or"),
 ]
 
@@ -82,6 +90,7 @@ LIMITS = {
     "gather_limit": ([0, 1, None], [-1, 1.0, True]),
     "local_devices": ([1, None], [0, 1.0, True]),
     "local_threads": ([1, None], [0, 1.0, True]),
+    "shard_size": ([8, 64, None], [-8, 0, 4, 12]),
     "shard_timeout": ([0.1, 60, None], [0, -1, inf, nan, True]),
     "strict": ([True, False], [1, 0, None]),
     "merge_fan_out": ([1, None], [0]),

@@ -1,6 +1,5 @@
 """Inputs of a plan: whole on the server, by ranges along the members."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,22 +22,6 @@ def inputs(specs, values, **types):
     return Inputs(plan, values)
 
 
-def test_only_what_steps_read_is_there():
-    specs = [Input("a", "a", None), Input("b", None, "b@c"), Input("c", None, None),
-             Input("d", "d", "d@c")]  # fmt: skip
-    server = ValueType((20, 3), "float32")
-    found = inputs(specs, [X, X, X, X], a=server, d=server)
-    assert set(found.server()) == {"a", "d"}
-    assert set(found.reader().where) == {"b@c", "d@c"}
-
-
-def test_arrays_are_read_along_their_member_axis():
-    reader = inputs([Input("x", None, "x@c", axis=1)], [X.T]).reader()
-    np.testing.assert_array_equal(reader.read(["x@c"], 4, 9)["x@c"], X[4:9])
-    aval = jax.ShapeDtypeStruct(X.shape, X.dtype)  # which nobody can read
-    assert inputs([Input("x", None, "x@c")], [aval]).reader().where == {}
-
-
 def test_server_values_have_the_dtype_of_the_plan():
     for value, dtype, expected in [
         (2.0, "float32", np.float32(2)),
@@ -52,15 +35,6 @@ def test_server_values_have_the_dtype_of_the_plan():
         (found,) = given.server().values()
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
-
-
-def test_keys_are_their_data():
-    keys = jax.random.split(jax.random.key(0), 20)
-    specs = [Input("k", "k", "k@c")]
-    found = inputs(specs, [keys], k=ValueType((20, 2), "uint32"))
-    data = np.asarray(jax.random.key_data(keys))
-    np.testing.assert_array_equal(found.server()["k"], data)
-    np.testing.assert_array_equal(found.reader().read(["k@c"], 2, 5)["k@c"], data[2:5])
 
 
 def test_a_source_is_read_once_for_all_its_leaves():

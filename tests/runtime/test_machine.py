@@ -17,7 +17,7 @@ import beamjax as bj
 from beamjax import _compat
 from beamjax.bodies import export as bodies
 from beamjax.bodies.xla_threads import cpu_devices
-from beamjax.errors import OptionsError, WorkerError
+from beamjax.errors import WorkerError
 from beamjax.options import XLA_THREADS, parse_options
 from beamjax.runtime import worker_environment as machine
 from beamjax.runtime.worker_environment import Machine, Versions, check_versions
@@ -134,14 +134,6 @@ def test_bodies_are_exported_for_the_required_platform(monkeypatch):
         ({"require_platform": "gpu", "platforms": ["cpu", "rocm"]}, ("cpu", "rocm")),
     ):
         assert parse_options(given).platforms == platforms
-    for given, message in (
-        ({"require_platform": "gpu", "platforms": ["cpu"]}, "does not include it; leave out pla"),
-        ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
-        (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
-        (["--local_devices=all"], "local_devices: found 'all', expected a number"),
-    ):
-        with pytest.raises(OptionsError, match=message):
-            parse_options(given)
     assert parse_options(["--preallocate=false"]).preallocate is False
     assert parse_options(["--device_memory_fraction=0.5"]).device_memory_fraction == 0.5
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
