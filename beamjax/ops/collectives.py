@@ -78,9 +78,10 @@ class _Value:
 
 def _literal(atom: Any) -> _Value:
     value = np.asarray(atom.val, atom.aval.dtype)
-    weak = jnp.asarray(value.item())  # From a Python scalar, JAX makes an array of weak type.
-    is_weak = atom.aval.weak_type and weak.dtype == value.dtype
-    return _Value(weak if is_weak else value, False)
+    scalar = value.item()
+    is_weak = atom.aval.weak_type and jnp.result_type(type(scalar)) == value.dtype
+    # From a Python scalar, JAX makes an array of weak type.
+    return _Value(jnp.asarray(scalar) if is_weak else value, False)
 
 
 class _Body:

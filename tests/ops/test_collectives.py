@@ -30,7 +30,8 @@ def standardized(v):
 
 
 def numbered(v):
-    key = jax.random.fold_in(jax.random.key(1), lax.axis_index("c"))
+    shared = jax.random.fold_in(jax.random.key(1), np.uint32(2**32 - 1))
+    key = jax.random.fold_in(shared, lax.axis_index("c"))
     return lax.axis_index("c"), jax.random.normal(key, v.shape) + v
 
 
