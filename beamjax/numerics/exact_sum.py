@@ -96,7 +96,11 @@ def _usual_rounding() -> Iterator[None]:
 
 
 def _flushes_subnormals() -> bool:
-    return not np.float32(1e-40) + np.float32(0) > 0
+    return not _SUBNORMAL + _ZERO > _ZERO
+
+
+_SUBNORMAL = np.array([71362], np.int32).view(np.float32)[0]  # 1e-40, also if that is flushed here
+_ZERO = np.float32(0)
 
 
 class ExactSum(Accumulator):

@@ -24,8 +24,9 @@ def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
       values: length of the vector; this thread computes a short one alone.
       work: may be called in several threads at once; its first error is raised here.
     """
-    threads = min(_threads(), count)
-    if values < LONG or threads < 2 or getattr(_local, "divided", False):
+    alone = values < LONG or getattr(_local, "divided", False)
+    threads = 1 if alone else min(_threads(), count)
+    if threads < 2:
         work(0, count)
         return
 

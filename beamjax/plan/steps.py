@@ -497,8 +497,16 @@ class Plan:
 
     def shards(self, placement: str) -> Shards:
         """The shards of a placement."""
-        cuts = self.file_starts.get(placement, ())
-        return Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
+        found = self._shards.get(placement)
+        if found is None:
+            cuts = self.file_starts.get(placement, ())
+            found = Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
+            self._shards[placement] = found
+        return found
+
+    @functools.cached_property
+    def _shards(self) -> dict[str, Shards]:
+        return {}
 
     def returned(self) -> Mapping[str, None]:
         """The names of the values that the outputs are made of, in order."""

@@ -15,7 +15,8 @@ Range = tuple[int, int, int]
 """Members [start, stop), and how often they were computed."""
 
 
-@dataclass(frozen=True)
+# Not frozen, as one is made for each shard, and a frozen class takes three times as long to make.
+@dataclass
 class Tally:
     """The work of all workers together. Tallies are added.
 
@@ -103,7 +104,7 @@ class Progress:
       advice: a sentence if another runner is predicted to be clearly faster; otherwise "".
     """
 
-    done: Tally = Tally()
+    done: Tally = field(default_factory=Tally)
     members: int | None = None
     shards: int | None = None
     rounds: int = 0

@@ -164,7 +164,8 @@ def test_what_there_is_to_do():
         (branches(lambda x: -two_passes(2 * x)), 3 * N, 9, 0),
         (branches(bj.reduce_sum), None, None, 0),
     ):
-        found = expected(plan_of(fn, X, shard_size=8))
+        plan = plan_of(fn, X, shard_size=8)
+        found = expected(plan, plan.steps)
         assert found.done == Tally()
         assert (found.members, found.shards, found.rounds_total) == (members, number, total)
 
