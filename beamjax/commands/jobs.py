@@ -18,6 +18,7 @@ from beamjax.errors import BeamjaxError, JobError, OptionsError
 
 if TYPE_CHECKING:
     from beamjax.telemetry.job_folder import JobFolder
+    from beamjax.telemetry.progress import Progress
 
 ROOT = "BEAMJAX_JOBS"
 """The environment variable that names the folder of all jobs."""
@@ -53,7 +54,8 @@ def list_jobs(folder: str) -> Answer:
     found = []
     for path in _folders(folder):
         try:
-            found.append(_summary(JobFolder(path)))
+            place = JobFolder(path)
+            found.append(_summary(place, place.progress()))
         except BeamjaxError as error:
             found.append({"folder": path, "state": "damaged", "error": str(error)})
     found.sort(key=lambda job: (job.get("started") or "", job["folder"]))
@@ -75,13 +77,12 @@ def _holds_job(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, f"job{SUFFIX}"))
 
 
-def _summary(folder: JobFolder) -> dict[str, Any]:
+def _summary(folder: JobFolder, progress: Progress) -> dict[str, Any]:
     """A summary of a job, without its result, as JSON values."""
     from beamjax.telemetry.progress import in_words
 
     record = folder.describe()
     state, error = folder.state()
-    progress = folder.progress()
     started = datetime.datetime.fromtimestamp(record.time).astimezone()
     return {
         "folder": folder.path,
@@ -131,7 +132,8 @@ def show(job: str, html: str | None) -> Answer:
     from beamjax.jobs.report import read_report
 
     folder = find_job(job)
-    found = _summary(folder)
+    progress = folder.progress()
+    found = _summary(folder, progress)
     found["dropped"] = len(folder.dropped())
     command = read_command(folder)
     found["command"] = None if command is None else ["beamjax", *command.argv]
@@ -139,7 +141,7 @@ def show(job: str, html: str | None) -> Answer:
     rows = [(name, str(found[name])) for name in ("folder", "state", "program", "runner")]
     rows.append(("started", f"{found['started']} by {process.get('pid')} on {process.get('host')}"))
     rows.append(("progress", found["done"]))
-    if made := made_in_words(folder.progress().done):
+    if made := made_in_words(progress.done):
         rows.append(("loaded", made))
     if found["dropped"]:
         rows.append(("dropped", f"{found['dropped']} members"))
@@ -152,17 +154,16 @@ def show(job: str, html: str | None) -> Answer:
         rows.append(("page", html))
     lines = aligned(rows)
     if found["state"] == "done":
-        lines += _add_result(folder, found)
+        lines += _add_result(folder, progress, found)
     return Answer({"job": found}, "\n".join(lines))
 
 
-def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
+def _add_result(folder: JobFolder, progress: Progress, found: dict[str, Any]) -> list[str]:
     """Adds predicted and measured times and the result of a job to `found`; returns their text."""
     from beamjax.commands.output import result_data, result_text
     from beamjax.jobs.display import compared
     from beamjax.jobs.results import read_result
 
-    progress = folder.progress()
     found["predicted"] = {
         "seconds": dict(progress.predicted),
         "measured": progress.measured,

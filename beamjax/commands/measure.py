@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,14 +38,13 @@ def calibrated() -> Calibration:
     found = calibration()
     if not found.measured:
         with on_device(compute_device(XLA_THREADS)):
-            rates, read, merge = measure()
-        found = replace(found, rates=rates, read=read, merge=merge, measured=True)
+            found = measure()
         remember(found)
     return found
 
 
-def measure() -> tuple[Rates, float, float]:
-    """Measures the rates of computing, and the bytes per second of reading and of merging.
+def measure() -> Calibration:
+    """Measures the rates of this machine.
 
     The timed functions resemble bodies, and their cost is counted in the same way.
     """
@@ -92,7 +90,8 @@ def measure() -> tuple[Rates, float, float]:
     )
     usual = Calibration()
     read = _near(large.nbytes / copied, usual.read)
-    return rates, read, _near(2 * 8 * partial.size / usually(merge, 3), usual.merge)
+    merged = _near(2 * 8 * partial.size / usually(merge, 3), usual.merge)
+    return Calibration(rates, read, merged, measured=True)
 
 
 def _near(found: float, usual: float) -> float:
