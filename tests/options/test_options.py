@@ -39,7 +39,7 @@ READ = [
     (["--shard_timeout=2.5"], Options(shard_timeout=2.5)),
     (["--job_folder=a/b", "--keep_folder=failed"],
      Options(job_folder="a/b", keep_folder="failed")),
-    ({"report": "file:///a%20b"}, Options(report="/a b")),
+    ({"report": "file:///a%20b.html"}, Options(report="/a b.html")),
     (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
     (["--shard_size=8", WORKERS, "--streaming"],
      Options(shard_size=8, beam=(WORKERS, "--streaming"))),
@@ -66,7 +66,7 @@ REFUSED = [
     ({"plan": 3}, "plan: found 3, expected the path of a file"),
     ({"plan": "/no/such/file"}, "plan: cannot read /no/such/file"),
     *[
-        ({name: "nofs://a"}, f"{name}: found 'nofs://a', but Beam has no file system")
+        ({name: "nofs://a.html"}, f"{name}: found 'nofs://a.html', but Beam has no file system")
         for name in ("cache", "checkpoint", "job_folder", "report")
     ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),
