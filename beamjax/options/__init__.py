@@ -26,8 +26,9 @@ def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
 
 
 XLA_THREADS = 16
-"""Default of the option `xla_threads`: at least the number of cores of most machines. More threads
-than cores cost nothing, as XLA only divides computations that are large enough."""
+"""Default of the option `xla_threads`: at least the number of cores of most machines. On a machine
+with two cores, large products take up to 25 % longer than with two threads, and other bodies as
+long."""
 
 
 @dataclass(frozen=True)
