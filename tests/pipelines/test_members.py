@@ -5,6 +5,8 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines.graph import streaming
@@ -74,6 +76,20 @@ def test_members_in_files(tmp_path):
     assert written(tmp_path, X, [(0, 4), (6, 10)]).missing() == [4, 5, 16, 17, 18, 19]
     names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
     assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_any_cover_gives_any_range(tmp_path_factory, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, N - 1))))
+    parts = list(zip([0, *cuts], np.diff([0, *cuts, N]).tolist(), strict=True))
+    starts = data.draw(st.lists(st.integers(0, N - 1), max_size=4))
+    parts += [(start, data.draw(st.integers(1, N - start))) for start in starts]
+    source = written(tmp_path_factory.mktemp("cover"), X, data.draw(st.permutations(parts)))
+    start = data.draw(st.integers(0, N))
+    stop = data.draw(st.integers(start, N))
+    np.testing.assert_array_equal(source.read(start, stop)[0], X[start:stop])
+    assert set(source.files) <= {MembersSource.file_name("v", *part) for part in parts}
 
 
 def test_damaged_files_are_named(tmp_path):
