@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
+import functools
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +16,7 @@ from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher, files_of
 from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.run import drive, run_store, source_specs, store_program
+from beamjax.pipelines.run import drive, remove_store, run_store, source_specs, store_program
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.refs import Ref
@@ -109,6 +111,11 @@ class SessionWorkers:
         # If the job can't be set up, the inner stack removes the store.
         with contextlib.ExitStack() as stack:
             self._store: Store = stack.enter_context(run_store(self.connection))
+            if self._options.keep_folder != "always":
+                # For a process that ends without `close`.
+                remove = functools.partial(remove_store, self._store)
+                atexit.register(remove)
+                stack.callback(atexit.unregister, remove)
             self._job = stack.enter_context(resident_job(self.connection, self._store.root))
             self._known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
             self._uploads: Uploads = collections.OrderedDict()

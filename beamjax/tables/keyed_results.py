@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -115,8 +116,15 @@ def _table(
     tree = jax.tree_util.tree_structure({"key": 0, "value": keyed.values}, is_leaf=_is_placed)
     table = write_keyed(folder, parts, types, tree)
     if not results.persistent:
-        weakref.finalize(table, KeyedTable.remove, KeyedTable(folder, parts, types, tree))
+        weakref.finalize(table, _remove, KeyedTable(folder, parts, types, tree))
     return table
+
+
+def _remove(table: KeyedTable) -> None:
+    """Removes a table, and the temporary folder of the run after its last table."""
+    table.remove()
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(table.folder))
 
 
 def _shuffle(source: Source, shuffle: KeyShuffle, runner: Any, options: Options) -> None:

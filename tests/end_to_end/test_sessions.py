@@ -1,6 +1,9 @@
 """Sessions: workers that stay between calls give what `beamjax.run` gives."""
 
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -134,6 +137,18 @@ def test_killed_workers_are_replaced(expected):
             if process.pid not in known and any("worker" in a for a in process.cmdline()):
                 process.kill()
         assert_same_bits(train(s.run), expected)
+
+
+def test_a_session_that_is_never_closed_leaves_no_files(tmp_path):
+    script = """if True:
+        import beamjax as bj, numpy as np
+        mean = bj.program(placements={"rows": None})(lambda x: bj.reduce_mean(x))
+        s = bj.session("DirectRunner")
+        s.run(mean, np.ones((16, 3), np.float32))
+    """
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+    assert not list(tmp_path.glob("beamjax*"))
 
 
 def test_what_a_session_refuses():

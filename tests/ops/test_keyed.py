@@ -148,7 +148,7 @@ def test_files_go_with_the_handle(tmp_path):
     assert len(table) == len(np.unique(KEYS))
     del table
     gc.collect()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.versions
