@@ -17,6 +17,7 @@ import click
 
 from beamjax._version import __version__
 from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
+from beamjax.errors import OptionsError
 from beamjax.options import REQUIRED
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
@@ -240,7 +241,10 @@ def check_runner(name: str, required: bool) -> Finding:
     from beamjax.storage.cache_folder import cache_folder
 
     if name == "PrismRunner":
-        built = any(cache_folder("").glob("prism-*-loopback/prism"))
+        try:
+            built = any(cache_folder("").glob("prism-*-loopback/prism"))
+        except OptionsError as error:
+            return Finding(name, MISSING if required else ABSENT, "can't be used", str(error))
         missing = [] if built else processes.missing("go")
     elif name == "DataflowRunner":
         there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from beamjax import _compat
+from beamjax.errors import OptionsError
 from beamjax.options.choices import write_json
 from beamjax.storage.cache_folder import cache_folder
 
@@ -36,7 +37,7 @@ def folder() -> Path | None:
         if given is None:
             return cache_folder("planner")
         Path(given).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, OptionsError):
         return None
     return Path(given).absolute()
 

@@ -79,6 +79,9 @@ def test_runners(monkeypatch, tmp_path):
         statuses = [doctor.check_runner(name, required).status for required in (True, False)]
         assert statuses == [MISSING, ABSENT]
         assert part in doctor.check_runner(name, True).remedy
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "file"))
+    assert "BEAMJAX_CACHE" in doctor.check_runner("PrismRunner", False).remedy
 
 
 FOUND = [

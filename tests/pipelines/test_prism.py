@@ -102,6 +102,10 @@ def test_one_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OptionsError, match=r"there is no Go to build it; run `beamjax prism inst"):
         bj.run(lambda x: x, 1.0, runner="PrismRunner")
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OptionsError, match=r"cannot make this folder.*BEAMJAX_CACHE"):
+        bj.run(lambda x: x, 1.0, runner="PrismRunner")
 
 
 def test_the_release_of_beam_is_taken_only_where_it_is_asked_for(offered, monkeypatch):
