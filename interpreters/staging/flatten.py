@@ -139,6 +139,12 @@ class Inliner:
                 return control_flow.selected(self, eqn, inputs, line)
             self.block.eqns.append(control(self, eqn, inputs, outputs, line))
             return outputs
+        if primitive.name == "concatenate":
+            # `jnp.roll(x, 0)` concatenates all members and none of them.
+            axis = eqn.params["dimension"]
+            inputs = [atom for atom in inputs if aval_of(atom).shape[axis] != 0] or inputs[:1]
+            if len(inputs) == 1 and aval_of(inputs[0]) == outputs[0].aval:
+                return inputs
         if primitive.name == "split":
             return self.inline(_as_slices(eqn), inputs, line)
         if _has_no_members(eqn):
