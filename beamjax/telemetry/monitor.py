@@ -130,6 +130,8 @@ class Monitor(Listener):
         Raises:
           WorkerError: it differs from that of other values, and the run is strict.
         """
+        if provenance is self.provenance:  # as for each step of a run in one process
+            return
         with self._lock:
             was_mixed = self.provenance.is_mixed
             self.provenance |= provenance
