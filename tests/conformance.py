@@ -109,6 +109,7 @@ TABLE = {
         slopes: `jnp.cumsum` along members, differentiated
         running_totals: `jnp.cumprod` along members
         running_totals: `lax.cummax`, `cummin` along members
+        running_totals: `lax.cumlogsumexp` along members
         slopes_of_scans: `cumprod`, `cumlogsumexp`, differentiated
         totals_in_rounds: `jnp.cumsum` along members in a `lax.scan` of rounds
         slopes: `jnp.roll` along members, differentiated
@@ -126,7 +127,9 @@ TABLE = {
         tall_matrices: `jnp.linalg.lstsq`, `pinv` of members as rows
         running_totals: `lax.associative_scan` along members
         elementwise: `jax.nn.softmax` along members
-        gathered: `jnp.concatenate` of members
+        concatenated: `jnp.concatenate` and `jnp.tile` of members that are reduced
+        gathered: `jnp.concatenate` of members as a result
+        concatenated: `x.ravel()[i]`
     """,
     "Types": """
         types: `float32` | `bfloat16` | `float16` | `complex64` | `int32` | `int16` | `int8`

@@ -310,7 +310,13 @@ class _Placing:
             return False
         self.program.expanded[eqn] = new
         self.used.update(atom for each in new for atom in each.inputs if isinstance(atom, Var))
+        sources = self.rewrites.sources
+        origins = sources[eqn.outputs[0]]
         self.equations(new)
+        # These may have been rewritten. Their results are other variables in each attempt, so only
+        # the equation of the program can be refused.
+        inner = (sources.get(each.outputs[0], frozenset()) for each in new if each.outputs)
+        sources[eqn.outputs[0]] = origins.union(*inner)
         return True
 
     def note_creations(self, eqn: Eqn) -> None:

@@ -21,6 +21,7 @@ from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, aval_of
 from beamjax.interpreters.rules.factors import ELEMENTWISE
+from beamjax.interpreters.rules.indexing import clamped
 from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.accumulators import lowest_value
@@ -63,6 +64,9 @@ def reshaped(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         return None
     if eqn.primitive.name in ELEMENTWISE:
         return _elementwise(rewriter, eqn, change)
+    if eqn.primitive.name in ("slice", "dynamic_slice") and made[0] is not None:
+        entries = _entries(eqn, change)
+        return Rewrite(entries, [*made[0].inputs, *eqn.inputs[1:]]) if entries else None
     function = _end(eqn, change) if len(eqn.inputs) == 1 else None
     return Rewrite(function, made[0].inputs) if function and made[0] else None
 
@@ -106,6 +110,36 @@ def _end(eqn: Eqn, change: Reshape) -> Function | None:
     if name in ("argmax", "argmin") and len(change.to) == 1 and eqn.params["axes"] == (0,):
         return _place_of_extreme(eqn, change)
     return None
+
+
+def _entries(eqn: Eqn, change: Reshape) -> Callable[..., Sequence[Any]] | None:
+    """A function from the members to consecutive entries of them all, as `x.ravel()[i]`."""
+    size = math.prod(change.shape)
+    if change.along.axis != 0 or change.to != (size,) or not 0 < size <= MAX_MEMBERS:
+        return None
+    n = change.shape[0]
+    width, p = size // n, eqn.params
+    if eqn.primitive.name == "slice":
+        (start,), (stop,) = p["start_indices"], p["limit_indices"]
+        first = start // width
+        shift = first * width
+        bounds = {"start_indices": (start - shift,), "limit_indices": (stop - shift,)}
+
+        def sliced(x: Any) -> Sequence[Any]:
+            rows = lax.slice_in_dim(x, first, -(-stop // width))
+            return bind(eqn, [rows.ravel()], **bounds)
+
+        return sliced
+    (count,) = p["slice_sizes"]
+    rows = min((count + width - 2) // width + 1, n)
+
+    def taken(x: Any, start: Any) -> Sequence[Any]:
+        start = clamped(start, size - count)
+        first = jnp.minimum(start // width, n - rows)
+        found = lax.dynamic_slice_in_dim(x, first, rows)
+        return bind(eqn, [found.ravel(), start - first * width])
+
+    return taken
 
 
 # --- argmax and argmin of all elements

@@ -32,7 +32,7 @@ from beamjax.interpreters.placement.slices import (
     slice_of,
     view_of,
 )
-from beamjax.interpreters.placement.tails import appended, padded, tailed
+from beamjax.interpreters.placement.tails import appended, concatenated, padded, tiled
 from beamjax.interpreters.placement.windows import windows
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules import table as rules
@@ -57,7 +57,7 @@ def sliced(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         found = _reversed(rewriter, eqn)
         if found is not None:
             return found
-    for find in _rolled, _adjacent, appended, padded, windows, tailed:
+    for find in _rolled, _adjacent, appended, padded, tiled, windows, concatenated:
         found = find(rewriter, eqn)
         if found is not None:
             return found
@@ -219,7 +219,7 @@ class _Slice:
             return self.padded(eqn, views[0])
         if views[0] is not None and eqn.primitive.name == "slice":
             return self.cut_again(eqn, views[0])
-        if views[0] is not None and eqn.primitive.name in SCANS:
+        if views[0] is not None and eqn.primitive.name in (*SCANS, "cumlogsumexp"):
             return self.scanned(eqn, views[0])
         rule = rules.classify(eqn, [view.axis if view else None for view in views], self.part.count)
         atoms = self.operands(eqn, rule)

@@ -1,14 +1,16 @@
-"""Rewrites equations that add rows to the members, and those that read the result.
+"""Rewrites equations that concatenate or pad members, and those that read the result.
 
 A value may have a few more rows than there are members, as that of `jnp.pad` or of a full
 `jnp.convolve`. It is moved past equations as the concatenation of all members and a *tail*, which
-is a server value.
+is a server value. Other concatenations, such as `jnp.concatenate([x, y])`, are moved as well.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax import lax
 
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite
 from beamjax.interpreters.placement.slices import (
+    MAX_PARTS,
     Extended,
     Slice,
     View,
@@ -26,11 +29,13 @@ from beamjax.interpreters.placement.slices import (
 )
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.factors import ELEMENTWISE
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
+    any_placed,
     bind,
     replaced,
     shape_of,
@@ -143,48 +148,100 @@ def _with_ends(
     return Rewrite(function, [view.members, *served], is_view=total != n)
 
 
-# --- equations that read members with a tail
+# --- equations that read concatenated members
 
 
-def tailed(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
-    """Rewrites an equation that reads members with a tail: computes both parts."""
-    found = [extended_of(rewriter, atom) for atom in eqn.inputs]
-    given = next(filter(None, found), None)
-    if given is None:
+@dataclass(frozen=True)
+class _Parts:
+    """A concatenation along the members, some of whose `parts` are members or views of them.
+
+    `bounds` has the first row of each part, and then the number of rows of all parts.
+    """
+
+    parts: tuple[Atom, ...]
+    bounds: tuple[int, ...]
+    axis: int
+
+    @staticmethod
+    def of(rewriter: BlockRewriter, atom: Atom) -> _Parts | None:
+        """The parts of a value of the block, or None."""
+        maker, program = rewriter.maker(atom, "concatenate"), rewriter.program
+        if maker is None:
+            return None
+        parts, axis = tuple(maker.inputs), int(maker.params["dimension"])
+        views = [View.of_all(program, part) or view_of(rewriter, part) for part in parts]
+        found = {(view.part.placement, view.axis) for view in views if view is not None}
+        if len(found) != 1 or found.pop()[1] != axis:
+            return None
+        sizes = (int(shape_of(part)[axis]) for part in parts)
+        return _Parts(parts, tuple(itertools.accumulate(sizes, initial=0)), axis)
+
+    def part(self, args: Iterator[Any], shard: TracedShard) -> Any:
+        """The part with the rows of a shard, where `args` has all parts."""
+        values = [next(args) for _ in self.parts]
+        return values[self.bounds.index(int(shard.start))]
+
+
+def tiled(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites `jnp.tile` along the members to a concatenation."""
+    if eqn.primitive.name != "tile":
         return None
-    if eqn.primitive.name == "slice":
-        return _slice_with_tail(rewriter, eqn, given)
-    n, count = given.n, given.count
-    rule = rules.classify(eqn, [x.along.axis if x else None for x in found], count)
-    # All must have the same placement, or the operands have different numbers of rows.
-    if rule is None or len({x.along.placement for x in found if x is not None}) > 1:
+    (atom,), reps = eqn.inputs, eqn.params["reps"]
+    view = View.of_all(rewriter.program, atom) or view_of(rewriter, atom)
+    if view is None or not 1 < reps[view.axis] <= MAX_PARTS:
         return None
-    if isinstance(rule, ReductionRule) and not _joins(eqn, rule):
+
+    def function(x: Any) -> Sequence[Any]:
+        (part,) = bind(eqn, [x], reps=replaced(reps, view.axis, 1))
+        return [lax.concatenate([part] * reps[view.axis], view.axis)]
+
+    return Rewrite(function, [atom], is_view=True)
+
+
+def concatenated(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Rewrites an equation that reads concatenated members: computes each part."""
+    extended = extended_of(rewriter, eqn.inputs[0]) if eqn.inputs else None
+    if eqn.primitive.name == "slice" and extended is not None:
+        return _slice_with_tail(rewriter, eqn, extended)
+    found = [_Parts.of(rewriter, atom) for atom in eqn.inputs]
+    bounds = next((parts.bounds for parts in found if parts), None)
+    if bounds is None:
+        return None
+    rule = rules.classify(eqn, [parts.axis if parts else None for parts in found], bounds[-1])
+    if rule is None or (isinstance(rule, ReductionRule) and not _joins(eqn, rule)):
         return None
     operands = [
-        _operand(rewriter, atom, extended, axis, count)
-        for atom, extended, axis in zip(eqn.inputs, found, rule.in_axes, strict=True)
+        _operand(rewriter, atom, parts, axis, bounds)
+        for atom, parts, axis in zip(eqn.inputs, found, rule.in_axes, strict=True)
     ]
-    both = [operand for operand in operands if operand is not None]
-    if len(both) < len(operands):
+    given = [operand for operand in operands if operand is not None]
+    if len(given) < len(operands):
         return None
 
     def function(*args: Any) -> Sequence[Any]:
-        parts = []
-        for start, stop in (0, n), (n, count):
+        # By the ids of operands, which the entries keep alive.
+        known: dict[tuple[int, ...], tuple[Sequence[Any], Sequence[Any]]] = {}
+        results: list[Sequence[Any]] = []
+        for start, stop in itertools.pairwise(bounds):
             shard = TracedShard(np.int32(start), stop - start, jnp.ones(stop - start, bool))  # type: ignore[arg-type]
             rest = iter(args)
-            values = [operand(rest, shard) for operand, _ in both]
-            if isinstance(rule, MemberwiseRule):
-                parts.append(rule.emit(eqn, values, shard))
-            else:
-                parts.append(bind(eqn, values))
+            values = [operand(rest, shard) for operand, _ in given]
+            # Results of these do not depend on the position, so equal parts have equal results.
+            same = isinstance(rule, ReductionRule) or eqn.primitive.name in ELEMENTWISE
+            key = tuple(map(id, values)) if same else (start,)
+            if key not in known:
+                if isinstance(rule, MemberwiseRule):
+                    known[key] = values, rule.emit(eqn, values, shard)
+                else:
+                    known[key] = values, bind(eqn, values)
+            results.append(known[key][1])
         if isinstance(rule, ReductionRule):
-            return [JOINS[rule.reducer](x, y) for x, y in zip(*parts, strict=True)]
-        pairs = zip(*parts, rule.out_axes, strict=True)
-        return [lax.concatenate([x, y], axis) for x, y, axis in pairs if axis is not None]
+            join = JOINS[rule.reducer]
+            return [functools.reduce(join, each) for each in zip(*results, strict=True)]
+        pairs = zip(*results, rule.out_axes, strict=True)
+        return [lax.concatenate(each, axis) for *each, axis in pairs if axis is not None]
 
-    atoms = [atom for _, read in both for atom in read]
+    atoms = [atom for _, read in given for atom in read]
     return Rewrite(function, atoms, is_view=isinstance(rule, MemberwiseRule))
 
 
@@ -195,27 +252,25 @@ def _joins(eqn: Eqn, rule: ReductionRule) -> bool:
 
 
 _Operand = tuple[Callable[[Iterator[Any], TracedShard], Any], list[Atom]]
-"""A function of the values that it takes from an iterator, and of the part that it returns. The
-list has the values to give it. The part is a shard: all members, or the rows of the tail."""
+"""A function of the values that it takes from an iterator, and of the part that it returns, as a
+shard. The list has the values to give it."""
 
 
 def _operand(
-    rewriter: BlockRewriter, atom: Atom, extended: Extended | None, axis: int | None, count: int
+    rewriter: BlockRewriter,
+    atom: Atom,
+    parts: _Parts | None,
+    axis: int | None,
+    bounds: tuple[int, ...],
 ) -> _Operand | None:
-    """Either part of an operand; None if it has other members."""
+    """Any part of an operand; None if it has other members."""
     if rewriter.program.place(atom) is not None or view_of(rewriter, atom) is not None:
         return None
-    if extended is None:
-        return _part_of_server_value(rewriter, atom, axis, count)
-    if axis != extended.along.axis:
+    if parts is None:
+        return _part_of_server_value(rewriter, atom, axis, bounds[-1])
+    if (axis, bounds) != (parts.axis, parts.bounds):
         return None
-    return _either_part, [extended.members, extended.tail]
-
-
-def _either_part(args: Iterator[Any], shard: TracedShard) -> Any:
-    """The members or the tail, which are the next two arguments."""
-    members, tail = next(args), next(args)
-    return tail if shard.start else members
+    return parts.part, list(parts.parts)
 
 
 def _part_of_server_value(
@@ -228,9 +283,9 @@ def _part_of_server_value(
     if isinstance(atom, Var) and maker is not None and not maker.blocks:
         out = maker.outputs.index(atom)
         made = rules.invert(maker, out, axis, count)
-        values = [a.val for a in maker.inputs if not isinstance(a, Var)]
-        if made is not None and len(values) == len(maker.inputs):
-            return lambda args, shard: made.emit(maker, values, shard)[out], []
+        if made is not None and not any_placed(made.in_axes):
+            emit = lambda args, shard: made.emit(maker, [next(args) for _ in maker.inputs], shard)
+            return lambda args, shard: emit(args, shard)[out], list(maker.inputs)
 
     def cut(args: Iterator[Any], shard: TracedShard) -> Any:
         start = int(shard.start)

@@ -51,7 +51,7 @@ def _wide(index: jax.Array) -> jax.Array:
     return index if index.dtype.itemsize >= 4 else index.astype(np.int32)
 
 
-def _clamped(index: jax.Array, last: int) -> jax.Array:
+def clamped(index: jax.Array, last: int) -> jax.Array:
     """`index` clamped to [0, last], as XLA does for starts of slices; int32 of the same shape."""
     return jnp.clip(_wide(index), 0, last).astype(np.int32)
 
@@ -70,7 +70,7 @@ def _bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Arra
     columns = []
     for i, last in enumerate(lasts):
         index = indices[..., i]
-        found = _clamped(index, last)
+        found = clamped(index, last)
         if not clamps:
             wide = _wide(index)
             found = jnp.where((wide >= 0) & (wide <= last), found, OUTSIDE)
@@ -111,7 +111,7 @@ def _dynamic_slice(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
         return bind(eqn, args, slice_sizes=replaced(sizes, axis, size))[0]
 
     def members(args: Sequence[Any]) -> Any:
-        return _clamped(args[1 + axis], n - sizes[axis]) + jnp.arange(sizes[axis], dtype="int32")
+        return clamped(args[1 + axis], n - sizes[axis]) + jnp.arange(sizes[axis], dtype="int32")
 
     return _read_rows(eqn, axis, n, rows, members)
 
@@ -212,7 +212,7 @@ def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None
         operand, update, *starts = args
         if count == 0:
             return [operand]
-        row = shard.indices() - _clamped(starts[axis], n - count)
+        row = shard.indices() - clamped(starts[axis], n - count)
         rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
         first = replaced(starts, axis, jnp.zeros_like(starts[axis]))
         (written,) = bind(eqn, [operand, rows, *first])

@@ -16,11 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.special import logsumexp
 
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.by_shard import mapped_by_shard, range_size, reduced_by_shard
-from beamjax.interpreters.rules.sharding_rules import Axes, Members, TracedShard, bind, expansion
+from beamjax.interpreters.rules.sharding_rules import (
+    Axes,
+    Members,
+    TracedShard,
+    bind,
+    expansion,
+    with_axes_of,
+)
 from beamjax.numerics.reducers import REDUCERS
 
 SCANS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], Any]]] = {
@@ -83,6 +91,55 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
     wide = x.astype(reducer.partial_dtype(x.dtype))
     table = reduced_by_shard(before, wide, block=block, reducer=reduction)
     return mapped_by_shard(scanned, wide, table, block=block).astype(x.dtype)
+
+
+@expansion("cumlogsumexp", ordered=True)
+def _logsumexp_in_two_passes(
+    eqn: Eqn, axes: Axes, members: Members
+) -> Callable[..., Sequence[Any]] | None:
+    aval, axis, n = aval_of(eqn.inputs[0]), eqn.params["axis"], members.n
+    if axes[0] != axis or is_unknown(n) or not jnp.issubdtype(aval.dtype, np.floating):
+        return None
+    wide = np.promote_types(aval.dtype, np.float32)
+    member = math.prod(aval.shape) // n * wide.itemsize
+    block = range_size(n, member, member, members.shard_size)
+    if block is None:
+        return None
+
+    def function(x: Any) -> list[Any]:
+        rows = jnp.moveaxis(x, axis, 0).astype(wide)
+        found = running_logsumexp(rows, reverse=eqn.params["reverse"], block=block)
+        return [jnp.moveaxis(found, 0, axis).astype(aval.dtype)]
+
+    return function
+
+
+def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
+    """`lax.cumlogsumexp` of `x` along axis 0, where the members are.
+
+    Args:
+      x: floats of at least 32 bits.
+      reverse: whether the totals run from the last member to the first.
+      block: members per range.
+    """
+    starts = block * np.arange(-(-x.shape[0] // block), dtype=np.int32)
+
+    def total(shard: TracedShard, x: Any) -> tuple[Any, Any]:
+        """The total of a shard in the row of its first range, and -inf in those of the others."""
+        row, found = starts - shard.start, logsumexp(shard.masked(x, 0, -np.inf), axis=0)
+        table = jnp.where(with_axes_of(row == 0, found[None]), found, -np.inf)
+        return table, (row >= 0) & (row < shard.size)
+
+    def scanned(shard: TracedShard, x: Any, others: Any) -> Any:
+        own = lax.cumlogsumexp(shard.masked(x, 0, -np.inf), axis=0, reverse=reverse)
+        return jnp.logaddexp(own, jnp.take(others, shard.start // block, axis=0)[None])
+
+    totals = reduced_by_shard(total, x, block=block)
+    # The totals of all shards before each range, or after it.
+    none = jnp.full_like(totals[:1], -np.inf)
+    rows = [totals[1:], none] if reverse else [none, totals[:-1]]
+    others = lax.cumlogsumexp(jnp.concatenate(rows), axis=0, reverse=reverse)
+    return mapped_by_shard(scanned, x, others, block=block)
 
 
 # --- neighbours

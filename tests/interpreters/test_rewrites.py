@@ -17,11 +17,11 @@ from beamjax.interpreters.placement import (
     associative_scans,
     order_statistics,
     propagate,
+    reshaped,
     rewrites,
     scan_derivatives,
     sliced,
     slices,
-    tails,
     views,
 )
 from beamjax.interpreters.staging import flatten, simplify
@@ -128,6 +128,18 @@ def weighed_in_reverse(x):
     return jnp.sum(x[::-1] * jnp.arange(float(N))[:, None], 0)
 
 
+def reduced_twice(x):
+    return jnp.var(jnp.tanh(jnp.concatenate([x, 2 * x])), 0)
+
+
+def one_entry(x):
+    return x.ravel()[7]
+
+
+def soft_totals(x):
+    return jax.lax.cumlogsumexp(x, axis=0)
+
+
 def returned_differences(x):
     return jnp.diff(x, axis=0)
 
@@ -165,12 +177,15 @@ REWRITES = [
     (differences, sliced, "_meet", nothing),
     (neighbours, slices, "exchange_range", nothing),
     (smooth, sliced, "windows", nothing),
-    (smooth_with_ends, tails, "extended_of", nothing),
+    (smooth_with_ends, sliced, "concatenated", nothing),
     (smooth_with_ends, propagate, "return_views", nothing),
-    (squares_with_ends, sliced, "tailed", nothing),
+    (squares_with_ends, sliced, "concatenated", nothing),
     (sums_of_parts, propagate, "parts_of_members", no_parts),
     (slope_of_parts, sliced, "_adjacent", nothing),
     (weighed_in_reverse, slices.View, "_reversed", nothing),
+    (reduced_twice, sliced, "concatenated", nothing),
+    (one_entry, reshaped, "_entries", nothing),
+    (soft_totals, rewrites, "ORDERED_EXPANSIONS", {}),
     (padded, sliced, "padded", nothing),
     (pooled, sliced, "windows", nothing),
     (slope_of_pooled, sliced, "windows", nothing),

@@ -108,7 +108,7 @@ def running_totals(x):
     products = jnp.cumprod(1 + x, axis=0), lax.cumprod(kinds[2] // 5, axis=0, reverse=True)
     x = x.at[11, 1].set(jnp.nan)
     extremes = [f(kind, 0) for f in (lax.cummax, lax.cummin) for kind in (x, x.astype("int16"))]
-    return sums, products, extremes, lax.associative_scan(jnp.add, x)
+    return sums, products, extremes, lax.associative_scan(jnp.add, x), lax.cumlogsumexp(x)
 
 
 @placed(plan="maps 4")
@@ -180,6 +180,20 @@ def parts_and_reversed(x):
     reverse = jnp.sum(x[::-1] * jnp.cos(x)[::-1], 0), weights @ x[::-1], jnp.flip(jnp.tanh(x))
     small = jnp.cumsum((x * 50).astype("int8")[::-1], 0)[::-1]
     return of_parts(x), jax.grad(lambda x: sum(of_parts(x)))(x), reverse, small
+
+
+@placed(guarded=True, plan="maps 2")
+def concatenated(x):
+    twice, weights = jnp.concatenate([x, jnp.sin(x)]), jnp.arange(2.0 * N, dtype=x.dtype)
+    rows = jnp.concatenate([x[:4], x[::-1], W[None]])
+    entries = x.ravel()[7], x.ravel()[jnp.asarray(3)]
+    return (
+        jnp.var(twice, 0),
+        weights @ twice,
+        jnp.max(rows, 0),
+        jnp.mean(jnp.tile(x, (2, 1))),
+        entries,
+    )
 
 
 @placed(plan="maps 3")
@@ -282,6 +296,6 @@ def bodies_that_close_over_all_members(x):
 @placed(plan="maps 2, gathers 2")
 def gathered(x):
     in_order = jnp.sort(x, 0), jnp.median(x, 0), x.at[jnp.argsort(x[:, 0])[:3]].set(0.0)
-    one_by_one = lax.scan(lambda c, row: (c * 0.5 + row, c), W, x), lax.cumlogsumexp(x, axis=0)
+    one_by_one = lax.scan(lambda c, row: (c * 0.5 + row, c), W, x)
     batches = lax.map(jnp.sin, x, batch_size=4)
     return in_order, one_by_one, batches, jnp.concatenate([x, x]), x @ x.T
