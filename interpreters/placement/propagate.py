@@ -125,7 +125,9 @@ def place(
         if selected := _selected_too_often(program):
             parts = parts_of_members(program, selected) - rewrites.parts
             rewrites.parts |= parts
-            gathering |= set() if parts else {eqn.outputs[0] for eqn in selected}
+            if not parts:
+                gathering |= {eqn.outputs[0] for eqn in selected}
+                rewrites.refuse(eqn.outputs[0] for eqn in selected)
             continue
         gathered = _gathered_inputs(program, tried.keys(), guarded)
         if not gathered:
@@ -310,13 +312,7 @@ class _Placing:
             return False
         self.program.expanded[eqn] = new
         self.used.update(atom for each in new for atom in each.inputs if isinstance(atom, Var))
-        sources = self.rewrites.sources
-        origins = sources[eqn.outputs[0]]
         self.equations(new)
-        # These may have been rewritten. Their results are other variables in each attempt, so only
-        # the equation of the program can be refused.
-        inner = (sources.get(each.outputs[0], frozenset()) for each in new if each.outputs)
-        sources[eqn.outputs[0]] = origins.union(*inner)
         return True
 
     def note_creations(self, eqn: Eqn) -> None:

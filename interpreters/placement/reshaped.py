@@ -21,7 +21,7 @@ from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs_on_server
 from beamjax.interpreters.program import Atom, Eqn, aval_of
 from beamjax.interpreters.rules.factors import ELEMENTWISE
-from beamjax.interpreters.rules.indexing import clamped
+from beamjax.interpreters.rules.indexing import MAX_SHARE, clamped
 from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.accumulators import lowest_value
@@ -121,17 +121,21 @@ def _entries(eqn: Eqn, change: Reshape) -> Callable[..., Sequence[Any]] | None:
     width, p = size // n, eqn.params
     if eqn.primitive.name == "slice":
         (start,), (stop,) = p["start_indices"], p["limit_indices"]
-        first = start // width
+        first, last = start // width, -(-stop // width)
+        if last - first > MAX_SHARE * n:
+            return None
         shift = first * width
         bounds = {"start_indices": (start - shift,), "limit_indices": (stop - shift,)}
 
         def sliced(x: Any) -> Sequence[Any]:
-            rows = lax.slice_in_dim(x, first, -(-stop // width))
+            rows = lax.slice_in_dim(x, first, last)
             return bind(eqn, [rows.ravel()], **bounds)
 
         return sliced
     (count,) = p["slice_sizes"]
-    rows = min((count + width - 2) // width + 1, n)
+    rows = (count + width - 2) // width + 1
+    if rows > MAX_SHARE * n:
+        return None
 
     def taken(x: Any, start: Any) -> Sequence[Any]:
         start = clamped(start, size - count)

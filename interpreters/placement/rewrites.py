@@ -12,7 +12,7 @@ computed from it save nothing. They are refused, and the program is placed again
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,9 @@ class Rewrites:
         that the server would gather all.
       sources: for the first result of each rewritten equation, the placed values that it is
         computed from.
-      roots: the same for new placed values that view rewrites compute.
+      owners: for each value that a rewrite computes, the first result of the equation of the
+        program that it replaces. That result is the same variable in each attempt.
+      roots: the same as `sources` for new placed values that view rewrites compute.
       views: the views that rewrites read past.
       is_outdated: whether `starts` has changed since the program was placed.
     """
@@ -77,6 +79,7 @@ class Rewrites:
         """Begins another attempt."""
         self.names = map("all{}".format, itertools.count())
         self.sources: dict[Var, frozenset[Var]] = {}
+        self.owners: dict[Var, Var] = {}
         self.roots: dict[Var, frozenset[Var]] = {}
         self.views: set[Var] = set()
         self.is_outdated = False
@@ -86,9 +89,13 @@ class Rewrites:
         if self.is_outdated:
             return False
         gathered = frozenset[Var]().union(*map(self.origins, self._gathered(program)))
-        refused = {var for var, origins in self.sources.items() if origins & gathered}
-        self.refused |= refused
+        refused = [var for var, origins in self.sources.items() if origins & gathered]
+        self.refuse(refused)
         return not refused
+
+    def refuse(self, results: Iterable[Var]) -> None:
+        """Refuses the rewrites that compute some values, in the next attempts."""
+        self.refused |= {self.owners.get(var, var) for var in results}
 
     def origins(self, atom: Atom) -> frozenset[Var]:
         """The placed values that a placed one was computed from by rewrites; itself, if none."""
@@ -139,6 +146,10 @@ class BlockRewriter:
         origins = frozenset[Var]().union(*map(self.rewrites.origins, placed))
         made, results = self.traced(rewrite.function, rewrite.atoms, eqn.line)
         renamed = dict(zip(results, eqn.outputs, strict=True))
+        owners = self.rewrites.owners
+        owner = owners.get(eqn.outputs[0], eqn.outputs[0])
+        for new in (*added, *made):
+            owners.update(dict.fromkeys(new.outputs, owner))
         for new in made:
             new.outputs[:] = [renamed.get(var, var) for var in new.outputs]
             if rewrite.is_view:
