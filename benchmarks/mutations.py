@@ -191,7 +191,10 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 line = position[0]
                 inside = [f for f in functions[: bisect.bisect(starts, line)] if f[1] >= line]
                 # The innermost function starts last.
-                if inside and not any(first <= position < end for first, end in left_out):
+                # cosmic-ray fails on a tuple of exceptions with one such as `pa.ArrowInvalid`.
+                fails = name == "ExceptionReplacer" and "." in node.get_code()
+                shown = not any(first <= position < end for first, end in left_out)
+                if inside and shown and not fails:
                     yield Mutant(file, line, name, occurrence, f"{file}:{inside[-1][2]}")
                 occurrence += 1
 
