@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from faults import PROCESSES, THREADS
-from helpers import assert_close, assert_same_bits, assert_same_types
+from helpers import assert_close, assert_same_bits, assert_same_types, plan_of
 from programs import N, W, X, Y
 
 import beamjax as bj
+from beamjax.bodies.counts import counts
 from beamjax.interpreters import planning
 from beamjax.pipelines.values import store
 from beamjax.pipelines.worker import tasks
@@ -245,6 +246,15 @@ def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
 
 
 # --- plans are kept
+
+
+def test_results_are_returned_without_executables_of_their_own():
+    total = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: jnp.outer(v, v), x)))
+    x = np.ones((N, 7), np.float32)
+    bodies = len(plan_of(total, x).bodies)
+    before = counts().executables
+    assert bj.run(total, x, runner="local").shape == (7, 7)
+    assert counts().executables - before <= bodies
 
 
 def test_a_second_run_does_not_stage_again():
