@@ -113,6 +113,11 @@ class PlanTransform(beam.PTransform):
                 f"transform: applied to a {type(given).__name__}, expected one PCollection of "
                 "(index, member): an argument is a jax.ShapeDtypeStruct"
             )
+        if not given.is_bounded:
+            raise StagingError(
+                "transform: found an unbounded PCollection, which has no last member; expected a "
+                "bounded one: a program reduces over all members at once"
+            )
         if not given.windowing.is_default():
             window = type(given.windowing.windowfn).__name__
             raise StagingError(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.testing import test_stream
 from apache_beam.testing.util import assert_that
 from helpers import assert_close
 from programs import Pair
@@ -301,6 +302,9 @@ def test_applied_to_the_wrong_thing():
         windowed = elements | beam.WindowInto(beam.window.FixedWindows(1))
         with pytest.raises(StagingError, match=r"in FixedWindows.*put beam.WindowInto"):
             windowed | "windowed" >> bj.transform(total, W, abstract(X))
+    unbounded = pipeline() | test_stream.TestStream().advance_watermark_to_infinity()
+    with pytest.raises(StagingError, match="found an unbounded PCollection"):
+        unbounded | bj.transform(total, W, abstract(X))
 
 
 def test_rounds_that_depend_on_values_are_refused():
