@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import enum
 import functools
+import logging
 import os
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from beamjax._text import described
 from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.call import Call
 from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
@@ -374,10 +376,21 @@ class JobRun:
         outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         target = functools.partial(fulfil, outcome, with_settings_of_here(run))
         job = _Launched(folder, monitor, outcome, self.keeps_folder)
+        outcome.add_done_callback(functools.partial(_log_late_failure, job.name))
         cancel = functools.partial(_cancel, folder, monitor)
         termination.cancel_at_end(outcome, cancel, lambda: folder.write_state("cancelled"))
         threading.Thread(target=target, name=f"beamjax {self._call.plan.name}").start()
         return job
+
+
+def _log_late_failure(name: str, outcome: concurrent.futures.Future[Any]) -> None:
+    """Logs the error of a job that failed after the main thread, as no caller can receive it."""
+    error = outcome.exception()
+    if error is not None and not _is_cancel(error) and not threading.main_thread().is_alive():
+        logging.getLogger("beamjax").error(
+            "job %s failed after the main program had ended, call job.wait() before its end: %s",
+            name, described(error),
+        )  # fmt: skip
 
 
 def _is_cancel(error: BaseException) -> bool:

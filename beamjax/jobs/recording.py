@@ -172,6 +172,20 @@ class _Heard(logging.Handler):
         with contextlib.suppress(Exception):
             if len(self.messages) < MAX_WARNINGS:
                 self.messages.append(record.getMessage()[:4000])
+            # Where no logging is configured, Python prints warnings only if no handler takes them.
+            first = next(h for h in _LOG.handlers if isinstance(h, _Heard))
+            if self is first and logging.lastResort is not None and not _has_handler(record):
+                logging.lastResort.handle(record)
+
+
+def _has_handler(record: logging.LogRecord) -> bool:
+    """Whether a handler of the user takes a record."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if not all(isinstance(handler, _Heard) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def save_report(folder: JobFolder, options: Options) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -378,6 +379,31 @@ def test_changed_and_removed_files_are_clear_errors(tmp_path):
 
 
 # --- other processes
+
+
+def test_warnings_are_printed_where_no_logging_is_configured(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    mean = bj.program(placements={"rows": None})(lambda x: bj.reduce_mean(x))
+    options = {"on_nonfinite": "drop", "drop_limit": 1.0}
+    bj.launch(mean, np.float32([1, np.nan]), runner="local", options=options).result()
+    assert capsys.readouterr().err.count("1 member was dropped") == 1
+
+
+LATE = """if True:
+    import time
+    import beamjax as bj, jax, numpy as np
+    def fails(x):
+        time.sleep(2)
+        raise ValueError("too late")
+    fn = lambda x: jax.pure_callback(fails, jax.ShapeDtypeStruct((), "float32"), x)
+    bj.launch(fn, np.float32(1), runner="local")
+"""
+
+
+def test_a_job_that_fails_after_the_main_program_logs_its_error():
+    found = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert "job <lambda> failed after the main program had ended" in found.stderr
+
 
 LAUNCHER = """
 import json, sys, time, numpy as np, jax, beamjax as bj
