@@ -97,7 +97,8 @@ class Output:
       input: index of the returned input, or None.
       constant: raw array of an output that depends on no input, or None.
       axis: the axis of the members in the result, for a placed value.
-      members: of which members of a placed value it is: start, stop and stride; None for all.
+      members: the members of a placed value that it is, as start, stop and step of a slice; None
+        for all.
       tail: name of a server value with the rows that follow those of the members, or None.
     """
 
