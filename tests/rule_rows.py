@@ -684,7 +684,7 @@ group("one_member", placed(normal(1, 3)), normal(5, 3, seed=1),
     fold=lambda x, y: [jnp.sum(x, 0), jnp.mean(x)],
     gather=lambda x, y: [
         x + y, x[0], x.squeeze(0), x.reshape(3), lax.mul(x, y), jnp.broadcast_to(x, (5, 3)),
-        x.reshape(-1) * 2.0,
+        x.reshape(-1) * 2.0, x[::2], x[::2][1:],
     ],
 )  # fmt: skip
 

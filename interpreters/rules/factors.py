@@ -205,8 +205,11 @@ def _tile(eqn: Eqn) -> Factors:
 @factors("slice", "dynamic_slice")
 def _slice(eqn: Eqn) -> Factors:
     """Axes that are taken as a whole; XLA clamps the start of such a dynamic slice to 0."""
-    shapes = zip(shape_of(eqn.inputs[0]), shape_of(eqn.outputs[0]), strict=True)
-    labels = [k if before == after else None for k, (before, after) in enumerate(shapes)]
+    before, after = shape_of(eqn.inputs[0]), shape_of(eqn.outputs[0])
+    # A stride of more than 1 may take the whole of one member, but not of a shard.
+    strides = eqn.params.get("strides") or [1] * len(before)
+    entries = enumerate(zip(before, after, strides, strict=True))
+    labels = [k if size == taken and stride == 1 else None for k, (size, taken, stride) in entries]
     return [labels, *[()] * (len(eqn.inputs) - 1)], [labels]
 
 
