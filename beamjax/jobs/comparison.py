@@ -15,7 +15,7 @@ from beamjax.bodies.export import unwrap
 from beamjax.errors import JobError
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.jobs.report import CHECKSUMS, Report
-from beamjax.numerics.ulp import ulp_distance
+from beamjax.numerics.ulp import NAN_DISTANCE, ulp_distance
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.telemetry.job_folder import JobFolder
@@ -29,7 +29,7 @@ class Difference:
     Attributes:
       where: the first value that differs, such as `result['loss'][3]`; "" if all bits are equal.
       values: the two values as text; or the types of the leaves, if these differ.
-      ulp: the number of representable numbers between two floats; None for other dtypes.
+      ulp: the number of representable numbers between two floats; None for NaN and other dtypes.
       count: the number of values of this leaf that differ.
       step: the first step whose values differ, with its round, such as `loop_0[3]/map_rows_0`; ""
         if it is not known.
@@ -203,6 +203,7 @@ def _compared(path: str, left: Any, right: Any) -> Difference | None:
     index = tuple(map(int, np.unravel_index(places[0], x.shape)))
     is_float = jax.numpy.issubdtype(x.dtype, np.inexact)
     ulp = int(ulp_distance(x[index][None], y[index][None])[0]) if is_float else None
+    ulp = None if ulp == NAN_DISTANCE else ulp
     texts = repr(x[index].item()), repr(y[index].item())
     return Difference(f"{path}{list(index) if index else ''}", texts, ulp, len(places))
 

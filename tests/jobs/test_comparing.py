@@ -63,6 +63,8 @@ def test_where_and_why(tmp_path):
     np.testing.assert_allclose(list(map(float, found.values)), squares, rtol=1e-6)
     a, b = (np.float32(value).view(np.int32) for value in map(float, found.values))
     assert found.ulp == abs(int(a) - int(b))
+    found = bj.diff(first, run(tmp_path, x=wild))
+    assert (found.where, found.values[1], found.ulp) == ("result['sum'][0]", "nan", None)
     found = bj.diff(run(tmp_path, **drop), run(tmp_path, x=wild, **drop))
     assert found.reasons == ("the members that were dropped: none and rows 5",)
     found = bj.diff(first, run(tmp_path, x=X[:99]))
