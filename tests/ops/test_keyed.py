@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 from helpers import assert_same_bits
 
@@ -149,6 +150,10 @@ def test_files_go_with_the_handle(tmp_path):
     del table
     gc.collect()
     assert not list(tmp_path.iterdir())
+    descriptors = psutil.Process().num_fds()
+    bj.run(program, *ARGS, runner="local", options=options)["by"].arrays()
+    gc.collect()
+    assert psutil.Process().num_fds() == descriptors, "maps of removed files hold their disk space"
 
 
 @pytest.mark.versions

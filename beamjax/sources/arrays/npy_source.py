@@ -6,6 +6,7 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -432,6 +433,13 @@ def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.nda
         nbytes, changed = stamp.nbytes, stamp.stamp
     load = lambda: _zipped_array(file, name) if name else _npy_array(file, nbytes)
     return _MAPPED.get((file, name, nbytes, changed), load)
+
+
+def unmap(file: str) -> None:
+    """Drops the map of a local .npy file before it is removed: a map holds its disk space."""
+    with contextlib.suppress(OSError, ValueError):
+        status = os.stat(file)
+        _MAPPED.discard([(file, "", status.st_size, str(status.st_mtime_ns))])
 
 
 def _npy_array(file: str, nbytes: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.sources.arrays import data_files
-from beamjax.sources.arrays.npy_source import map_file, restored, storable, stored_dtype
+from beamjax.sources.arrays.npy_source import map_file, restored, storable, stored_dtype, unmap
 from beamjax.sources.source_base import (
     Count,
     LeafSpec,
@@ -238,6 +238,8 @@ class Placed(MemberFiles, kind="placed"):
 
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
+        for name in self.files:
+            unmap(os.path.join(self.folder, name))
         files.remove_files(self.folder, [*self.files, MANIFEST])
         if not data_files.is_url(self.folder):
             with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.arrays.npy_source import Part, PartFiles
+from beamjax.sources.arrays.npy_source import Part, PartFiles, unmap
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
 from beamjax.storage import files
 
@@ -57,6 +57,8 @@ class KeyedTable(PartFiles):
 
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
+        for name in self.files:
+            unmap(os.path.join(self.folder, name))
         files.remove_files(self.folder, [*self.files, MANIFEST])
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)
