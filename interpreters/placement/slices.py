@@ -36,9 +36,10 @@ MAX_STRIDE = 8
 already there cost little, but results would have that many times as many rows."""
 
 
-MAX_PARTS = 8
+MAX_PARTS = 4
 """Largest number of parts into which a program may cut the members and still have all members
-computed for each part. With more parts, it costs less to gather the members."""
+computed for each part. With more parts, it may cost less to gather the members, since bodies may do
+much work."""
 
 
 @dataclass(frozen=True)
