@@ -67,7 +67,7 @@ REFUSED = [
     ({"plan": "/no/such/file"}, "plan: cannot read /no/such/file"),
     *[
         ({name: "nofs://a.html"}, f"{name}: found 'nofs://a.html', but Beam has no file system")
-        for name in ("cache", "checkpoint", "job_folder", "report")
+        for name in ("cache", "checkpoint", "job_folder")
     ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),
     ({"require_platform": "gpu", "platforms": ["cpu"]}, "does not include it; leave out platforms"),
