@@ -57,8 +57,11 @@ MAX_BATCHED_BYTES = 8 << 20
 MAX_FILE_SECONDS = 1.0
 """Predicted seconds of the largest shard that is a whole file. All of it is computed again if a
 member of the file changes, or if the shard fails."""
-FILE_SECONDS = 3e-4
+FILE_SECONDS = 2e-4
 """Assumed seconds to find and open a file."""
+FILE_SHARD_SECONDS = 3e-4
+"""Assumed seconds of overhead of a shard between two others whose files are opened. It is more than
+`Rates.shard`, since the code of shards has left the cache of the processor."""
 MAX_CUT_SHARE = 0.1
 """Largest predicted share by which cutting shards at files may slow down the passes, by default."""
 FEWEST_GROUPS = 4
@@ -145,7 +148,7 @@ def _slowdown_by_cuts(
     plain, _ = _shard_size(passes, n, None, options, may_batch)
     size, padded = _shard_size(passes, n, groups, options, may_batch)
     rows = groups.rows
-    overhead, seconds = len(passes) * USUAL.shard, _seconds(passes, n)
+    overhead, seconds = len(passes) * FILE_SHARD_SECONDS, _seconds(passes, n)
     masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
     opening = len(passes) * groups.files * FILE_SECONDS
     before = opening + rows * (seconds + overhead / plain)
