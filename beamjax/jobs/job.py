@@ -19,7 +19,7 @@ from typing import Any
 from beamjax._text import described
 from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.call import Call
-from beamjax.errors import ArrayFormatError, JobCancelledError, JobError
+from beamjax.errors import ArrayFormatError, BeamjaxError, JobCancelledError, JobError
 from beamjax.jobs.display import display_for
 from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
@@ -201,7 +201,11 @@ class Job:
         return self.report()._repr_html_()
 
     def __repr__(self) -> str:
-        return f"<Job {self.name} on {self.runner}: {self.state.value}, in {self.folder}>"
+        try:
+            state = self.state.value
+        except BeamjaxError:  # such as that of a folder that was removed
+            state = "unknown"
+        return f"<Job {self.name} on {self.runner}: {state}, in {self.folder}>"
 
 
 def open_job(folder: str | os.PathLike[str]) -> Job:

@@ -177,7 +177,7 @@ class _Body:
         if name == "all_gather":
             return [_Value(self.gather(eqn, values), False)]
         if name not in _REDUCTIONS:
-            self.refuse(name)
+            self.refuse("a nested map_fn" if name == primitives.map_p.name else name)
         return [self.reduce(eqn, *pair) for pair in zip(values, eqn.outvars, strict=True)]
 
     def reduce(self, eqn: Any, value: _Value, out: Any) -> _Value:

@@ -376,6 +376,7 @@ def test_changed_and_removed_files_are_clear_errors(tmp_path):
         (tmp_path / name).unlink()
         with pytest.raises(error, match=message):
             job.result()
+    assert ": unknown, in " in repr(job)
 
 
 # --- other processes

@@ -124,13 +124,17 @@ def test_members_of_unknown_number():
 
 
 def test_what_is_no_reduction_is_refused():
-    bodies = [
-        lambda v: lax.ppermute(v, "c", [(0, 1)]),
-        lambda v: lax.psum(v, "c", axis_index_groups=[[0], list(range(1, N))]),
-        lambda v: lax.while_loop(lambda u: u < 9, lambda u: lax.psum(u, "c"), v[0, 0]),
-    ]
-    for body in bodies:
-        with pytest.raises(bj.StructureError, match="expected lax"):
+    nested = bj.program(d=None)(lambda v: bj.map_fn(lambda u: u + lax.psum(u, "c"), v))
+    bodies = {
+        "ppermute": lambda v: lax.ppermute(v, "c", [(0, 1)]),
+        "psum with axis_index_groups": lambda v: lax.psum(
+            v, "c", axis_index_groups=[[0], list(range(1, N))]
+        ),
+        "while": lambda v: lax.while_loop(lambda u: u < 9, lambda u: lax.psum(u, "c"), v[0, 0]),
+        "a nested map_fn": lambda v: nested(v),
+    }
+    for found, body in bodies.items():
+        with pytest.raises(bj.StructureError, match=f"found {found}, expected lax"):
             mapped(body)(X)
 
 
