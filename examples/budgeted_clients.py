@@ -1,15 +1,12 @@
 """Federated averaging under a budget: each round uses the clients with the highest gain per cost.
 
-A client has between a few and a hundred digits, and its device may be up to eight times slower
-than others. The devices of a round may take a limited number of seconds in total. The gain of a
-client is estimated from its losses when it last took part, `digits * sqrt(mean(loss ** 2))`, which
-is the statistical utility of Oort (F. Lai et al., "Oort: Efficient Federated Learning via Guided
+The devices of a round may take a limited number of seconds in total, and some are up to eight times
+slower than others. The gain of a client is estimated from its losses when it last took part,
+`digits * sqrt(mean(loss ** 2))` (F. Lai et al., "Oort: Efficient Federated Learning via Guided
 Participant Selection", OSDI 2021). Clients are chosen in order of gain per cost as long as they fit
-in the budget. If a single client has a higher gain than all of these, it is chosen instead, so that
-the gain is at least half of the best possible one (the greedy rule of S. Khuller, A. Moss and
-J. Naor, "The budgeted maximum coverage problem", Information Processing Letters 70, 1999, for gains
-that add up). `bj.take` reads only the chosen clients. The costs are made up; the digits are those
-of scikit-learn.
+in the budget; a single client with a higher gain than all of these is chosen instead. So the gain
+is at least half of the best one (S. Khuller, A. Moss and J. Naor, "The budgeted maximum coverage
+problem", Information Processing Letters 70, 1999). `bj.take` reads only the chosen clients.
 
     python examples/budgeted_clients.py --rounds=12 --runner=DirectRunner
 """

@@ -2,10 +2,9 @@
 
 Half of the clients have mirrored digits, so no single model suits all clients. If the mean update
 of a group is small while the updates of its clients are large, the group is divided in two by the
-directions of the clients' gradients (F. Sattler et al., arXiv:1910.01991, sections 3 and 4). After
-that, each client joins the group whose model has the least loss for it (A. Ghosh et al.,
-arXiv:2006.04088). The first gradient of a new client decides its group. One pass averages the
-models of all groups.
+directions of the clients' gradients (F. Sattler et al., arXiv:1910.01991, sections 3 and 4). Then
+each client joins the group whose model suits it best (A. Ghosh et al., arXiv:2006.04088). The first
+gradient of a new client decides its group. One pass averages the models of all groups.
 
     python examples/clustered_clients.py --rounds=12 --runner=DirectRunner
 """
@@ -33,10 +32,7 @@ def loss(weights: jax.Array, images: jax.Array, labels: jax.Array) -> jax.Array:
 
 @bj.program(placements={"clients": None})
 def train(models: jax.Array, group: jax.Array, digits: Digits) -> tuple[jax.Array, ...]:
-    """The models after a round, and for each group its mean loss and the agreement of its updates.
-
-    The agreement is the norm of the mean update over the mean norm, at most 1.
-    """
+    """The models after a round, each group's mean loss, and how far its updates agree (<= 1)."""
 
     def client(g: jax.Array, *data: jax.Array) -> tuple[jax.Array, ...]:
         step = lambda _, w: w - RATE * jax.grad(loss)(w, *data)

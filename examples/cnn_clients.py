@@ -6,7 +6,7 @@ padded to one of a few lengths, with a mask, and clients of similar size share a
 
     python examples/cnn_clients.py --rounds=5 --workers=2 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=8) or to Beam.
+Other flags go to beamjax (--shard_size=8) or to Beam.
 """
 
 import argparse

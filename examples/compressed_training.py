@@ -10,7 +10,7 @@ the errors are a placed value, which stays with the workers.
 
     python examples/compressed_training.py --rounds=20 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=16) or to Beam.
+Other flags go to beamjax (--shard_size=16) or to Beam.
 """
 
 import argparse

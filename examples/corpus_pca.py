@@ -8,8 +8,7 @@ and finds the axes. The third program projects the embeddings on the axes, again
 
     python examples/corpus_pca.py --gigabytes=0.1 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=64) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

@@ -8,7 +8,7 @@ arXiv:2311.08105, algorithm 1). The model is a small causal transformer on bytes
 
     python examples/diloco_text.py --rounds=6 --runner=DirectRunner
 
-Other flags are passed to beamjax (--checkpoint=/tmp/diloco) or to Beam.
+Other flags go to beamjax (--checkpoint=/tmp/diloco) or to Beam.
 """
 
 import argparse

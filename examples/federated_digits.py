@@ -7,8 +7,7 @@ by their numbers of digits.
 
     python examples/federated_digits.py --rounds=10 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=32) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

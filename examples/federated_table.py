@@ -7,8 +7,7 @@ their own rows, which are padded to one of a few lengths, with a mask.
 
     python examples/federated_table.py --rows=100_000 --clients=5_000 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=64) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

@@ -12,7 +12,7 @@ it.
 
     python examples/four_devices.py --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=16) or to Beam (--direct_num_workers=2
+Other flags go to beamjax (--shard_size=16) or to Beam (--direct_num_workers=2
 --direct_running_mode=multi_processing).
 """
 

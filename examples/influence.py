@@ -10,8 +10,7 @@ scores are placed values.
 
     python examples/influence.py --top=5 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=64) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

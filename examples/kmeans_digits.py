@@ -7,8 +7,7 @@ compares each restart with scikit-learn from the same first centres.
 
     python examples/kmeans_digits.py --clusters=10 --restarts=4 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=32) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

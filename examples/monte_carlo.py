@@ -6,8 +6,7 @@ and by the volatility ("delta" and "vega"): the derivative of the whole program,
 
     python examples/monte_carlo.py --paths=1_000_000 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=65536) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=65536) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

@@ -7,7 +7,7 @@ as members of a program with many rounds of gradient descent. Both results agree
 
     python examples/own_pipeline.py --rounds=2000 --runner=DirectRunner
 
-Other flags are passed to Beam (--direct_running_mode=multi_threading).
+Other flags go to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

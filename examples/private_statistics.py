@@ -9,8 +9,7 @@ drops these patients, counts them and reports them, and the means do not include
 
     python examples/private_statistics.py --epsilon=0.9 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=64) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

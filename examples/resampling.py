@@ -9,8 +9,7 @@ data as often as one fit does.
 
     python examples/resampling.py --replicates=200 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=64) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=64) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

@@ -8,8 +8,7 @@ any function, so the passes of the backward sweep run on the workers too.
 
     python examples/self_tuning_rate.py --steps=8 --runner=DirectRunner
 
-Other flags are passed to beamjax (--shard_size=32) or to Beam
-(--direct_running_mode=multi_threading).
+Other flags go to beamjax (--shard_size=32) or to Beam (--direct_running_mode=multi_threading).
 """
 
 import argparse

@@ -7,7 +7,7 @@ embedding among the training passages is from the same topic.
 
     python examples/text_embeddings.py --epochs=30 --runner=FnApiRunner
 
-Other flags are passed to Beam.
+Other flags go to Beam.
 """
 
 import argparse

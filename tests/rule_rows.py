@@ -690,7 +690,7 @@ group("one_member", placed(normal(1, 3)), normal(5, 3, seed=1),
 
 group("empty_members", placed(normal(N, 0, 3)),
     local=lambda x: [
-        x + 1, jnp.sum(x, 1), x.reshape(N, 3, 0), jnp.concatenate([x, jnp.ones((N, 1, 3))], 1),
+        x + 1, jnp.sum(x, 1), x.reshape(N, 3, 0), jnp.concatenate([x, x], 1),
         jnp.einsum("nij,nik->njk", x, x),
     ],
     fold=lambda x: [jnp.sum(x, 0), jnp.sum(x), jnp.einsum("nij,nkl->ijkl", x, x)],

@@ -17,6 +17,9 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.errors import OptionsError, WorkerError
 
+# Threads of Beam may raise an error when a session closes their connection.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 N = 40
 OPTIONS = {"shard_size": 8}
 PROCESSES = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
@@ -127,7 +130,6 @@ def test_an_idle_session_ends_and_starts_again(expected):
         assert_same_bits(train(s.run), expected)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Beam's
 def test_killed_workers_are_replaced(expected):
     """All of them, between calls; the new ones find the bodies of earlier programs."""
     known = {p.pid for p in psutil.Process().children(recursive=True)}

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import pytest
+import url_files  # noqa: F401  (registers bjtest:// with Beam)
 from apache_beam.options.pipeline_options import (
     DirectOptions,
     PipelineOptions,
@@ -31,8 +32,8 @@ READ = [
      Options(callbacks=False, small_work="here", probe=True)),
     (["--member_loop=batches", "--member_batch=8", "--shard_size=16"],
      Options(member_loop="batches", member_batch=8, shard_size=16)),
-    (["--checkpoint=gs://b/c", "--checkpoint_every=1"],
-     Options(checkpoint="gs://b/c", checkpoint_every=1)),
+    (["--checkpoint=bjtest://b/c", "--checkpoint_every=1"],
+     Options(checkpoint="bjtest://b/c", checkpoint_every=1)),
     ({"checkpoint": pathlib.Path("a/b")}, Options(checkpoint=os.path.abspath("a/b"))),
     (("--reduction=fast",), Options(reduction="fast")),
     (["--progress=true"], Options(progress=True)),
@@ -40,7 +41,7 @@ READ = [
     (["--job_folder=a/b", "--keep_folder=failed"],
      Options(job_folder="a/b", keep_folder="failed")),
     ({"report": "file:///a%20b.html"}, Options(report="/a b.html")),
-    (["--work_folder=gs://bucket/x=y"], Options(work_folder="gs://bucket/x=y")),
+    (["--work_folder=bjtest://bucket/x=y"], Options(work_folder="bjtest://bucket/x=y")),
     (["--shard_size=8", WORKERS, "--streaming"],
      Options(shard_size=8, beam=(WORKERS, "--streaming"))),
     ({"shard_size": 8, "direct_num_workers": 2, "streaming": True, "a": False, "b": None},
