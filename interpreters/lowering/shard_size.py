@@ -10,9 +10,10 @@ batches, or all at once if little is computed per byte read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax.bodies.jaxprs import nbytes_of, peak_bytes
@@ -94,66 +95,122 @@ def shard_sizes(
     may_batch = _may_batch(stages, options, platforms)
     return {
         placement: _shard_size(
-            _passes(placement, stages), n, program.file_groups.get(placement), options, may_batch
+            _Passes.over(placement, stages, n),
+            program.file_groups.get(placement),
+            options,
+            may_batch,
         )[0]
         for placement, n in program.sizes.items()
     }
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """The passes over a placement of n members, with the costs on which shard sizes depend.
+
+    Each cost is computed once, when it is first needed, since that reads all equations of bodies.
+    """
+
+    stages: Sequence[MapStage]
+    n: Any
+
+    @staticmethod
+    def over(placement: str, stages: Sequence[Stage], n: Any) -> _Passes:
+        """The passes among some stages that are over a placement of n members."""
+        mine = (s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement)
+        return _Passes(list(mine), n)
+
+    @functools.cached_property
+    def best_size(self) -> int:
+        """The number of members per shard without batches or cuts."""
+        return min((best_shard_size(stage, self.n) for stage in self.stages), default=MULTIPLE)
+
+    @functools.cached_property
+    def costs(self) -> list[Cost]:
+        """For each pass, the cost of a member."""
+        return [member_cost(stage, self.n) for stage in self.stages]
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Predicted seconds of all passes per member, without overhead."""
+        costs = (cost_of_member(stage, self.n) for stage in self.stages)
+        return max(sum(map(USUAL.seconds, costs)), 1e-12)
+
+    @functools.cached_property
+    def moved(self) -> list[float]:
+        """For each pass, the bytes that it reads and returns per member."""
+        return [_moved(stage, self.n) for stage in self.stages]
+
+    @functools.cached_property
+    def masking(self) -> float:
+        """Predicted seconds to mask the reductions of all passes, per member."""
+        return sum(masked_values(stage, self.n) for stage in self.stages) * MASKED_SECONDS
+
+    @functools.cached_property
+    def can_run_sequentially(self) -> bool:
+        """Whether all passes can compute their members in batches."""
+        return all(can_run_sequentially(stage, ()) for stage in self.stages)
+
+    @functools.cached_property
+    def can_skip_padding(self) -> bool:
+        """Whether it pays that shards of several batches leave out batches of padding.
+
+        All batches of a short shard mask its reductions, which may take longer than the padding.
+        See `sequential_body`.
+        """
+        if any(stage.results or is_streamed(stage, self.n) for stage in self.stages):
+            return False
+        if not self.can_run_sequentially or not self.stages:
+            return False
+        if any(cost.guessed for cost in self.costs):
+            return False
+        return self.masking <= MAX_CUT_SHARE * self.seconds
+
+
 def _shard_size(
-    passes: Sequence[MapStage],
-    n: Any,
-    groups: FileGroups | None,
-    options: Options,
-    may_batch: bool,
+    passes: _Passes, groups: FileGroups | None, options: Options, may_batch: bool
 ) -> tuple[int, int]:
     """The number of members per shard of a placement, and the most members that padding computes.
 
     Args:
       passes: the passes over the placement.
-      n: the number of members.
       groups: how files are grouped if shards are cut at files, else None.
       options: options of the run.
       may_batch: whether passes of the program can compute shards in several batches.
     """
-    size = options.shard_size or min((best_shard_size(p, n) for p in passes), default=MULTIPLE)
+    n, size = passes.n, options.shard_size or passes.best_size
     if is_unknown(n):
         return size, size
     batches = 1
-    if may_batch and all(can_run_sequentially(stage, ()) for stage in passes):
-        batches = _batches(passes, n, size)
+    if may_batch and passes.can_run_sequentially:
+        batches = _batches(passes, size)
     padded = whole = size * batches
     if groups is not None and options.shard_size is None:
         rows = groups.rows
-        whole = padded = _size_in_files(passes, n, whole, rows)
-        if may_batch and rows >= size and _skips_padding(passes, n, options):
-            whole, padded = _size_of_files(passes, n, size, size * batches, rows), size
+        whole = padded = _size_in_files(passes, whole, rows)
+        may_skip = may_batch and guard_of(options) is None
+        if may_skip and rows >= size and passes.can_skip_padding:
+            whole, padded = _size_of_files(passes, size, size * batches, rows), size
     all_members = -(-n // MULTIPLE) * MULTIPLE
     return min(whole, all_members), min(padded, all_members)
 
 
-def _passes(placement: str, stages: Sequence[Stage]) -> list[MapStage]:
-    return [s for s in walk(stages) if isinstance(s, MapStage) and s.placement == placement]
-
-
 def _slowdown_by_cuts(
-    passes: Sequence[MapStage], n: int, groups: FileGroups, options: Options, may_batch: bool
+    passes: _Passes, groups: FileGroups, options: Options, may_batch: bool
 ) -> float:
     """The predicted share by which cutting shards at groups of files slows down the passes.
 
     It depends on the plan alone, not on the option `cache`, so neither do the bits of results.
     """
-    if not passes:
+    if not passes.stages:
         return 0.0
-    plain, _ = _shard_size(passes, n, None, options, may_batch)
-    size, padded = _shard_size(passes, n, groups, options, may_batch)
-    rows = groups.rows
-    overhead, seconds = len(passes) * FILE_SHARD_SECONDS, _seconds(passes, n)
-    masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
-    opening = len(passes) * groups.files * FILE_SECONDS
-    before = opening + rows * (seconds + overhead / plain)
+    plain, _ = _shard_size(passes, None, options, may_batch)
+    size, padded = _shard_size(passes, groups, options, may_batch)
+    rows, count = groups.rows, len(passes.stages)
+    overhead, opening = count * FILE_SHARD_SECONDS, count * groups.files * FILE_SECONDS
+    before = opening + rows * (passes.seconds + overhead / plain)
     # The last shard of a group is half full on average, and masks its reductions.
-    last = overhead / 2 + padded * (seconds / 2 + masking)
+    last = overhead / 2 + padded * (passes.seconds / 2 + passes.masking)
     return (last + rows * (overhead / size - overhead / plain)) / before
 
 
@@ -172,14 +229,14 @@ def file_groups(
     Returns:
       The groups, or why shards are not cut at files.
     """
-    passes = _passes(placement, stages)
-    # They find their ranges by the index of the first member, see `rules.by_shard`.
-    if any(emission.rule.by_shard for stage in passes for emission in stage.emissions):
-        return "a pass depends on the order of the members"
     n, may_batch = program.sizes[placement], _may_batch(stages, options, platforms)
+    passes = _Passes.over(placement, stages, n)
+    # They find their ranges by the index of the first member, see `rules.by_shard`.
+    if any(emission.rule.by_shard for stage in passes.stages for emission in stage.emissions):
+        return "a pass depends on the order of the members"
     groups = FileGroups(1, rows)
     while options.cut_at_files is None:
-        share = _slowdown_by_cuts(passes, n, groups, options, may_batch)
+        share = _slowdown_by_cuts(passes, groups, options, may_batch)
         if share <= MAX_CUT_SHARE:
             break
         groups = FileGroups(2 * groups.files, 2 * groups.rows)
@@ -188,54 +245,31 @@ def file_groups(
     return groups
 
 
-def _size_in_files(passes: Sequence[MapStage], n: int, size: int, rows: int) -> int:
+def _size_in_files(passes: _Passes, size: int, rows: int) -> int:
     """The number of members per shard, at most `size`, at which passes over groups are fastest.
 
     A group takes rows / size + 1/2 shards on average. Each costs its overhead, and the time of all
     its rows, padding included. This is least where size² = 2 * rows * overhead / time per member.
     """
-    best = math.sqrt(2 * rows * len(passes) * USUAL.shard / _seconds(passes, n))
+    best = math.sqrt(2 * rows * len(passes.stages) * USUAL.shard / passes.seconds)
     return min(size, max(MULTIPLE, power_of_two(min(best, 2 * rows))))
 
 
-def _size_of_files(passes: Sequence[MapStage], n: int, batch: int, size: int, rows: int) -> int:
+def _size_of_files(passes: _Passes, batch: int, size: int, rows: int) -> int:
     """The number of members per shard if shards leave out batches of padding.
 
     Groups of up to four times the usual length are one shard, unless it would be too large.
 
     Args:
       passes: the passes over the placement.
-      n: the number of members.
       batch: members per batch.
       size: members per shard without cuts.
       rows: approximate number of members per group of files.
     """
-    moved = max(_moved(stage, n) for stage in passes)
-    most = max(size, MAX_FILE_SECONDS * len(passes) / _seconds(passes, n))
-    most = min(most, 4 * rows, MAX_BATCHED_BYTES / max(moved, 1), n / FEWEST_SHARDS)
+    most = max(size, MAX_FILE_SECONDS * len(passes.stages) / passes.seconds)
+    largest = MAX_BATCHED_BYTES / max(*passes.moved, 1)
+    most = min(most, 4 * rows, largest, passes.n / FEWEST_SHARDS)
     return batch * power_of_two(most / batch)
-
-
-def _skips_padding(passes: Sequence[MapStage], n: int, options: Options) -> bool:
-    """Whether shards of several batches leave out batches of padding; see `sequential_body`.
-
-    All batches of a short shard mask its reductions, which may take longer than the padding.
-    """
-    if guard_of(options) is not None:
-        return False
-    if any(stage.results or is_streamed(stage, n) for stage in passes):
-        return False
-    if not all(can_run_sequentially(stage, ()) for stage in passes):
-        return False
-    if not passes or any(member_cost(stage, n).guessed for stage in passes):
-        return False
-    masking = sum(masked_values(stage, n) for stage in passes) * MASKED_SECONDS
-    return masking <= MAX_CUT_SHARE * _seconds(passes, n)
-
-
-def _seconds(passes: Sequence[MapStage], n: int) -> float:
-    """Predicted seconds of all passes per member, without overhead."""
-    return max(sum(USUAL.seconds(cost_of_member(stage, n)) for stage in passes), 1e-12)
 
 
 def with_whole_blocks(
@@ -266,16 +300,15 @@ def _may_batch(stages: Sequence[Stage], options: Options, platforms: Sequence[st
     return tuple(platforms) == ("cpu",) and not calls_back
 
 
-def _batches(passes: Sequence[MapStage], n: int, size: int) -> int:
+def _batches(passes: _Passes, size: int) -> int:
     """The number of batches of `size` members per shard: a power of two."""
-    costs = [member_cost(stage, n) for stage in passes]
-    if not passes or any(cost.guessed for cost in costs):
+    n, costs, moved = passes.n, passes.costs, passes.moved
+    if not costs or any(cost.guessed for cost in costs):
         return 1
-    moved = [_moved(stage, n) for stage in passes]
     # Only what a shard reads and returns grows with the batches; the rest stays in the cache.
     members = [replace(cost, nbytes=nbytes) for cost, nbytes in zip(costs, moved, strict=True)]
-    seconds = max(sum(map(USUAL.seconds, members)) / len(passes), 1e-12)
-    merging = max(map(_reduced, passes)) / MERGED_BYTES
+    seconds = max(sum(map(USUAL.seconds, members)) / len(members), 1e-12)
+    merging = max(map(_reduced, passes.stages)) / MERGED_BYTES
     most = max(
         min(2 * WORTH_SECONDS / seconds, MAX_BATCHED_BYTES / max(*moved, 1), n / FEWEST_SHARDS),
         min(MERGE_SHARE * merging / seconds, MAX_SHARD_BYTES / max(*moved, 1), n / 2),
