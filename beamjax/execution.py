@@ -278,10 +278,10 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     sources = sources_of(call.values.values)
     options = with_fitting_threads(call.plan, sources, call.options, call.runner)
     check_memory(call.plan, sources, options, call.runner)
-    staged, kept = call.planned.staged, frozenset[int]()
+    staged, materialized = call.planned.staged, frozenset[int]()
     if staged.returns_keyed:
-        kept = materialized_numbers(keyed_outputs(staged.out_tree, options))
-    results = materialized_outputs(call.plan, staged.out_tree, options, kept)
+        materialized = materialized_numbers(keyed_outputs(staged.out_tree, options))
+    results = materialized_outputs(call.plan, staged.out_tree, options, materialized)
     return call.backend, options, results
 
 
