@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[int, int, bool, str]:
         folder.mkdir()
 
         def run(job: str | None = None) -> tuple[Any, int]:
-            options = {"cut_at_files": True}
+            options: dict[str, Any] = {"cut_at_files": True}
             if job is not None:
                 options |= {"job_folder": job, "cache": str(Path(name, "cache"))}
             flat = [f"--{key}={value}" for key, value in options.items()]
