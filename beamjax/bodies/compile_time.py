@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -33,6 +34,11 @@ def _count(event: str, **_: Any) -> None:
     elif event == _FOUND:
         counts().cache_misses -= 1
         counts().cache_hits += 1
+        loaded_from_disk.set()
+
+
+loaded_from_disk = threading.Event()
+"""Set once an executable of this process came from JAX's cache on disk."""
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -11,16 +11,19 @@ import functools
 import hashlib
 import re
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import export
+from jax.experimental import serialize_executable
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax._text import described
+from beamjax.bodies.compile_time import loaded_from_disk
 from beamjax.bodies.counts import counts
 from beamjax.bodies.jaxprs import equations, working_bytes
 from beamjax.bodies.python_bodies import python_function
@@ -251,6 +254,43 @@ def load_body(
             several = body.devices > 1
             _loaded[loaded] = _on_mesh(call, body, device) if several else jax.jit(call)
         return _loaded[loaded]
+
+
+_elsewhere: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any] | None]]
+_elsewhere = weakref.WeakKeyDictionary()
+_moving = threading.Lock()
+
+
+def loaded_elsewhere(call: Any, args: Sequence[Any], device: Any) -> Callable[..., Any]:
+    """The compiled function of a body on a CPU device of another client than that of its arguments.
+
+    The other client loads the machine code of the first one, in milliseconds. Machine code that
+    came from JAX's cache on disk can't be moved: XLA loads it, but fails to run it. JAX then finds
+    it on disk again.
+
+    Args:
+      call: what `load_body` returned.
+      args: arguments with which it can be called where JAX computes now, on the first client.
+      device: the device of the other client.
+    """
+    with _moving:
+        found = _elsewhere.setdefault(call, {})
+        if device not in found:
+            compiled = call.lower(*args).compile()
+            found[device] = None if loaded_from_disk.is_set() else _moved(compiled, device)
+        return found[device] or call
+
+
+def _moved(compiled: Any, device: Any) -> Callable[..., Any] | None:
+    """A compiled function on another device; None if XLA can't serialize it."""
+    try:
+        code, ins, outs = serialize_executable.serialize(compiled)
+        moved: Callable[..., Any] = serialize_executable.deserialize_and_load(
+            code, ins, outs, backend=device.client, execution_devices=[device]
+        )
+    except (ValueError, jax.errors.JaxRuntimeError):
+        return None
+    return moved
 
 
 _on_several = threading.Lock()

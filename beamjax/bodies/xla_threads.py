@@ -2,17 +2,19 @@
 
 XLA divides a long contraction, and LAPACK a factorization, among as many threads as the machine has
 cores. Partial sums are rounded, so another number of cores gives other bits. JAX fixes its number
-when it starts, and has no option for it. So beamjax computes with its own CPU client, beside JAX's
-client in the same process. Its number of threads is the same on every machine. It is not 1, because
-XLA hands parts of most bodies to these threads, so that shards would wait for each other.
+when it starts, and has no option for it. So beamjax computes with its own CPU clients, beside JAX's
+client in the same process. Their number of threads is the same on every machine. A machine with
+more cores has more clients, and shards that are computed at the same time are spread over them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,21 +24,61 @@ from beamjax import _compat
 from beamjax.plan.steps import Body
 
 
-def cpu_devices(threads: int) -> tuple[Any, ...]:
+def available_cores() -> int:
+    """The number of cores that this process may use."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return found or 1
+
+
+class CpuClients:
+    """CPU clients of XLA that each divide a computation among the same number of threads.
+
+    XLA hands most of a computation to the threads of its client. One client could therefore keep
+    only as many cores busy, however many threads of Python call it. There is a client for each
+    `threads` cores. It starts when the clients before it are computing.
+
+    Args:
+      threads: the number of threads of each client.
+
+    Attributes:
+      count: the number of clients, started or not.
+    """
+
+    def __init__(self, threads: int):
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._devices: list[tuple[jax.Device, ...]] = []
+        self.count = -(-available_cores() // threads)
+        self._running = [0] * self.count
+
+    def devices(self, number: int = 0) -> tuple[jax.Device, ...]:
+        """The devices of a client, as many as JAX has CPU devices in this process."""
+        with self._lock:  # All threads of this process must use the same devices.
+            while len(self._devices) <= number:
+                client = _compat.cpu_client(self._threads, jax.local_device_count("cpu"))
+                self._devices.append(tuple(client.local_devices()))
+            return self._devices[number]
+
+    @contextlib.contextmanager
+    def least_busy(self) -> Iterator[jax.Device]:
+        """A context that computes on the yielded device, of the client that computes the least."""
+        with self._lock:
+            number = min(range(self.count), key=self._running.__getitem__)
+            self._running[number] += 1
+        try:
+            yield self.devices(number)[0]
+        finally:
+            with self._lock:
+                self._running[number] -= 1
+
+
+def cpu_devices(threads: int) -> tuple[jax.Device, ...]:
     """CPU devices on which XLA divides a computation among this many threads.
 
     Calls compute in the calling thread, so that Python threads compute in parallel. There are as
     many devices as JAX has CPU devices in this process.
     """
-    found = _devices.get(threads)
-    if found is None:
-        count = jax.local_device_count("cpu")
-        with _starting:  # All threads of this process must use the same devices.
-            found = _devices.get(threads)
-            if found is None:
-                found = tuple(_compat.cpu_client(threads, count).local_devices())
-                _devices[threads] = found
-    return found
+    return _clients(threads).devices()
 
 
 def compute_device(threads: int) -> Any:
@@ -44,8 +86,18 @@ def compute_device(threads: int) -> Any:
     return cpu_devices(threads)[0] if jax.default_backend() == "cpu" else None
 
 
-_devices: dict[int, tuple[Any, ...]] = {}
-_starting = threading.Lock()
+def clients_of(device: jax.Device | None) -> CpuClients | None:
+    """The clients of which the first has this device; None if there is just one, or none."""
+    found = [each for each in list(_by_threads.values()) if each.devices()[0] is device]
+    return found[0] if found and found[0].count > 1 else None
+
+
+def _clients(threads: int) -> CpuClients:
+    found = _by_threads.get(threads)
+    return found or _by_threads.setdefault(threads, CpuClients(threads))
+
+
+_by_threads: dict[int, CpuClients] = {}
 
 
 LAPACK_THREADS = 1

@@ -25,10 +25,10 @@ def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
     return field(default=default, metadata={"rule": rule, "planning": planning})
 
 
-XLA_THREADS = 16
-"""Default of the option `xla_threads`: at least the number of cores of most machines. On a machine
-with two cores, large products take up to 25 % longer than with two threads, and other bodies as
-long."""
+XLA_THREADS = 4
+"""Default of the option `xla_threads`. Dividing a computation costs time: with 16 threads on two
+cores, large products take up to 25 % longer. A process with more cores computes several shards, on
+more clients of XLA."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ class Options:
         that are very short or that XLA computes on all cores; 1 computes shards sequentially. The
         bits do not depend on it.
       xla_threads: number of threads among which XLA divides one computation on a CPU, in all
-        processes of the run. The bits depend on this number, and not on the cores of a machine, so
-        it is the same on every machine. LAPACK computes with one thread.
+        processes of the run. A process with more cores computes several shards at once. The bits
+        depend on this number, and not on the cores of a machine, so it is the same on every
+        machine. LAPACK computes with one thread.
       strict: whether a run fails if machines of several kinds computed its results, so that another
         run may give other bits. Kinds differ in the processor or in the version of JAX. False only
         reports it.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
+from beamjax.bodies.xla_threads import available_cores
 from beamjax.errors import JobCancelledError
 from beamjax.options import Options
 
@@ -40,8 +40,7 @@ def most_jobs(threads: int) -> int:
 
 def usual_threads() -> int:
     """The number of threads that compute in this process, unless an option sets it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(2, min(cores or 2, MAX_THREADS))
+    return max(2, min(available_cores(), MAX_THREADS))
 
 
 def computing_threads(options: Options) -> int:

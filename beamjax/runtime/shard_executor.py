@@ -13,8 +13,9 @@ import numpy as np
 
 from beamjax import _compat
 from beamjax.bodies.counts import counts
-from beamjax.bodies.export import load_body, on_device, with_x64
+from beamjax.bodies.export import load_body, loaded_elsewhere, on_device, with_x64
 from beamjax.bodies.transfer_time import from_device, is_copied, to_device, transferring
+from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
@@ -34,6 +35,7 @@ from beamjax.runtime.failing_members import (
 )
 from beamjax.runtime.inputs import Reader
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
+from beamjax.storage import aligned
 
 
 class ShardExecutor:
@@ -89,6 +91,9 @@ class ShardExecutor:
         # An accelerator computes one shard at a time, as memory allows, while threads that wait for
         # the lock have already transferred their shards.
         self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
+        # Threads compute on several CPU clients at once, except bodies that hold their devices.
+        self._clients = clients_of(device) if self._pads else None
+        self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
         with with_x64(self._x64), transferring():
             self.broadcasts = {
                 name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
@@ -211,13 +216,37 @@ class ShardExecutor:
     def _called(
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
+        first = np.int32(shard.start)
         with with_x64(self._x64), on_device(self.device):
+            if self._clients is not None:
+                with self._clients.least_busy() as device:
+                    return from_device(self._on_client(device, call, [first, *heads], arrays))
             inputs = to_device(arrays, self.device) if self.copies else arrays
             with self._turn:
-                outs = call(np.int32(shard.start), *heads, *self._broadcasts, *inputs)
+                outs = call(first, *heads, *self._broadcasts, *inputs)
                 if self.copies:
                     jax.block_until_ready(outs)
             return from_device(outs)
+
+    def _on_client(
+        self,
+        device: jax.Device,
+        call: Callable[..., Any],
+        heads: Sequence[Any],
+        arrays: Sequence[Any],
+    ) -> Sequence[jax.Array]:
+        """Calls the body on a device of another CPU client than that of `self.device`, or on it."""
+        args = *heads, *self._broadcasts, *arrays
+        if device is self.device:
+            outs: Sequence[jax.Array] = call(*args)
+            return outs
+        if device not in self._elsewhere:
+            served = map(np.asarray, self._broadcasts)  # in the memory that they have
+            self._elsewhere[device] = [_compat.device_array(x, device) for x in served]
+        moved = loaded_elsewhere(call, args, device)
+        with on_device(device):
+            outs = moved(*heads, *self._elsewhere[device], *arrays)
+        return outs
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""
@@ -289,8 +318,11 @@ class ShardExecutor:
 
     def _pad(self, x: np.ndarray) -> np.ndarray:
         """Pads with copies of the last member. With zeros, a loop in the body might never end."""
-        missing = self.size - x.shape[0]
-        return x if not missing else np.concatenate([x, np.repeat(x[-1:], missing, axis=0)])
+        if len(x) == self.size:
+            return x
+        padded = aligned.empty((self.size, *x.shape[1:]), x.dtype)
+        padded[: len(x)], padded[len(x) :] = x, x[-1]
+        return padded
 
 
 def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> jax.Array:

@@ -73,6 +73,9 @@ PRODUCT_MEMBERS = 1024
 """Fewest members per shard that a product contracts over, as long as two shards remain. Each shard
 writes the result of the product and adds it up, which for 128 members takes longer than the product
 itself."""
+EQUAL_SHARDS, EQUAL_MEMBERS = 16, 4096
+"""Up to 16 shards that a product contracts over have equal sizes, of at most 4096 members. Few
+shards of a fixed size would compute much padding in the last one."""
 MERGED_BYTES = 2e9
 """Approximate bytes of partials that one core adds up exactly in a second."""
 MERGE_SHARE = 8
@@ -347,7 +350,8 @@ def cost_of_member(stage: MapStage, n: Any) -> Cost:
 def best_shard_size(stage: MapStage, n: Any) -> int:
     """The number of members per shard at which a pass over n members should be fastest."""
     # Half of the members, rounded up to a power of two: at least two shards remain.
-    half = math.inf if is_unknown(n) else 1 << ((n + 1) // 2 - 1).bit_length()
+    unknown = is_unknown(n)
+    half = math.inf if unknown else 1 << ((n + 1) // 2 - 1).bit_length()
     n = _counted(n)
     moved = _moved(stage, n)
     used = _read(stage, n) + _used(stage, n)
@@ -356,7 +360,11 @@ def best_shard_size(stage: MapStage, n: Any) -> int:
         limit = max(TINY_LIMIT, n // TINY_SHARDS)
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     if _contracts(stage):
-        size = max(size, min(PRODUCT_MEMBERS, half, MAX_SHARD_BYTES / max(used, 1)))
+        most = MAX_SHARD_BYTES / max(used, moved, 1)
+        count = max(2, math.ceil(n / max(min(EQUAL_MEMBERS, most), size)))
+        if not unknown and count <= EQUAL_SHARDS:
+            return -(-n // (MULTIPLE * count)) * MULTIPLE
+        size = max(size, min(PRODUCT_MEMBERS, half, most))
     return max(MULTIPLE, power_of_two(size))
 
 
