@@ -14,6 +14,7 @@ import jax
 from beamjax.bodies.python_bodies import settings
 from beamjax.interpreters.cutting.cut import split
 from beamjax.interpreters.cutting.remat import Decisions
+from beamjax.interpreters.cutting.scalar_steps import without_scalar_steps
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.dropped_members import guard_of
@@ -194,7 +195,7 @@ def make_plan(
     placed = placed_program(staged, flat, call.arguments, options)
     saved = options.plan.rematerialized if isinstance(options.plan, Choices) else None
     decisions = Decisions(options.recompute, saved)
-    stages = split(placed, decisions)
+    stages = without_scalar_steps(placed, split(placed, decisions))
     settle_sizes(placed, stages)
     groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options)
     placed = replace(placed, file_groups=groups)

@@ -215,6 +215,24 @@ class _Product:
     def followed_by(self, eqn: Any, *literals: Any) -> _Product:
         return replace(self, then=(*self.then, (eqn.primitive, eqn.params, literals)))
 
+    def transposed(self, eqn: Any) -> _Product:
+        """The product with transposed result: of swapped factors, if that does it."""
+        if self.primitive is lax.dot_general_p and not self.then:
+            contracting, (left, right) = self.params["dimension_numbers"]
+            batch = len(left)
+            free = [x.ndim - batch - len(c) for x, c in zip(self.factors, contracting, strict=True)]
+            axes = range(batch, batch + sum(free))
+            swapped = (*range(batch), *axes[free[0] :], *axes[: free[0]])
+            if tuple(eqn.params["permutation"]) == swapped:
+                precision = self.params["precision"]
+                params = {
+                    **self.params,
+                    "dimension_numbers": (contracting[::-1], (right, left)),
+                    "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+                }
+                return replace(self, params=params, factors=self.factors[::-1])
+        return self.followed_by(eqn)
+
     def scaled(self, op: Callable[[Any, Any], Any], number: Any) -> _Product:
         """Scales the smaller factor, which costs less than scaling the result."""
         k = int(self.factors[1].size < self.factors[0].size)
@@ -320,6 +338,12 @@ def _shaped(eqn: Any, x: Any, *sizes: Any) -> _Sum | None:
     return _Sum([product.followed_by(eqn) for product in x.products])
 
 
+def _transpose(eqn: Any, x: Any) -> _Sum | None:
+    return (
+        _Sum([product.transposed(eqn) for product in x.products]) if isinstance(x, _Sum) else None
+    )
+
+
 def _converted(eqn: Any, x: Any) -> _Sum | None:
     dtype = eqn.params["new_dtype"]
     if not isinstance(x, _Sum) or not jax.numpy.issubdtype(dtype, np.floating):
@@ -403,7 +427,8 @@ def _outer(eqn: Any, x: _Spread, y: _Spread) -> _Sum | None:
 _RULES: dict[str, Callable[..., _Sum | _Spread | None]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
-    **dict.fromkeys("transpose reshape squeeze rev neg copy".split(), _shaped),
+    "transpose": _transpose,
+    **dict.fromkeys("reshape squeeze rev neg copy".split(), _shaped),
     "convert_element_type": _converted,
     "broadcast_in_dim": _broadcast,
     "pad": _padded,
