@@ -116,7 +116,7 @@ def computed(
             yield job()
         return
     jobs, left = iter(jobs), count
-    while not shard_times.pays(body, left):
+    while not shard_times.pays(body, left, threads):
         first = next(jobs, None)
         if first is None:
             return

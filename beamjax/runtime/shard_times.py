@@ -13,8 +13,8 @@ LONG = 2e-4
 LONG_IN_BUNDLE = 2e-3
 """Seconds of a shard from which a further thread in a bundle is faster: it computes while the other
 one reads and merges."""
-LONG_PASS = 4e-3
-"""Seconds of all remaining shards from which it is faster to start threads for them."""
+WORTH_STARTING = 2e-3
+"""Seconds that threads must save at least in the remaining shards, so that they are started."""
 SURELY_LONG = 2e-2
 """Seconds of the first shard of a body from which later shards are surely long too. A first run
 takes longer than later ones."""
@@ -67,12 +67,20 @@ def learn(body: Hashable, meter: Meter, begun: float) -> None:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
 
 
-def pays(body: Hashable, left: int | None) -> bool:
-    """Whether threads speed up `left` more shards of a body; None for an unknown number."""
+def pays(body: Hashable, left: int | None, most: int) -> bool:
+    """Whether threads speed up further shards of a body.
+
+    Args:
+      body: the key of the body.
+      left: the number of shards; None if it is unknown.
+      most: the largest number of threads. Shards that keep as many cores busy by themselves are not
+        computed faster by threads.
+    """
     found = _times.get(body)
     if found is None or not found.known or found.seconds < LONG:
         return False
-    return left is None or (left > 1 and left * found.seconds >= LONG_PASS)
+    saved = found.seconds * max(1 - found.cores / most, 0.0)
+    return left is None or (left > 1 and left * saved >= WORTH_STARTING)
 
 
 def pays_in_bundle(body: Hashable) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -85,9 +87,10 @@ class ClusterOptions(PipelineOptions):
 
 
 class QuickOptions(PipelineOptions):
-    """Options that create each view once, which saves time: Beam asks for views very often.
+    """Options that parse the same flags once per process, and create each view once.
 
-    Views share their values in any case, so a value that is set in one is seen in all.
+    A pipeline asks for some 20 views, and Beam parses the flags for each of them. Views share their
+    values in any case, so a value that is set in one is seen in all.
     """
 
     def __init__(self, flags: list[str]):
@@ -95,9 +98,45 @@ class QuickOptions(PipelineOptions):
         self.__dict__["_views"] = {}
         super().__init__(flags)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuickOptions:
+        """A copy with values of its own. Each pipeline makes one."""
+        made = QuickOptions(list(self._flags or ()))
+        made._all_options = copy.deepcopy(self._all_options, memo)
+        return made
+
     def view_as(self, cls: Any) -> Any:
         """As in `PipelineOptions`."""
         views: dict[Any, Any] = self.__dict__["_views"]
         if cls not in views:
-            views[cls] = super().view_as(cls)
+            parsed = _parsed(cls, tuple(self._flags or ()))
+            for name, value in vars(parsed).items():
+                if name not in self._all_options:
+                    self._all_options[name] = copy.deepcopy(value)
+            views[cls] = view = cls.__new__(cls)
+            view._flags, view._visible_options = self._flags, parsed
+            view._all_options = self._all_options
         return views[cls]
+
+    def get_all_options(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in `PipelineOptions`."""
+        known = _answers(tuple(self._flags or ()))
+        # The options of classes that are imported later are found as well.
+        key = repr((args, sorted(kwargs.items()), len(PipelineOptions.__subclasses__())))
+        values, found = known.get(key, (None, {}))
+        if values != self._all_options:
+            found = super().get_all_options(*args, **kwargs)
+            known[key] = copy.deepcopy(self._all_options), found
+        return {name: self._all_options.get(name, value) for name, value in found.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(cls: type[PipelineOptions], flags: tuple[str, ...]) -> argparse.Namespace:
+    """The values of the options of a class, with their defaults."""
+    found: argparse.Namespace = cls(list(flags))._visible_options
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _answers(flags: tuple[str, ...]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """By the arguments of `get_all_options`: the values it was called with, and its result."""
+    return {}

@@ -369,7 +369,7 @@ def test_what_jax_is_asked_to_check(where, monkeypatch):
     """Wherever a shard is computed: in other threads of this process, or in other processes."""
     monkeypatch.setattr("beamjax.runtime.shard_times.pays_in_bundle", lambda body: True)
     monkeypatch.setattr(
-        "beamjax.runtime.shard_times.pays", lambda body, left: left is None or left > 1
+        "beamjax.runtime.shard_times.pays", lambda body, left, most: left is None or left > 1
     )
     monkeypatch.setattr("beamjax.runtime.shard_times.threads", lambda body, most: 2)
     monkeypatch.setattr("beamjax.runtime.shard_times.threads_in_bundle", lambda body, most: most)

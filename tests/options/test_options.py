@@ -1,5 +1,6 @@
 """Options as a user may write them, and Beam's options with views that are made once."""
 
+import copy
 import dataclasses
 import math
 import os
@@ -8,6 +9,7 @@ import pathlib
 import pytest
 import url_files  # noqa: F401  (registers bjtest:// with Beam)
 from apache_beam.options.pipeline_options import (
+    DebugOptions,
     DirectOptions,
     PipelineOptions,
     StandardOptions,
@@ -177,3 +179,23 @@ def test_quick_views_are_those_of_beam():
     ours.view_as(StandardOptions).runner = "Some"
     assert ours.view_as(TypeOptions).view_as(StandardOptions).runner == "Some"
     assert ours.get_all_options()["runner"] == "Some"
+    theirs.view_as(StandardOptions).runner = "Some"
+    for drop in (True, False):
+        asked = {"drop_default": drop, "retain_unknown_options": True}
+        assert ours.get_all_options(**asked) == theirs.get_all_options(**asked)
+
+
+def test_quick_options_share_no_values():
+    flags = ["--experiments=first"]
+    one, other = QuickOptions(flags), QuickOptions(flags)
+    copied = copy.deepcopy(one)
+    one.view_as(DebugOptions).add_experiment("second")
+    assert one.get_all_options()["experiments"] == ["first", "second"]
+    for each in (other, copied, QuickOptions(flags), copy.deepcopy(other)):
+        assert each.view_as(DebugOptions).experiments == ["first"]
+        assert each.get_all_options()["experiments"] == ["first"]
+        assert each.to_runner_api() == PipelineOptions(flags).to_runner_api()
+    one.view_as(StandardOptions).runner = "Some"
+    again = copy.deepcopy(one)
+    assert again.view_as(StandardOptions).runner == "Some"
+    assert again.view_as(DebugOptions).experiments == ["first", "second"]

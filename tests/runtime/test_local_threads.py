@@ -31,7 +31,7 @@ SERIAL = {"local_threads": 1, "shard_size": 8}
 @pytest.fixture(autouse=True)
 def always_in_threads(monkeypatch):
     """However short shards are; and the threads are gone at the end."""
-    for name in ("LONG", "LONG_PASS", "SURELY_LONG"):
+    for name in ("LONG", "WORTH_STARTING", "SURELY_LONG"):
         monkeypatch.setattr(shard_times, name, 0.0)
     before = set(threading.enumerate())
     yield
@@ -254,7 +254,7 @@ clock = [0.0]
         (1e-5, 1, 4, 20, []),  # handing them over would take longer
         (1e-3, 1, 4, 2, [4]),
         (1e-3, 2, 4, 2, [2]),
-        (1e-3, 4, 4, 2, [2]),
+        (1e-3, 4, 4, 20, []),  # its shards keep all cores busy
         (1e-3, 0.1, 4, 2, [4]),
         (0.05, 1, 8, 2, [8]),  # compiling says nothing of its cores
         (0.05, 1, 1, 20, []),
@@ -295,11 +295,22 @@ def test_what_is_worth_a_thread(monkeypatch):
     ):
         known_time = shard_times._ShardTime(seconds, 1.0, known)
         monkeypatch.setattr(shard_times, "_times", {"body": known_time})
-        found = shard_times.pays("body", left), shard_times.pays_in_bundle("body")
+        found = shard_times.pays("body", left, 2), shard_times.pays_in_bundle("body")
         if found != expected:
             faults.append((seconds, known, left, found))
     assert faults == []
-    assert not shard_times.pays("other", 9)
+    assert not shard_times.pays("other", 9, 2)
+    # Shards that keep several cores busy leave less to threads.
+    for cores, left, most, expected in (
+        (1.5, 9, 2, True),
+        (1.5, 7, 2, False),
+        (2.0, 999, 2, False),
+        (2.1, 999, 2, False),
+        (2.0, 3, 16, True),
+    ):
+        times = {"body": shard_times._ShardTime(1e-3, cores, True)}
+        monkeypatch.setattr(shard_times, "_times", times)
+        assert shard_times.pays("body", left, most) == expected
     assert not shard_times.pays_in_bundle("other")
     # Of many threads, only bodies that do not hold Python's lock for long keep all busy.
     for seconds, cores, expected in (
