@@ -27,7 +27,7 @@ from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
-from beamjax.options import Options
+from beamjax.options import Options, rules
 from beamjax.options.choices import Choices, write_json
 from beamjax.storage.schema import to_plain
 
@@ -116,16 +116,22 @@ class Explanation:
         """Writes the page of `to_html` to a file.
 
         Args:
-          path: the path or URL of the file.
+          path: the path or URL of the file, whose name ends in `.html` or `.htm`.
           run: as for `to_html`.
 
         Raises:
+          OptionsError: the name has another ending.
           SourceError: the file can't be written.
           JobError: as for `to_html`.
           ArrayFormatError: as for `to_html`.
         """
         from beamjax.diagnostics.pages.page import write
 
+        rule = rules.path("file", ".html", ".htm")
+        try:
+            rule.read(path)
+        except ValueError:
+            raise OptionsError(f"found {os.fspath(path)!r}, expected {rule.expected}") from None
         write(path, self.to_html(run))
 
     def _page(self, run: Job | Report | None) -> Page:

@@ -91,7 +91,7 @@ class ShardExecutor:
         # An accelerator computes one shard at a time, as memory allows, while threads that wait for
         # the lock have already transferred their shards.
         self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
-        # Threads compute on several CPU clients at once, except bodies that hold their devices.
+        # Bodies that call back to the host, or that hold a mesh, stay on the first client.
         self._clients = clients_of(device) if self._pads else None
         self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
         with with_x64(self._x64), transferring():

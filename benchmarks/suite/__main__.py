@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     why = bar.reasons()
     for line in found["bar"]:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['key']:12} {line['found']}")
-    for key in bar.untold(found["bar"], why):
+    for key in bar.untold(found["bar"], found["cases"], why):
         print(f"no reason in {bar.REASONS.name} yet: {key}", file=sys.stderr)
     if flags.page:
         gpu = json.loads(flags.gpu.read_text("utf-8")) if flags.gpu else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite.ways import BATCH, DIRECT, JIT, LOCAL, LOOP, PEERS, PLAIN
+from benchmarks.suite.ways import BATCH, DIRECT, JIT, LOCAL, LOOP, PEERS, PLAIN, SESSION
 
 Line = dict[str, Any]
 
@@ -85,13 +85,18 @@ def exact_over_plain(cases: Mapping[str, Any]) -> dict[str, dict[str, tuple[floa
 
 
 def standings(cases: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Case, peer, and how many times its seconds are those of DirectRunner, long or not."""
+    """Case, peer, and how many times its seconds are those of a session on DirectRunner."""
     for case, measured in cases.items():
         seconds = {row["way"]: row["seconds"] for row in measured["rows"] if row.get("seconds")}
-        if DIRECT in seconds:
+        if SESSION in seconds:
             for way in (JIT, *PEERS):
                 if way in seconds:
-                    yield case, way, seconds[way] / seconds[DIRECT]
+                    yield case, way, seconds[way] / seconds[SESSION]
+
+
+def behind(cases: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The key, such as `A vs dask-2`, and the ratio of each peer that is faster than a session."""
+    return [(f"{case} vs {way}", ratio) for case, way, ratio in standings(cases) if ratio < 1]
 
 
 def reasons(path: Path = REASONS) -> dict[str, str]:
@@ -107,7 +112,7 @@ def reasons(path: Path = REASONS) -> dict[str, str]:
     return found
 
 
-def untold(found: list[Line], why: Mapping[str, str]) -> list[str]:
-    """Keys of lines that are missed and have no reason yet."""
-    missing: Callable[[Line], bool] = lambda line: not line["met"] and line["key"] not in why
-    return [line["key"] for line in found if missing(line)]
+def untold(found: list[Line], cases: Mapping[str, Any], why: Mapping[str, str]) -> list[str]:
+    """Keys of targets that are missed, and of peers that are faster, which have no reason yet."""
+    keys = [line["key"] for line in found if not line["met"]]
+    return [key for key in (*keys, *(key for key, _ in behind(cases))) if key not in why]

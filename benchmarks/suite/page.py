@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.suite import bar, model
 from benchmarks.suite.cases import CASES
-from benchmarks.suite.ways import ALL, DIRECT, LOCAL, LOOP
+from benchmarks.suite.ways import ALL, DIRECT, LOCAL, LOOP, SESSION
 
 HEAD = """\
 # Benchmark suite
@@ -90,7 +90,7 @@ def _results(
         yield "**These are the sizes of a test: the numbers mean nothing.**\n"
     yield from _image(images, "time", "Seconds over those of the shard loop, by workload and way")
     yield from _summary(found)
-    yield from _standings(found)
+    yield from _standings(found, why)
     yield from _exact(found)
     yield from _bar(found, why)
     yield "## Workloads\n"
@@ -103,12 +103,12 @@ def _results(
 def _summary(found: Mapping[str, Any]) -> Iterator[str]:
     """Seconds of beamjax and of the shard loop."""
     yield "Times of beamjax as multiples of that of the shard loop; below 1, beamjax is faster.\n"
-    yield "| | shard loop | `local` | DirectRunner |"
-    yield "| --- |" + " ---: |" * 3
+    yield "| | shard loop | `local` | DirectRunner | session |"
+    yield "| --- |" + " ---: |" * 4
     for case, measured in found["cases"].items():
         rows = {row["way"]: row for row in measured["rows"]}
         loop = rows.get(LOOP, {}).get("seconds")
-        ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT))
+        ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT, SESSION))
         cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         title = measured["title"].partition(":")[0].partition(", then")[0]
         time = "" if loop is None else f"{loop:.3f} s"
@@ -195,10 +195,11 @@ def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
     yield ""
 
 
-def _standings(found: Mapping[str, Any]) -> Iterator[str]:
-    """How long the others take, in multiples of beamjax on DirectRunner."""
+def _standings(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
+    """How long the others take, in multiples of beamjax in a session on DirectRunner."""
     yield "## Other tools\n"
-    yield "Times as multiples of that of beamjax on DirectRunner; below 1, the tool is faster.\n"
+    yield "Times as multiples of that of a call in a session on DirectRunner; below 1, the tool is"
+    yield "faster. A session keeps its workers between calls, as Dask and Ray do.\n"
     standings = list(bar.standings(found["cases"]))
     ways = [way for way in ALL if any(way == w for _, w, _ in standings)]
     yield "| | " + " | ".join(found["cases"]) + " |"
@@ -208,6 +209,19 @@ def _standings(found: Mapping[str, Any]) -> Iterator[str]:
         numbers = [_ratio(ratios.get(case)) for case in found["cases"]]
         yield f"| {ALL[way].title} | " + " | ".join(numbers) + " |"
     yield ""
+    for reason, keys in _by_reason(bar.behind(found["cases"]), why).items():
+        yield f"- {', '.join(keys)}: {reason}."
+    yield ""
+
+
+def _by_reason(behind: list[tuple[str, float]], why: Mapping[str, str]) -> Mapping[str, list[str]]:
+    """The cases and names of faster tools, by the reason."""
+    found: dict[str, list[str]] = {}
+    for key, _ in behind:
+        case, _, way = key.split(" ")
+        reason = why.get(key, "the reason is not known yet")
+        found.setdefault(reason, []).append(f"{case}, {ALL[way].title}")
+    return found
 
 
 def _exact(found: Mapping[str, Any]) -> Iterator[str]:

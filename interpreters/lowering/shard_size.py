@@ -363,7 +363,7 @@ def best_shard_size(stage: MapStage, n: Any) -> int:
         most = MAX_SHARD_BYTES / max(used, moved, 1)
         count = max(2, math.ceil(n / max(min(EQUAL_MEMBERS, most), size)))
         if not unknown and count <= EQUAL_SHARDS:
-            return -(-n // (MULTIPLE * count)) * MULTIPLE
+            return max(1, -(-n // (MULTIPLE * count))) * MULTIPLE
         size = max(size, min(PRODUCT_MEMBERS, half, most))
     return max(MULTIPLE, power_of_two(size))
 

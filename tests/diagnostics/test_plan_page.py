@@ -14,7 +14,7 @@ from beamjax.diagnostics.fact_types import ChoiceFact
 from beamjax.diagnostics.pages.page import document, fragment
 from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of, text_page
 from beamjax.diagnostics.text import human_seconds
-from beamjax.errors import SourceError
+from beamjax.errors import OptionsError, SourceError
 from beamjax.telemetry.progress import Tally
 from tests.diagnostics.test_explanation import N, W, X, rounds
 
@@ -194,6 +194,9 @@ def test_a_page_is_one_file_with_its_data(tmp_path):
     assert text.startswith("<!DOCTYPE html>\n<html")
     with pytest.raises(SourceError, match=r"there/plan\.html: cannot write it"):
         explanation.save(str(tmp_path / "there" / "plan.html"))
+    with pytest.raises(OptionsError, match=r"plan\.pdf', expected .* ends in \.html, \.htm"):
+        explanation.save(tmp_path / "plan.pdf")
+    assert not (tmp_path / "plan.pdf").exists()
 
 
 def test_parts_of_a_notebook_have_ids_and_styles_of_their_own():

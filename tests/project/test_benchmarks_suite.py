@@ -74,7 +74,7 @@ def test_each_way_answers_what_jit_answers(job_of, case, way):
 def test_the_command_measures_and_writes_a_page(tmp_path):
     from benchmarks.suite.processes import tree
 
-    ways = ["jit", "loop", "local", "direct", "local-plain", "direct-plain", "batch"]
+    ways = ["jit", "loop", "local", "direct", "session", "local-plain", "direct-plain", "batch"]
     done = command(
         "benchmarks.suite", "--cases", "A", "--ways", *ways, "dask-2", "--small", "--rounds=2",
         "--seconds=0", f"--json={tmp_path}/suite.json", f"--page={tmp_path}/page.md",

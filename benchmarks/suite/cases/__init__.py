@@ -115,7 +115,17 @@ CASES = {
         "regression:Regression",
         full={"n": 4_096, "rows": 64, "features": 256, "steps": 2_500},
         small=SMALL_REGRESSION,
-        ways=("loop", "local", "direct", "local-plain", "direct-plain", "batch", "dask-2", "ray-2"),
+        ways=(
+            "loop",
+            "local",
+            "direct",
+            "session",
+            "local-plain",
+            "direct-plain",
+            "batch",
+            "dask-2",
+            "ray-2",
+        ),
     ),
     "M": Case(
         "Gradient of a perceptron with {width} hidden units, shared by {n} examples of {features}",

@@ -75,6 +75,7 @@ def _processes(workers: int) -> dict[str, Any]:
 
 
 JIT, LOOP, LOCAL, DIRECT, BATCH = "jit", "loop", "local", "direct", "batch"
+SESSION = "session"
 PLAIN = {LOCAL: "local-plain", DIRECT: "direct-plain"}
 """Ways of beamjax to the same with sums that are plain adds in float64."""
 _FAST = {"options": {"reduction": "fast"}}
@@ -84,6 +85,12 @@ WAYS = {
     LOOP: Way("shard loop in process", "in_process:loop"),
     LOCAL: Way("beamjax local", "in_process:beamjax", ("beamjax",), {"runner": "local"}),
     DIRECT: Way("beamjax DirectRunner", "in_process:beamjax", ("beamjax", "apache_beam")),
+    SESSION: Way(
+        "session on DirectRunner",
+        "in_process:in_session",
+        ("beamjax", "apache_beam"),
+        start="in_process:session",
+    ),
     PLAIN[LOCAL]: Way(
         "local, plain adds", "in_process:beamjax", ("beamjax",), {"runner": "local", **_FAST}
     ),
@@ -112,7 +119,7 @@ SCALED = {
 """More ways, for the comparison of one worker with two."""
 
 ALL = WAYS | SCALED
-OURS = (LOCAL, DIRECT, *PLAIN.values(), "direct-1", "direct-2")
+OURS = (LOCAL, DIRECT, SESSION, *PLAIN.values(), "direct-1", "direct-2")
 PEERS = tuple(name for name in WAYS if name not in (JIT, LOOP, *OURS))
 
 

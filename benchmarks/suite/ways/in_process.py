@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,3 +48,21 @@ def beamjax(job: Job, runner: str = "DirectRunner", options: Mapping[str, Any] =
     problem, chosen = opened(job), {"progress": False, **options}
     program, source = problem.program(bj), problem.source(bj)
     return lambda: bj.run(program, problem.server, source, runner=runner, options=chosen)
+
+
+@contextlib.contextmanager
+def session() -> Iterator[Any]:
+    """A session on DirectRunner, which keeps its workers between calls, as Dask and Ray do."""
+    import beamjax as bj
+
+    with bj.session(runner="DirectRunner") as opened_session:
+        yield opened_session
+
+
+def in_session(job: Job, started: Any) -> Call:
+    """The program in a session, on members in files."""
+    import beamjax as bj
+
+    problem = opened(job)
+    program, source = problem.program(bj), problem.source(bj)
+    return lambda: started.run(program, problem.server, source)
