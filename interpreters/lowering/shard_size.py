@@ -76,6 +76,9 @@ itself."""
 EQUAL_SHARDS, EQUAL_MEMBERS = 16, 4096
 """Up to 16 shards that a product contracts over have equal sizes, of at most 4096 members. Few
 shards of a fixed size would compute much padding in the last one."""
+SHORT_SECONDS = 1e-2
+"""Predicted seconds of a pass that needs no second shard, if a product contracts over its
+members."""
 MERGED_BYTES = 2e9
 """Approximate bytes of partials that one core adds up exactly in a second."""
 MERGE_SHARE = 8
@@ -361,7 +364,8 @@ def best_shard_size(stage: MapStage, n: Any) -> int:
     size = min(CACHE_BYTES / max(used, 1), MAX_SHARD_BYTES / max(moved, 1), limit)
     if _contracts(stage):
         most = MAX_SHARD_BYTES / max(used, moved, 1)
-        count = max(2, math.ceil(n / max(min(EQUAL_MEMBERS, most), size)))
+        short = n * USUAL.seconds(cost_of_member(stage, n)) < SHORT_SECONDS
+        count = max(1 if short else 2, math.ceil(n / max(min(EQUAL_MEMBERS, most), size)))
         if not unknown and count <= EQUAL_SHARDS:
             return max(1, -(-n // (MULTIPLE * count))) * MULTIPLE
         size = max(size, min(PRODUCT_MEMBERS, half, most))
