@@ -18,7 +18,7 @@ from typing import Any
 
 import apache_beam as beam
 
-from beamjax._beam_compat import FnApiRunner
+from beamjax._beam_compat import FlinkRunner, FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
 from beamjax.pipelines.launch import NEVER_REPLACE_WORKERS, new_pipeline, run_pipeline
@@ -41,8 +41,12 @@ error of the job."""
 
 ALONE_SECONDS = 30.0
 """Seconds without any worker, after all have died, until the job is started again. They double with
-each start. Flink takes up to 25 s to notice a death and to start a worker. It may also never start
-one: if a pool is unreachable for a moment, Beam leaks a reference to the environment (in
+each start."""
+
+ALONE_ON_FLINK = 5.0
+"""The same before the first start on Flink. Flink takes up to 25 s to notice a death and to start a
+worker, while a new job has workers within 5 s. Flink may also never start one: if a pool is
+unreachable for a moment, Beam leaks a reference to the environment (in
 `ReferenceCountingExecutableStageContextFactory`), and the task manager uses dead workers for the
 rest of the job."""
 
@@ -139,7 +143,10 @@ class ResidentJob:
             attempt.alone_since = now
         if attempt.had_workers and isinstance(self._runner, NEVER_REPLACE_WORKERS):
             return True
-        return now - attempt.alone_since > ALONE_SECONDS * 2 ** (self._starts - 1)
+        limit = ALONE_SECONDS * 2 ** (self._starts - 1)
+        if self._starts == 1 and isinstance(self._runner, FlinkRunner):
+            limit = ALONE_ON_FLINK
+        return now - attempt.alone_since > limit
 
     def close(self) -> None:
         """Ends the workers and the job."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from beamjax._beam_compat import FlinkRunner
 from beamjax.errors import JobCancelledError, WorkerError
 from beamjax.pipelines.resident import job, mailbox
 
@@ -21,7 +22,9 @@ def clock(monkeypatch):
     return found
 
 
-def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_path):
+@pytest.mark.parametrize("runner", [object(), FlinkRunner()], ids=["usual", "Flink"])
+def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_path, runner):
+    first = job.ALONE_SECONDS if type(runner) is object else job.ALONE_ON_FLINK
     started = []
 
     def run(self, attempt):
@@ -30,7 +33,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
             self._mailbox.stopped.wait(0.01)
 
     monkeypatch.setattr(job.ResidentJob, "_run", run)
-    connection = SimpleNamespace(runner=object(), shared=True)
+    connection = SimpleNamespace(runner=runner, shared=True)
     with job.resident_job(connection, str(tmp_path)) as found:
         found.start()
 
@@ -41,10 +44,10 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 
         found.check(False)
         assert starts_after(0) == 1
-        assert starts_after(job.ALONE_SECONDS - 1) == 1
+        assert starts_after(first - 1) == 1
         found.check(False)  # a worker has joined
-        assert starts_after(job.ALONE_SECONDS - 1) == 1
-        assert starts_after(job.ALONE_SECONDS + 1) == 2
+        assert starts_after(first - 1) == 1
+        assert starts_after(first + 1) == 2
         assert "all its workers died" in str(started[0].abort)
         assert starts_after(0) == 2
         assert starts_after(2 * job.ALONE_SECONDS - 1) == 2
