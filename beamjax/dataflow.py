@@ -36,7 +36,7 @@ class DryRun:
 def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
     """Makes the first job that `run(fn, *args, runner="DataflowRunner")` would submit.
 
-    It needs `pip install 'beamjax[dataflow]'`, but no account, no network and no machine of Google.
+    It needs `pip install -e '.[dataflow]'`, but no account, no network and no machine of Google.
     A function with control flow around placed operators runs as several jobs; this is the first.
 
     Args:

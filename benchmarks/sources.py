@@ -62,7 +62,7 @@ def write_all(folder: Path, x: np.ndarray, label: np.ndarray) -> dict[str, Calla
     try:
         import zarr
     except ImportError:
-        print("from_zarr: not measured; pip install 'beamjax[zarr]'")
+        print("from_zarr: not measured; pip install -e '.[zarr]'")
         return ways
     chunk = SHARD_BYTES // (4 * WIDTH)
     for name, packed in {"zarr": "auto", "plain.zarr": None}.items():

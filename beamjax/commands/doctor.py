@@ -248,7 +248,7 @@ def check_runner(name: str, required: bool) -> Finding:
         missing = [] if built else processes.missing("go")
     elif name == "DataflowRunner":
         there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))
-        missing = [] if there else ["the extra: pip install 'beamjax[dataflow]'"]
+        missing = [] if there else ["the extra: pip install -e '.[dataflow]' in a clone of beamjax"]
     else:
         missing = processes.missing("java", "mvn")
     if not missing:

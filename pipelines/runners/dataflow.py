@@ -21,7 +21,7 @@ from beamjax.bodies.export import default_platform
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 
-INSTALL = "pip install 'beamjax[dataflow]'"
+INSTALL = "pip install -e '.[dataflow]' in a clone of beamjax"
 _ACCELERATOR = "worker_accelerator="
 _ONE_PROCESS = "no_use_multiple_sdk_containers"
 _SEVERAL_PROCESSES = "use_nvidia_mps"

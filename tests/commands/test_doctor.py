@@ -73,7 +73,7 @@ def test_runners(monkeypatch, tmp_path):
         "PrismRunner": "install Go",
         "FlinkRunner": "install Java 11 or 17",
         "SparkRunner": "and Apache Maven",
-        "DataflowRunner": "pip install 'beamjax[dataflow]'",
+        "DataflowRunner": "pip install -e '.[dataflow]'",
     }
     for name, part in parts.items():
         statuses = [doctor.check_runner(name, required).status for required in (True, False)]

@@ -223,7 +223,7 @@ for name, read in (("zarr", bj.from_zarr), ("array_record", bj.from_array_record
     try:
         read(path)
     except bj.SourceError as error:
-        parts = f"pip install 'beamjax[{name.replace('_', '-')}]'", path
+        parts = f"pip install -e '.[{name.replace('_', '-')}]'", path
         assert all(part in str(error) for part in parts), error
     else:
         raise AssertionError(name)

@@ -21,7 +21,7 @@ from beamjax.sources.arrays import zarr_source
 from beamjax.sources.source_base import open_spec
 
 zarr = pytest.importorskip(
-    "zarr", reason="ZARR IS NOT TESTED: pip install 'beamjax[zarr]'", exc_type=ImportError
+    "zarr", reason="ZARR IS NOT TESTED: pip install -e '.[zarr]'", exc_type=ImportError
 )
 
 X = TREE["x"]

@@ -314,7 +314,7 @@ def _zarr(store: str) -> Any:
     except ImportError as error:
         raise SourceError(
             f"{store}: reading it needs zarr, which process {os.getpid()} cannot import ({error}); "
-            "pip install 'beamjax[zarr]', on the workers too."
+            "pip install -e '.[zarr]', on the workers too."
         ) from error
     return zarr
 
@@ -349,7 +349,7 @@ def from_zarr(
 
     Workers read the chunks of their members. If a shard needs only a part of a chunk, the whole
     chunk is decoded and cached, so chunks should hold at most a hundred MB. Needs the package zarr:
-    pip install 'beamjax[zarr]'. Chunks that Zarr has not stored hold the fill value. In a local
+    pip install -e '.[zarr]'. Chunks that Zarr has not stored hold the fill value. In a local
     folder it is an error if a chunk is written again, or is missing although all chunks existed
     when the source was made. At a URL neither is noticed.
 

@@ -24,7 +24,7 @@ class ArrayRecordSource(RecordSource, kind="array-record"):
 def from_array_record(paths: Any, features: Any = None) -> ArrayRecordSource:
     """A placed input from ArrayRecord files: a member is a `tf.train.Example`, as a dict of arrays.
 
-    It needs the package `array_record` (`pip install 'beamjax[array-record]'`), on the workers too.
+    It needs the package `array_record` (`pip install -e '.[array-record]'`), on the workers too.
     For records of another kind, give `from_random_access` an object that reads and decodes them.
 
     Args:
