@@ -6,7 +6,7 @@ from source_files import NUMBERS, lists, random_bits, refused
 
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources.tables.arrow_columns import Batch, arrow_readable, known_shape, to_rows
-from beamjax.sources.tables.arrow_types import agree, chosen, row_type
+from beamjax.sources.tables.arrow_types import RowType, agree, chosen, row_type
 
 BATCH = Batch("file.parquet", "row group", 3, 0, 100)
 F32 = np.dtype(np.float32)
@@ -19,9 +19,9 @@ def numbers(dtype, shape):
 
 def rows(column):
     """What the library makes of a column, by the shape that its type or its first row tells."""
-    shape, dtype = row_type(pa.schema([("x", column.type)]), "x", "file")
+    shape, dtype, _ = row_type(pa.schema([("x", column.type)]), "x", "file")
     if None in shape:
-        shape = known_shape(column, "x", BATCH)
+        shape = known_shape(column, "x", BATCH, shape)
     found = to_rows(column, "x", shape, BATCH)
     assert (found.dtype, found.shape) == (dtype, (len(column), *shape))
     assert not found.flags.writeable
@@ -155,11 +155,15 @@ def test_which_columns_are_chosen():
 
 
 def test_which_columns_agree():
-    assert agree(((2, None), F32), ((2, 3), F32))
-    assert agree(((None,), F32), ((None,), F32))
-    assert not agree(((2,), F32), ((3,), F32))
-    assert not agree(((2,), F32), ((), F32))
-    assert not agree(((), F32), ((), np.dtype(np.float64)))
+    def same(first, other):
+        return agree(RowType(*first), RowType(*other))
+
+    assert same(((2, None), F32), ((2, 3), F32))
+    assert same(((None,), F32), ((None,), F32))
+    assert not same(((2,), F32), ((3,), F32))
+    assert not same(((2,), F32), ((), F32))
+    assert not same(((), F32), ((), np.dtype(np.float64)))
+    assert not same(((), F32, "time32[s]"), ((), F32, "time32[ms]"))
 
 
 def test_all_errors_of_arrow_name_the_file():

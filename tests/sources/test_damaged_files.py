@@ -382,8 +382,8 @@ def test_damaged_names_in_a_row_group(tmp_path):
     before, found, after = path.read_bytes().rpartition(b"\x19\x18\x06column")
     assert found  # a list of one name of 6 bytes
     path.write_bytes(before + b"\x19\x18\x06\x80olumn" + after)
-    message = r"x\.parquet: cannot read .* row group 0 of a file"
-    refused(SourceError, message, bj.from_parquet(path).read, 0, N)
+    # Columns are found by the schema; the names in row groups are not read.
+    assert_reads(bj.from_parquet(path), {"column": np.arange(N)})
 
 
 @pytest.mark.parametrize("bad", [None, [5.0]])

@@ -240,7 +240,7 @@ def test_lists_that_do_not_fit(tmp_path):
     refused(SourceError, message, read, None, table, [5], 20)
     holes = [[1, 2], [3, None], None]
     refused(SourceError, "found null, 1 of them", read, None, {"t": holes}, [5], 3)
-    refused(SourceError, r"row 1 .*found null in a list", read, None, {"t": holes[:2]}, [5], 2)
+    refused(SourceError, r"row 1 .*found null, 1 of them", read, None, {"t": holes[:2]}, [5], 2)
     masked = {"n": [1], "mask": [[1]]}
     refused(StructureError, "found a column 'mask'", read, None, masked, [5])
     refused(StructureError, "no column of lists", read, ["n"], masked, [5])

@@ -13,7 +13,14 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import readable
 from beamjax.sources.source_base import MAX_VALUES
-from beamjax.sources.tables.arrow_types import axes_order, is_list, is_tensor, is_text, is_time
+from beamjax.sources.tables.arrow_types import (
+    Shape,
+    axes_order,
+    is_list,
+    is_tensor,
+    is_text,
+    is_time,
+)
 
 
 class RowError(SourceError):
@@ -59,9 +66,9 @@ def arrow_readable(path: str, expected: str) -> Iterator[None]:
 
 
 def checked_schema(schema: Any) -> Any:
-    """The schema of a file; ValueError if it is damaged, which pyarrow finds only on use."""
-    for name, kind in zip(schema.names, schema.types, strict=True):
-        str(name), str(kind)
+    """The schema of a file; ValueError if names are damaged, which pyarrow finds only on use."""
+    for name in schema.names:
+        str(name)
     return schema
 
 
@@ -72,11 +79,11 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def known_shape(values: Any, column: str, batch: Batch) -> tuple[int, ...]:
+def known_shape(values: Any, column: str, batch: Batch, shape: Shape) -> tuple[int, ...]:
     """The shape of the first row of an array of Arrow, for columns of lists of any length."""
     _validate(values, column, batch)
-    rows = _Rows(column, batch, None, fill=0)  # The fill does not affect shapes.
-    return rows.values(values.slice(0, 1), 0, 1).shape[1:]
+    rows = _Rows(column, batch, shape, fill=0)  # The fill does not affect shapes.
+    return rows.converted(values.slice(0, 1)).shape[1:]
 
 
 Fill = int | float | None
@@ -102,7 +109,7 @@ def to_rows(
     for chunk in getattr(column, "chunks", [column]):
         _validate(chunk, name, batch)
         rows.first = first
-        parts.append(rows.values(chunk, 0, 1))
+        parts.append(rows.converted(chunk))
         first += len(chunk)
     array = parts[0] if len(parts) == 1 else np.concatenate(parts)
     array.flags.writeable = False
@@ -131,22 +138,17 @@ def to_padded(
         _validate(chunk, name, batch)
         rows.first = first
         if chunk.null_count:
+            rows.ends = None
             rows.refuse_null(chunk, 1)
         lengths = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-        items = chunk.flatten()
-        if items.null_count and fill is None:
-            missing = int(np.argmax(items.is_null().to_numpy(zero_copy_only=False)))
-            row = int(np.searchsorted(np.cumsum(lengths), missing, side="right"))
-            raise RowError(
-                f"{batch.at(name, first + row)}: found null in a list, expected numbers."
-            )
         (long,) = np.nonzero(lengths > shape[0])
         if len(long):
             raise RowError(
                 f"{batch.at(name, first + int(long[0]))}: found a list of length "
                 f"{lengths[long[0]]}, expected at most {shape[0]}, the last of the buckets."
             )
-        flat = rows.values(items, 1, 1)
+        rows.ends = np.cumsum(lengths)
+        flat = rows.converted(chunk.flatten(), 1)
         padded = np.zeros((len(chunk), *shape), flat.dtype)
         padded[np.arange(shape[0]) < lengths[:, None]] = flat
         parts.append(padded)
@@ -166,34 +168,64 @@ def _validate(array: Any, column: str, batch: Batch) -> None:
         array.validate(full=True)
 
 
+def _decoded(array: Any) -> Any:
+    """The values of a dictionary array. pyarrow cannot take items of string views, as of Polars."""
+    import pyarrow as pa
+
+    values = array.dictionary
+    if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
+        array = pa.DictionaryArray.from_arrays(array.indices, values.cast(pa.large_binary()))
+    return array.dictionary_decode()
+
+
 class _Rows:
     """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers.
 
     Args:
       column: the name of the column, for messages.
       batch: the place of the rows, for messages.
-      shape: the expected shape of a row; None takes it from the first row.
+      shape: the expected shape of a row; None for sizes that are taken from the first row.
       fill: the number that replaces missing ones.
 
     Attributes:
       first: the number of the first row of the current chunk in the batch, for messages.
+      ends: the end of each row in the items of the chunk; None if rows are of one length.
     """
 
-    def __init__(
-        self, column: str, batch: Batch, shape: tuple[int, ...] | None, fill: Fill = None
-    ) -> None:
+    def __init__(self, column: str, batch: Batch, shape: Shape, fill: Fill = None) -> None:
         self.fill = fill
         self.column = column
         self.batch = batch
         self.shape = shape
         self.first = 0
+        self.ends: np.ndarray | None = None
+
+    def at(self, item: int, each: int) -> str:
+        """The place of an item of the chunk, for messages; a row has `each` items."""
+        row = item // each
+        if self.ends is not None:
+            row = int(np.searchsorted(self.ends, row, side="right"))
+        return self.batch.at(self.column, self.first + row)
+
+    def converted(self, array: Any, depth: int = 0) -> np.ndarray:
+        """Converts an array of rows, or of the items of lists (depth 1) that end at `ends`."""
+        import pyarrow as pa
+
+        try:
+            return self.values(array, depth, 1)
+        except pa.ArrowException as error:  # such as a kernel that pyarrow does not have
+            raise SourceError(
+                f"{self.batch.at(self.column, self.first)}: cannot convert {array.type} to an "
+                f"array ({type(error).__name__}: {' '.join(str(error).split())}); write the column "
+                "in another type."
+            ) from error
 
     def values(self, array: Any, depth: int, each: int) -> np.ndarray:
         """Converts an array, the items of which are below `depth` axes, `each` of them in a row."""
         import pyarrow.types as types
 
         if types.is_dictionary(array.type):
-            return self.values(array.dictionary_decode(), depth, each)
+            return self.values(_decoded(array), depth, each)
         if is_time(array.type):
             array = array.view(f"int{array.type.bit_width}")
         kind, count = array.type, len(array)
@@ -244,14 +276,15 @@ class _Rows:
         """Texts as uint8, with zeros after them up to the expected width."""
         import pyarrow as pa
 
-        width = self.shape[depth] if self.shape is not None else 0
+        width = self.shape[depth]
+        assert width is not None  # `text_bytes`
         flat = array.cast(pa.large_binary())
         offsets = np.frombuffer(flat.buffers()[1], np.int64)[flat.offset :][: len(flat) + 1]
         lengths = np.diff(offsets)
         (long,) = np.nonzero(lengths > width)
-        if len(long) and self.shape is not None:
+        if len(long):
             raise RowError(
-                f"{self.batch.at(self.column, self.first + int(long[0]) // each)}: found a text of "
+                f"{self.at(int(long[0]), each)}: found a text of "
                 f"{lengths[long[0]]} bytes, expected at most {width}; choose a larger text_bytes."
             )
         texts = np.zeros((len(flat), width), np.uint8)
@@ -266,19 +299,18 @@ class _Rows:
         if types.is_fixed_size_list(array.type):
             return array.type.list_size
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        if self.shape is not None:
-            if depth >= len(self.shape):
-                raise RowError(
-                    f"{self.batch.at(self.column, self.first)}: found lists {depth + 1} deep, "
-                    f"expected values of shape {self.shape}."
-                )
-            size = self.shape[depth]
-        else:
+        if depth >= len(self.shape):
+            raise RowError(
+                f"{self.batch.at(self.column, self.first)}: found lists {depth + 1} deep, "
+                f"expected values of shape {self.shape}."
+            )
+        size = self.shape[depth]
+        if size is None:
             size = int(lengths[0]) if len(lengths) else 0
         (odd,) = np.nonzero(lengths != size)
         if len(odd):
             raise RowError(
-                f"{self.batch.at(self.column, self.first + int(odd[0]) // each)}: found a list of "
+                f"{self.at(int(odd[0]), each)}: found a list of "
                 f"length {lengths[odd[0]]}, expected {size} as in the first row of the source; all "
                 "rows of a column of arrays have the same shape. Pad or cut the lists."
             )
@@ -295,7 +327,7 @@ class _Rows:
         if not pa.types.is_primitive(array.type):
             remedy = f"a {array.type} in each row, which fill_null does not replace. Leave"
         raise RowError(
-            f"{self.batch.at(self.column, self.first + null // each)}: found null, {count} of them "
+            f"{self.at(null, each)}: found null, {count} of them "
             f"in this {self.batch.kind}; expected {remedy} out such rows before: arrays have no "
             "missing values."
         )

@@ -97,8 +97,13 @@ class _Reader:
         source.seek(0)
         whole = source.read_buffer()
         for number in range(self.count):
-            for column in self._reader.get_batch(number).columns:
-                for buffer in column.buffers():
+            batch = self._reader.get_batch(number)
+            for index in range(batch.num_columns):
+                try:
+                    buffers = batch.column(index).buffers()
+                except KeyError:  # pyarrow does not know the type; others may be read.
+                    continue
+                for buffer in buffers:
                     if buffer is not None and buffer.size:
                         return bool(0 <= buffer.address - whole.address < whole.size)
         return True

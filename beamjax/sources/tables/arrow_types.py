@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,21 @@ from beamjax.errors import SourceError, StructureError
 
 Shape = tuple[int | None, ...]
 """The shape of one row; None for axes of lists of any length."""
+
+
+class RowType(NamedTuple):
+    """The type of a row of a column.
+
+    Attributes:
+      shape: the shape of the row.
+      dtype: the dtype of its values.
+      time: what integers that stand for times count: "timestamp[ms]"; "" for other values.
+    """
+
+    shape: Shape
+    dtype: np.dtype
+    time: str = ""
+
 
 _NUMBERS = (
     "expected bool, integers, floats, fixed-size binary, tensors of a fixed shape, or lists of "
@@ -57,8 +72,8 @@ def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
 
 def row_type(
     schema: Any, column: str, file: str, text_bytes: int | None = None, times: bool = False
-) -> tuple[Shape, np.dtype]:
-    """Shape and dtype of a row of a column.
+) -> RowType:
+    """The type of a row of a column.
 
     Args:
       schema: the schema of the file.
@@ -68,12 +83,13 @@ def row_type(
       times: whether times and dates are read as integers, in their unit.
 
     Raises:
+      SourceError: pyarrow does not know the type of the column.
       StructureError: the column does not hold numbers.
     """
-    kind = schema.field(column).type
+    kind = column_type(schema, column, file)
     found = _row_type(kind, text_bytes, times)
     if found is None:
-        others = [f.name for f in schema if _row_type(f.type, text_bytes, times) is not None]
+        others = _numeric_columns(schema, text_bytes, times)
         ways = []
         if others:
             choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
@@ -88,6 +104,35 @@ def row_type(
             f"{remedy[0].upper()}{remedy[1:]}."
         )
     return found
+
+
+def column_type(schema: Any, column: str, file: str) -> Any:
+    """The type of a column.
+
+    Raises:
+      SourceError: pyarrow can't represent it. Other columns of the file can be read.
+    """
+    try:
+        kind = schema.field(column).type
+        str(kind)  # pyarrow finds damaged types only on use.
+    except (KeyError, ValueError, NotImplementedError) as error:
+        raise SourceError(
+            f"{file}: column {column!r} is of a type that pyarrow cannot read "
+            f"({type(error).__name__}: {error}); choose other columns, columns=[...]."
+        ) from error
+    return kind
+
+
+def _numeric_columns(schema: Any, text_bytes: int | None, times: bool) -> list[str]:
+    """The columns that can be read."""
+    names = []
+    for name in schema.names:
+        try:
+            if _row_type(column_type(schema, name, ""), text_bytes, times) is not None:
+                names.append(name)
+        except SourceError:
+            continue
+    return names
 
 
 def is_text(kind: Any) -> bool:
@@ -107,7 +152,8 @@ def is_text(kind: Any) -> bool:
     )
 
 
-def _row_type(kind: Any, text_bytes: int | None, times: bool) -> tuple[Shape, np.dtype] | None:
+def _row_type(kind: Any, text_bytes: int | None, times: bool) -> RowType | None:
+    """The type of a row; None if it does not hold numbers."""
     import pyarrow.types as types
 
     shape: list[int | None] = []
@@ -124,20 +170,29 @@ def _row_type(kind: Any, text_bytes: int | None, times: bool) -> tuple[Shape, np
             shape.append(None)
             kind = kind.value_type
         elif types.is_fixed_size_binary(kind):
-            return (*shape, kind.byte_width), np.dtype(np.uint8)
+            return RowType((*shape, kind.byte_width), np.dtype(np.uint8))
         elif text_bytes is not None and is_text(kind):
-            return (*shape, text_bytes), np.dtype(np.uint8)
+            return RowType((*shape, text_bytes), np.dtype(np.uint8))
         elif types.is_boolean(kind):
-            return tuple(shape), np.dtype(np.bool_)
+            return RowType(tuple(shape), np.dtype(np.bool_))
         elif types.is_integer(kind):
             sign = "u" if types.is_unsigned_integer(kind) else ""
-            return tuple(shape), np.dtype(f"{sign}int{kind.bit_width}")
+            return RowType(tuple(shape), np.dtype(f"{sign}int{kind.bit_width}"))
         elif times and is_time(kind):
-            return tuple(shape), np.dtype(f"int{kind.bit_width}")
+            return RowType(tuple(shape), np.dtype(f"int{kind.bit_width}"), _time_text(kind))
         elif types.is_floating(kind):
-            return tuple(shape), np.dtype(f"float{kind.bit_width}")
+            return RowType(tuple(shape), np.dtype(f"float{kind.bit_width}"))
         else:
             return None
+
+
+def _time_text(kind: Any) -> str:
+    """What a time counts. Timestamps of all zones count from the same moment, in UTC."""
+    import pyarrow.types as types
+
+    if types.is_timestamp(kind) and kind.tz is not None:
+        return f"timestamp[{kind.unit}, UTC]"
+    return str(kind)
 
 
 def is_time(kind: Any) -> bool:
@@ -179,11 +234,10 @@ def axes_order(kind: Any) -> list[int] | None:
     return order if all(order[order[axis]] == axis for axis in order) else None
 
 
-def agree(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> bool:
+def agree(first: RowType, other: RowType) -> bool:
     """Whether two columns can be parts of one array."""
-    (shape, dtype), (other_shape, other_dtype) = first, other
     return (
-        dtype == other_dtype
-        and len(shape) == len(other_shape)
-        and all(a == b or None in (a, b) for a, b in zip(shape, other_shape, strict=True))
+        (first.dtype, first.time) == (other.dtype, other.time)
+        and len(first.shape) == len(other.shape)
+        and all(a == b or None in (a, b) for a, b in zip(first.shape, other.shape, strict=True))
     )

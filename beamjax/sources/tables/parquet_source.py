@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.tables.table_source import (
@@ -29,6 +30,8 @@ BATCH_BYTES = 2**22
 """Bytes of a row group that are decoded at a time: Arrow needs several times as much memory."""
 _CACHED_PIECES = 3
 """Latest pieces of a row group that stay in memory, for threads that are behind the others."""
+_CHECKED_ROWS = 1 << 16
+"""Rows of a column that are decoded at a time to check them."""
 _BUFFER_BYTES = 1 << 20
 """Bytes that are read from a column at a time, if a row group is not read as a whole."""
 
@@ -53,33 +56,68 @@ class ParquetSource(TableSource, kind="parquet"):
         file.file.check()
         footer = _footer(file.file)
         cls._check(file, footer.rows, footer.schema, columns)
-        if rows.length < file.rows[number]:
-            key = file.file, number, tuple(columns), rows.step
-            cursor = _CURSORS.get(key, lambda: _Cursor(*key))
-            return cursor.piece(rows.start // rows.step)
-        part = f"row group {number} of "
-        with arrow_readable(file.file.path, f"{part}a file of Parquet"):
-            # The rows that make about `BATCH_BYTES`.
-            batch = rows.length * BATCH_BYTES // max(_row_group_bytes(footer, number, columns), 1)
-        if is_url(file.file.path) or batch >= rows.length:
-            with _opened(file.file, footer.metadata, part) as parquet:
-                return parquet.read_row_group(number, columns=list(columns))
-        with _opened(file.file, footer.metadata, part, _BUFFER_BYTES) as parquet:
-            import pyarrow as pa
-
-            batches = parquet.iter_batches(max(batch, 1), [number], list(columns))
-            return pa.Table.from_batches(batches)
+        try:
+            return _rows_of(file, footer, number, columns, rows)
+        except SourceError as error:  # Arrow does not say in which column.
+            bad = [name for name in columns if not _is_readable(file.file, number, name)]
+            if not bad or len(bad) == len(columns) > 1:
+                raise
+            names = ", ".join(map(repr, bad[:20]))
+            raise SourceError(f"{error} Of the columns, {names} can't be read.") from error
 
 
-def _row_group_bytes(footer: _Footer, number: int, columns: Sequence[str]) -> int:
-    """Bytes of columns of a row group, uncompressed."""
-    group, requested = footer.metadata.row_group(number), set(columns)
-    chunks = map(group.column, range(group.num_columns))
-    return sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.path_in_schema.split(".")[0] in requested or chunk.path_in_schema in requested
-    )
+def _rows_of(
+    file: TableFile, footer: _Footer, number: int, columns: Sequence[str], rows: RowRange
+) -> Any:
+    """Columns of a row group; see `TableSource._table`."""
+    if rows.length < file.rows[number]:
+        key = file.file, number, tuple(columns), rows.step
+        cursor = _CURSORS.get(key, lambda: _Cursor(*key))
+        return cursor.piece(rows.start // rows.step)
+    part = f"row group {number} of "
+    _check_times(file.file, footer, number, columns)
+    # The rows that make about `BATCH_BYTES`. Metadata would say the bytes of each column, but
+    # asking pyarrow for those of an encrypted column aborts the process.
+    batch = max(rows.step * BATCH_BYTES // PIECE_BYTES, 1)
+    if is_url(file.file.path) or batch >= rows.length:
+        with _opened(file.file, footer.metadata, part) as parquet:
+            return parquet.read_row_group(number, columns=list(columns))
+    with _opened(file.file, footer.metadata, part, _BUFFER_BYTES) as parquet:
+        import pyarrow as pa
+
+        return pa.Table.from_batches(parquet.iter_batches(batch, [number], list(columns)))
+
+
+def _is_readable(file: DataFile, number: int, column: str) -> bool:
+    """Whether a column of a row group can be read alone."""
+    try:
+        with _opened(file, part=f"row group {number} of ", buffer_size=_BUFFER_BYTES) as parquet:
+            for _ in parquet.iter_batches(_CHECKED_ROWS, [number], [column]):
+                pass
+    except SourceError:
+        return False
+    return True
+
+
+def _check_times(file: DataFile, footer: _Footer, number: int, columns: Sequence[str]) -> None:
+    """Raises SourceError for times of INT96 that pyarrow would wrap around to int64 nanoseconds."""
+    import pyarrow as pa
+
+    stored = [name for name in columns if name in footer.int96]
+    if not stored:
+        return
+    part = f"row group {number} of "
+    with _opened(file, part=part, buffer_size=_BUFFER_BYTES, int96_unit="us") as parquet:
+        for batch in parquet.iter_batches(_CHECKED_ROWS, [number], stored):
+            for name in batch.schema.names:
+                try:
+                    batch.column(name).cast(footer.schema.field(name).type)
+                except pa.ArrowInvalid as error:
+                    raise SourceError(
+                        f"{file.path}: column {name!r}, row group {number}: found a time of INT96 "
+                        f"outside of the years 1677 to 2262, which int64 nanoseconds do not hold "
+                        f"({error}); write the column as timestamps in microseconds."
+                    ) from error
 
 
 class _Cursor:
@@ -122,6 +160,7 @@ class _Cursor:
         self._opened.close()
         self._last.clear()
         number, columns, rows = self._where
+        _check_times(self._file, _footer(self._file), number, columns)
         part = f"row group {number} of "
         opened = _opened(self._file, part=part, buffer_size=_BUFFER_BYTES)
         parquet = self._opened.enter_context(opened)
@@ -146,7 +185,11 @@ _CURSORS: SharedCache[_Cursor] = SharedCache(4, lambda _: 1)
 
 @contextlib.contextmanager
 def _opened(
-    file: DataFile, metadata: Any = None, part: str = "", buffer_size: int = 0
+    file: DataFile,
+    metadata: Any = None,
+    part: str = "",
+    buffer_size: int = 0,
+    int96_unit: str | None = None,
 ) -> Iterator[Any]:
     """A file, opened for one thread."""
     import pyarrow.parquet as parquet
@@ -161,18 +204,32 @@ def _opened(
         # Checksums are optional. Spark writes them, and comparing them takes 0.3 ms per MB.
         opened = parquet.ParquetFile(
             source, metadata=metadata, pre_buffer=whole, buffer_size=buffer_size,
-            page_checksum_verification=True,
+            page_checksum_verification=True, coerce_int96_timestamp_unit=int96_unit,
         )  # fmt: skip
         yield stack.enter_context(opened)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Footer:
-    """The footer of a file: Parquet's metadata, the rows of each row group, and the schema."""
+    """The footer of a file.
+
+    Attributes:
+      metadata: the metadata of Parquet.
+      rows: the rows of each row group.
+      schema: the schema.
+      int96: the columns with times of the type INT96.
+    """
 
     metadata: Any
     rows: tuple[int, ...]
     schema: Any
+    int96: frozenset[str]
+
+
+def _int96_columns(schema: Any) -> frozenset[str]:
+    leaves = map(schema.column, range(len(schema)))
+    paths = [leaf.path for leaf in leaves if leaf.physical_type == "INT96"]
+    return frozenset([*paths, *(path.split(".")[0] for path in paths)])
 
 
 _FOOTERS: SharedCache[_Footer] = SharedCache(2**26, lambda footer: footer.metadata.serialized_size)
@@ -184,7 +241,8 @@ def _footer(file: DataFile) -> _Footer:
         with _opened(file) as parquet:
             metadata = parquet.metadata
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            return _Footer(metadata, checked_rows(rows), checked_schema(parquet.schema_arrow))
+            schema = checked_schema(parquet.schema_arrow)
+            return _Footer(metadata, checked_rows(rows), schema, _int96_columns(metadata.schema))
 
     return _FOOTERS.get(file, read)
 
@@ -224,7 +282,8 @@ def from_parquet(
       fill_null: a number that replaces missing ones (null), such as 0 or nan; None refuses missing
         numbers. Missing lists and texts are always refused.
       times: True reads times, dates and durations as integers, in the unit of the column: a
-        timestamp in ns as int64 nanoseconds since 1970. Most need `jax_enable_x64`.
+        timestamp in ns as int64 nanoseconds since 1970. Most need `jax_enable_x64`. All files must
+        have the same unit. Times of the old type INT96 are int64 nanoseconds.
 
     Returns:
       A `Source` of dictionaries whose keys are the names of the columns; of arrays if `columns` is
@@ -233,7 +292,8 @@ def from_parquet(
     Raises:
       SourceError: a file is missing, is no file of Parquet, or does not have the columns of the
         first file with the same types. When the source is read: a row is null or has a list of
-        another length, or the file has changed.
+        another length, a time of INT96 is outside of the years 1677 to 2262, a column is
+        encrypted, or the file has changed.
       StructureError: a column has elements other than numbers, such as times without `times`, or
         texts without `text_bytes`.
       PlacementError: there are no rows.

@@ -29,7 +29,7 @@ from beamjax.sources.source_base import (
     starts_of,
 )
 from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
-from beamjax.sources.tables.arrow_types import Shape, agree, chosen, row_type
+from beamjax.sources.tables.arrow_types import RowType, agree, chosen, column_type, row_type
 
 _FOOTERS_AT_ONCE = 16
 """Threads that read footers: most of the time is spent waiting for URLs."""
@@ -347,7 +347,9 @@ def from_tables(
     bare = isinstance(columns, str) and not ragged
     tree = jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0))
     leaves = [
-        LeafSpec(shapes[name], types[name][1], None, "" if bare else f"[{name!r}]", name in ragged)
+        LeafSpec(
+            shapes[name], types[name].dtype, None, "" if bare else f"[{name!r}]", name in ragged
+        )
         for name in names
     ]
     fill = None if conversion.fill_null is None else repr(conversion.fill_null)
@@ -355,7 +357,7 @@ def from_tables(
 
 
 def _padded_columns(
-    types: dict[str, tuple[Shape, np.dtype]], buckets: Sequence[int], file: str, caller: str
+    types: dict[str, RowType], buckets: Sequence[int], file: str, caller: str
 ) -> list[str]:
     """Sets the shapes of columns of lists to the last bucket, and adds the mask to `types`.
 
@@ -373,18 +375,18 @@ def _padded_columns(
             f"{file}: found a column {MASK!r}, which is the name of the mask of the items; "
             "choose others, columns=[...]."
         )
-    ragged = [name for name, (shape, _) in types.items() if shape[:1] == (None,)]
+    ragged = [name for name, found in types.items() if found.shape[:1] == (None,)]
     if not ragged:
         raise StructureError(f"{caller}, buckets: found no column of lists in {file} to pad.")
     for name in ragged:
-        shape, dtype = types[name]
-        if None in shape[1:]:
+        inner = types[name].shape[1:]
+        if None in inner:
             raise StructureError(
                 f"{file}: column {name!r} has lists of lists of any length, of which only the "
                 "outer ones are padded; write the inner ones as fixed-size lists."
             )
-        types[name] = (listed[-1], *shape[1:]), dtype
-    types[MASK] = (listed[-1],), np.dtype(np.bool_)
+        types[name] = types[name]._replace(shape=(listed[-1], *inner))
+    types[MASK] = RowType((listed[-1],), np.dtype(np.bool_))
     return [*ragged, MASK]
 
 
@@ -394,9 +396,9 @@ def _row_types(
     columns: Any,
     conversion: Conversion,
     caller: str,
-) -> dict[str, tuple[Shape, np.dtype]]:
-    """Shape and dtype of each column, which all files agree on."""
-    types: dict[str, tuple[Shape, np.dtype]] = {}
+) -> dict[str, RowType]:
+    """The type of each column, which all files agree on."""
+    types: dict[str, RowType] = {}
     first = heads[0][0].file.path
     for file, schema in heads:
         path = file.file.path
@@ -410,27 +412,31 @@ def _row_types(
         for name in names:
             found = row_type(schema, name, path, conversion.text_bytes, conversion.times)
             if not agree(types.setdefault(name, found), found):
+                advice = ""
+                if types[name].time or found.time:
+                    advice = " Write all times in one unit, all with or all without a time zone."
                 raise SourceError(
-                    f"{path}: found the column {name!r} of the type {schema.field(name).type}, "
-                    f"expected {heads[0][1].field(name).type} as in {first}; a column is of one "
-                    "type in all files."
+                    f"{path}: found the column {name!r} of the type "
+                    f"{column_type(schema, name, path)}, expected "
+                    f"{column_type(heads[0][1], name, first)} as in {first}; a column is of one "
+                    f"type in all files.{advice}"
                 )
             types[name] = _merged(types[name], found)
     return types
 
 
-def _merged(first: tuple[Shape, np.dtype], other: tuple[Shape, np.dtype]) -> tuple[Shape, np.dtype]:
+def _merged(first: RowType, other: RowType) -> RowType:
     """The common type; a size that one file leaves open is taken from the other."""
-    shape = tuple(b if a is None else a for a, b in zip(first[0], other[0], strict=True))
-    return shape, first[1]
+    pairs = zip(first.shape, other.shape, strict=True)
+    return first._replace(shape=tuple(b if a is None else a for a, b in pairs))
 
 
 def _known_shapes(
-    cls: type[TableSource], file: TableFile, number: int, types: dict[str, tuple[Shape, np.dtype]]
+    cls: type[TableSource], file: TableFile, number: int, types: dict[str, RowType]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of a row of each column. For columns of lists, this reads the first row."""
-    open_ones = [name for name, (shape, _) in types.items() if None in shape]
-    shapes = {name: cast(tuple[int, ...], shape) for name, (shape, _) in types.items()}
+    open_ones = [name for name, found in types.items() if None in found.shape]
+    shapes = {name: cast(tuple[int, ...], found.shape) for name, found in types.items()}
     if open_ones:
         table = cls._table(file, number, open_ones, RowRange(0, 1, 1))
         batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
@@ -439,5 +445,5 @@ def _known_shapes(
             chunk = next((c for c in getattr(chunks, "chunks", [chunks]) if len(c)), None)
             if chunk is None:
                 raise SourceError(f"{batch.file}: found no row in {batch.kind} {number}.")
-            shapes[name] = known_shape(chunk, name, batch)
+            shapes[name] = known_shape(chunk, name, batch, types[name].shape)
     return shapes
