@@ -230,6 +230,17 @@ group("slices", placed(normal(N, 6, 7)), jnp.int32(2),
 # --- sorts, scans, windows, reductions
 
 
+group("across", placed(normal(N, 3)), normal(N, 3, seed=1),
+    local=lambda x, c: [
+        jax.grad(lambda x: jnp.sum(jnp.sort(x.T, axis=0) * c.T))(x),
+        jax.grad(lambda x: jnp.sum(jnp.median(x.T, axis=0) * c[:, 0]))(x),
+        jax.grad(lambda x: jnp.sum(jnp.percentile(x.T, 10.0, axis=0) * c[:, 0]))(x),
+        jnp.take_along_axis(x.T, jnp.argsort(x.T, axis=0), axis=0),
+        jax.grad(lambda x: jnp.sum(jnp.take_along_axis(x.T, jnp.argsort(c.T, 0), 0) ** 2))(x),
+    ],
+)  # fmt: skip
+
+
 def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 1), "VALID")
 

@@ -109,16 +109,18 @@ class OpenedLoops:
         # A loop may gather only because one inside of it is not open yet, so those come first.
         if not found:
             closed = {
-                eqn.outputs[0]
+                var
                 for eqn in program.flat.walk()
-                if eqn.blocks and eqn.outputs[0] in self._open and gathers(program, eqn)
+                for var in eqn.outputs[:1]
+                if eqn.blocks and var in self._open and gathers(program, eqn)
             } - self._settled
             self._settled |= closed
         for block in list(self._blocks(self._flat)):
             for number, eqn in enumerate(block.eqns):
-                if eqn.outputs and eqn.outputs[0] in closed:
-                    block.eqns[number] = self._closed(eqn.outputs[0])
-                elif isinstance(eqn, WholeEqn) and eqn.outputs[0] in found:
+                first = eqn.outputs[0] if eqn.outputs else None
+                if first in closed:
+                    block.eqns[number] = self._closed(first)
+                elif isinstance(eqn, WholeEqn) and first in found:
                     block.eqns[number] = self._opened(eqn)
         return bool(found or closed)
 

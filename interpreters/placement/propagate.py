@@ -273,7 +273,9 @@ class _Placing:
             program.expanded[eqn], program.rules[new] = [new], (placement, rule)
             return
         are_passes = not program.flat.unrolled and distributes(program, structure)
-        if outer is not None and not program.flat.unrolled and gathers(program, structure):
+        # A loop without results is there for its effects, and stays as it is.
+        opens = outer is not None and eqn.outputs and not program.flat.unrolled
+        if opens and gathers(program, structure):
             self.gathering_loops[eqn.outputs[0]] = are_passes
         if are_passes:
             program.expanded[eqn] = [structure]

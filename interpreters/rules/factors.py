@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     REDUCTION_RULES,
@@ -46,9 +48,26 @@ def factors(*names: str) -> Callable[[Any], Any]:
     return register
 
 
+def _factors(eqn: Eqn) -> Factors | None:
+    """The factors of an equation, or None.
+
+    Parameters of JAX may be NumPy integers. Those become ints: NumPy compares its integers with a
+    tuple, which other labels are, entry by entry.
+    """
+    found = FACTORS[eqn.primitive.name](eqn)
+    if found is None:
+        return None
+    operands, results = ([list(map(_plain, labels)) for labels in side] for side in found)
+    return operands, results
+
+
+def _plain(label: Hashable) -> Hashable:
+    return int(label) if isinstance(label, np.integer) else label
+
+
 def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule of an equation whose operands have their n members along these axes, or None."""
-    found = FACTORS[eqn.primitive.name](eqn)
+    found = _factors(eqn)
     pairs = zip(found[0], axes, strict=True) if found else ()
     labels = {_at(labels, axis) for labels, axis in pairs if axis is not None}
     return _of_label(eqn, found, labels.pop(), n) if found and len(labels) == 1 else None
@@ -56,7 +75,7 @@ def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | No
 
 def backward(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule by which result number `out` has its n members along an axis, or None."""
-    found = FACTORS[eqn.primitive.name](eqn)
+    found = _factors(eqn)
     return _of_label(eqn, found, _at(found[1][out], axis), n) if found else None
 
 

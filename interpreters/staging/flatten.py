@@ -168,7 +168,11 @@ class Inliner:
         if control is not None:
 
             def expand(program: FlatProgram) -> LoopEqn | BranchEqn:
-                return control(self.continued(program), eqn, inputs, outputs, line)
+                structure = control(self.continued(program), eqn, inputs, outputs, line)
+                # What a round computes and nothing reads must not be a reason to gather.
+                for block in structure.blocks:
+                    prune(block)
+                return structure
 
             new = WholeEqn(primitive, params, inputs, outputs, line, expand, effects=effects)
         self.block.eqns.append(new)

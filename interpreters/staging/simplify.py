@@ -19,7 +19,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
+from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
 
 
 def hoist(
@@ -126,11 +126,11 @@ def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[s
 # --- dead code
 
 
-def prune(flat: FlatProgram, narrow_maps: bool = True) -> None:
+def prune(flat: FlatBlock, narrow_maps: bool = True) -> None:
     """Removes, in place, equations without uses and effects, and unused parts of maps.
 
     Args:
-      flat: the program.
+      flat: the program, or a block whose values only its own equations and outputs read.
       narrow_maps: whether to remove parts of maps. This changes the operands of a map, so a placed
         program, in which the map has a sharding rule already, must not do it.
     """

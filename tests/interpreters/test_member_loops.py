@@ -137,6 +137,57 @@ def test_loops_on_placed_values(name):
     check(fn, W, X)
 
 
+def rounds_with_an_empty_carry(w, x):
+    """The placed value that a loop carries has no elements, and the round before ignores it."""
+    empty = x[:, :0]
+
+    def outer(carry, row):
+        inner = lax.scan(lambda c, _: (c, None), empty, None, length=5)[0]
+        return jnp.zeros_like(empty), (row, inner[0])
+
+    last, rows = lax.scan(outer, empty, x, reverse=True)
+    return rows, bj.reduce_sum(last)
+
+
+def branch_with_unused_results(w, x):
+    def unused_product(x):
+        jnp.kron(x, w[:, None])
+        return x * 2
+
+    def unused_branch(x):
+        lax.cond(w[0] > 0, lambda c: c, lambda c: c, w > 0)
+        return jnp.clip(x, -1, 1)
+
+    return jnp.sort(lax.switch(w.astype(int)[2], [jnp.sin, unused_product, unused_branch], x), 0)
+
+
+def rounds_that_only_print(w, x):
+    def one(i, c):
+        lax.cond(i > 9, lambda: jax.debug.print("{}", jnp.sort(x, 0)), lambda: None)
+        return jnp.sort(c, 0)
+
+    return lax.fori_loop(0, 2, one, x)
+
+
+@pytest.mark.parametrize(
+    "fn", [rounds_with_an_empty_carry, branch_with_unused_results, rounds_that_only_print]
+)
+def test_loops_without_results_that_are_read(fn):
+    check(program_of(fn), W, X)
+
+
+def test_a_loop_with_a_sort_that_nothing_reads_runs_inside_the_pass():
+    def rounds(w, x):
+        def one(i, c):
+            jnp.sort(c, 0)
+            return c * 0.5
+
+        return lax.fori_loop(0, 3, one, x)
+
+    found = kinds(bj.explain(program_of(rounds), W, X, options=OPTIONS).facts.steps)
+    assert (found["Map"], found["Loop"]) == (1, 0)
+
+
 A = jax.random.normal(jax.random.key(0), (N, 4))
 LABELS = jax.random.randint(jax.random.key(1), (N,), 0, 3)
 W4 = jax.random.normal(jax.random.key(2), (4, 3))

@@ -26,8 +26,8 @@ from beamjax.interpreters.rules.sharding_rules import (
 
 OPTIONS = {"shard_size": 8}
 IN_GATE = """
-    unary_1 ints bools slices along_1 sliced reshaped indexing_fill by_a_function by_a_lax_function
-    cube_1 one_member empty_members infinite_last
+    unary_1 ints bools slices across along_1 sliced reshaped indexing_fill by_a_function
+    by_a_lax_function cube_1 one_member empty_members infinite_last
 """.split()
 """Groups of which the values are checked for every change; the others are checked each night."""
 
