@@ -101,8 +101,8 @@ def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = No
 
     Raises:
       OutsideProgramError: called outside a program.
-      PlacementError: the placement is unknown or ambiguous, or the mesh has Explicit axes but
-        none that is named like the placement and divides n.
+      PlacementError: the placement is unknown or ambiguous, or the mesh has an Explicit axis of
+        that name that does not divide n.
       StructureError: a leaf is neither an array nor a scalar.
     """
     placement, n = resolve("broadcast", placement)
@@ -142,8 +142,7 @@ def map_fn(
     Raises:
       OutsideProgramError: called outside a program.
       PlacementError: the placement is unknown or ambiguous, a leaf of `arg` does not have n
-        members, or the mesh has Explicit axes but none that is named like the placement and divides
-        n.
+        members, or the mesh has an Explicit axis named like the placement that does not divide n.
       StructureError: a leaf of `arg` or of the result of `fn` is neither an array nor a scalar; or
         `fn` closes over a mutable reference or uses another collective.
     """

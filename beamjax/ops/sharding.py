@@ -27,30 +27,23 @@ def mesh_for(name: str, placement: str, n: Any, mesh: AnyMesh | None) -> AnyMesh
       mesh: the user's mesh; None means the one set by `jax.set_mesh`, if any.
 
     Returns:
-      The mesh if it has the axis, as type Auto or Explicit; otherwise None, and the compiler
-      chooses the layout of members.
+      The mesh if it has the axis, as type Auto or Explicit; otherwise None, and the mesh is the
+      user's own business.
 
     Raises:
-      PlacementError: the mesh has Explicit axes, but none named like the placement, or one that
-        does not divide its n members.
+      PlacementError: the mesh axis is Explicit, and does not divide the n members.
     """
     found = active_mesh(placement, mesh)
-    if found is not None:
-        uneven = isinstance(n, int) and n % found.shape[placement]
-        if uneven and is_explicit(found, placement):
-            raise PlacementError(
-                f"{name}: placement {placement!r} has {n} members, which the mesh axis of that "
-                f"name with explicit type and size {found.shape[placement]} does not divide. Make "
-                f"the axis Auto, or its size a divisor of {n}."
-            )
-        return found
-    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if placement not in mesh.axis_names and AxisType.Explicit in mesh.axis_types:
+    if found is None:
+        return None
+    uneven = isinstance(n, int) and n % found.shape[placement]
+    if uneven and is_explicit(found, placement):
         raise PlacementError(
-            f"{name}: placement {placement!r} not found in mesh with explicit axes "
-            f"{mesh.axis_names}. Add a mesh axis of that name, or make the axes Auto."
+            f"{name}: placement {placement!r} has {n} members, which the mesh axis of that "
+            f"name with explicit type and size {found.shape[placement]} does not divide. Make "
+            f"the axis Auto, or its size a divisor of {n}."
         )
-    return None
+    return found
 
 
 def active_mesh(placement: str, mesh: AnyMesh | None = None) -> AnyMesh | None:

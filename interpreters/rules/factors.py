@@ -57,12 +57,12 @@ def _factors(eqn: Eqn) -> Factors | None:
     found = FACTORS[eqn.primitive.name](eqn)
     if found is None:
         return None
-    operands, results = ([list(map(_plain, labels)) for labels in side] for side in found)
-    return operands, results
+    operands, results = found
+    return list(map(_plain, operands)), list(map(_plain, results))
 
 
-def _plain(label: Hashable) -> Hashable:
-    return int(label) if isinstance(label, np.integer) else label
+def _plain(labels: Labels) -> Labels:
+    return [int(label) if isinstance(label, np.integer) else label for label in labels]
 
 
 def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:

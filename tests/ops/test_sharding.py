@@ -95,12 +95,26 @@ def test_an_auto_mesh_without_the_placement_leaves_members_unconstrained(wrap):
 
 
 @both_ways
-def test_an_explicit_mesh_without_the_placement_is_an_error(wrap):
+def test_an_explicit_mesh_without_the_placement_is_the_users_own_business(wrap):
     mesh = make_mesh([EXPLICIT], (2,), ("data",))
-    for op, run in (("broadcast", broadcast), ("map_fn", lambda x: add(x, x))):
-        message = rf"{op}: placement 'clients' not found in mesh with explicit axes \('data',\)"
-        with jax.set_mesh(mesh), pytest.raises(bj.PlacementError, match=message):
-            wrap(run)(jnp.zeros((N, SIZE)))
+    x = jnp.arange(float(N * SIZE)).reshape(N, SIZE) / 99
+    slope = jax.grad(loss)
+    expected = slope(jnp.ones(SIZE), x)
+    with jax.set_mesh(mesh):
+        w = on(mesh, jnp.ones(SIZE), "data")
+        assert_close(wrap(slope)(jnp.ones(SIZE), x), expected)
+        assert wrap(broadcast)(w).sharding.spec == P(None, "data")
+        laid = wrap(slope)(w, on(mesh, x, None, "data"))
+    assert laid.sharding.spec == P("data")
+    assert_close(laid, expected)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_run_under_a_mesh_without_the_placement(runner):
+    x = jnp.arange(float(N * SIZE)).reshape(N, SIZE) / 99
+    expected = jax.grad(loss)(jnp.ones(SIZE), x)
+    with jax.set_mesh(make_mesh([EXPLICIT], (2,), ("data",))):
+        assert_close(bj.run(jax.grad(loss), jnp.ones(SIZE), x, runner=runner), expected)
 
 
 @both_ways
