@@ -1,19 +1,21 @@
 """Kills on a Flink cluster: a run ends with the same bits, or with an error that says why.
 
-    python benchmarks/faults.py --kills=20 --seed=0 --kinds=worker,pool,taskmanager,launcher
+    python benchmarks/faults.py --kills=20 --seed=0 --kinds=worker,taskmanager,launcher
 
 Starts a cluster of its own and runs one training again and again, each time with a SIGKILL at a
 random moment of a random kind of process:
 
-    worker        what computes the shards of a task manager; its pool starts another one
-    pool          the pool itself, which `beamjax flink up` starts again some seconds later
-    taskmanager   one of Flink, which comes back the same way
+    worker        the pool that computes the shards of a task manager
+    taskmanager   one of Flink
     launcher      the process that called beamjax.run, with checkpoints; it is called again
+
+The supervisor of the cluster, which `beamjax flink up` runs as well, starts other workers and task
+managers.
 
     python benchmarks/faults.py --session --kills=20 --rounds=500
 
 Calls the round of the same training from this process, in one session, with kills of the first
-three kinds at random moments. Compares the bits of each round with `runner="local"`, and prints the
+two kinds at random moments. Compares the bits of each round with `runner="local"`, and prints the
 seconds of each round with a kill.
 
 Exits with 1 if a run gave other bits, did not end, or ended with an error that is not beamjax's, or
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -43,8 +46,8 @@ from typing import Any
 SAME, NAMED = "same bits", "named error"
 WRONG, HUNG, UNNAMED, AGAIN = "WRONG", "HUNG", "UNNAMED ERROR", "ROUNDS RUN AGAIN"
 """How an attempt ends; those in capitals must not be."""
-AWAY = (1.0, 6.0)
-"""Seconds at least and at most until what does not come back by itself is started again."""
+_SECONDS_TO_RESTART = 90.0
+"""Seconds in which a cluster is complete again."""
 
 # --- the run, in a process of its own
 
@@ -92,38 +95,27 @@ class Run:
 
 
 class Cluster:
-    """A Flink cluster in a folder, as `beamjax flink up` starts it."""
+    """A Flink cluster of two task managers, which runs in this process."""
 
-    def __init__(self, folder: Path, slots: int, attempts: int | None):
+    def __init__(self, supervisor: Any):
+        self.supervisor = supervisor
+        self.flags = {"flink_cluster": str(supervisor.folder), "parallelism": 2}
+
+    def wait(self) -> None:
+        """Waits until each server that ended has been replaced."""
         from beamjax.pipelines.clusters import flink_cluster
 
-        self.folder = folder
-        given = {} if attempts is None else {"attempts": attempts}
-        self.settings = flink_cluster.Settings(taskmanagers=2, slots=slots, **given)
-        self.flags = {"flink_cluster": str(folder), "parallelism": 2}
-
-    def up(self) -> None:
-        from beamjax.pipelines.clusters import flink_cluster
-
-        self.rest_port = flink_cluster.up(self.folder, self.settings).rest_port
-
-    def down(self) -> None:
-        from beamjax.pipelines.clusters import flink_cluster
-
-        flink_cluster.down(self.folder)
+        end = time.monotonic() + _SECONDS_TO_RESTART
+        while lacks := flink_cluster.incomplete(self.supervisor.cluster):
+            if time.monotonic() > end:
+                sys.exit(f"the cluster is not complete after {_SECONDS_TO_RESTART:.0f} s: {lacks}")
+            time.sleep(0.2)
 
     def strike(self, kind: str, number: int) -> str:
-        """Kills a process of the cluster; its name."""
-        from beamjax.pipelines.clusters import processes
-
+        """Kills a server of the cluster; returns its name."""
         name = f"{'taskmanager' if kind == 'taskmanager' else 'workers'}-{number}"
-        process = next(one for one in processes.known(self.folder) if one.name == name)
-        pid = process.pid
-        if kind == "worker":
-            # The pool tells of each process that it has started for its workers.
-            told = [line for line in process.log.read_text().splitlines() if ", process " in line]
-            pid = int(told[-1].rpartition(" ")[2])
-        os.kill(pid, signal.SIGKILL)
+        pid = self.supervisor.servers[name].process.pid
+        os.killpg(pid, signal.SIGKILL)  # with its guard
         return f"{name}, process {pid}"
 
     def jobs(self) -> dict[str, dict[str, Any]]:
@@ -140,8 +132,20 @@ class Cluster:
 
     def _ask(self, path: str) -> Any:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(f"http://localhost:{self.rest_port}{path}", timeout=10) as answer:
+        with direct.open(
+            f"http://localhost:{self.supervisor.cluster.rest_port}{path}", timeout=10
+        ) as answer:
             return json.load(answer)
+
+
+@contextlib.contextmanager
+def started(folder: Path, slots: int, attempts: int | None) -> Iterator[Cluster]:
+    from beamjax.pipelines.clusters import flink_cluster, flink_supervisor
+
+    given = {} if attempts is None else {"attempts": attempts}
+    settings = flink_cluster.Settings(taskmanagers=2, slots=slots, **given)
+    with flink_supervisor.running(folder, settings) as supervisor:
+        yield Cluster(supervisor)
 
 
 # --- attempts
@@ -153,7 +157,6 @@ class Kill:
 
     kind: str
     moment: float
-    away: float
     number: int
 
 
@@ -223,7 +226,7 @@ class Soak:
             attempt.outcome, attempt.message = self.judge(run, ended, checkpoint)
         if not attempt.struck and attempt.outcome == SAME:
             self.usual[saving] = attempt.seconds  # Java gets warm, and the machine less busy
-        self.cluster.up()  # if the run was faster than what should have been started again
+        self.cluster.wait()  # the run may be faster than the start of another server
         attempt.tasks_again = self.cluster.tasks_again(sorted(set(self.cluster.jobs()) - known))
         return attempt
 
@@ -233,10 +236,7 @@ class Soak:
             saved = last_saved(checkpoint)
             run.start()
             return f"process {run.process.pid}, {saved} of {self.saved} saved"
-        struck = self.cluster.strike(kill.kind, kill.number)
-        if kill.kind != "worker":
-            threading.Timer(kill.away, self.cluster.up).start()
-        return struck
+        return self.cluster.strike(kill.kind, kill.number)
 
     def judge(self, run: Run, ended: bool, checkpoint: Path) -> tuple[str, str]:
         told = run.told()
@@ -288,9 +288,7 @@ def reference(soak: Soak) -> None:
 def draws(rng: random.Random, flags: argparse.Namespace, usual: dict[bool, float]) -> list[Kill]:
     kinds = [rng.choice(flags.kinds) for _ in range(flags.kills_per_run)]
     span = usual["launcher" in kinds]
-    return [
-        Kill(kind, rng.uniform(0, span), rng.uniform(*AWAY), rng.randrange(2)) for kind in kinds
-    ]
+    return [Kill(kind, rng.uniform(0, span), rng.randrange(2)) for kind in kinds]
 
 
 # --- kills in a session
@@ -331,14 +329,10 @@ def session_rounds(flags: argparse.Namespace, cluster: Cluster) -> tuple[list[fl
     at = {number * every + rng.randrange(every): rng.choice(kinds) for number in range(flags.kills)}
     usual: list[float] = []
     delays: list[Delay] = []
-    restarts: list[threading.Timer] = []
     options = {"shard_size": faults_job.SHARD}
 
     def strike(kind: str, number: int, struck: list[str]) -> None:
         struck.append(cluster.strike(kind, number))
-        if kind != "worker":
-            restarts.append(threading.Timer(rng.uniform(*AWAY), cluster.up))
-            restarts[-1].start()
 
     with bj.session("FlinkRunner", options=cluster.flags | options) as session:
         for number in range(-2, flags.rounds):  # two rounds start the job and compile
@@ -346,8 +340,7 @@ def session_rounds(flags: argparse.Namespace, cluster: Cluster) -> tuple[list[fl
             kind = at.get(number)
             struck: list[str] = []
             if kind is not None:
-                while restarts:
-                    restarts.pop().join()
+                cluster.wait()
                 moment = rng.uniform(0, 2 * statistics.median(usual or [0.02]))
                 killer = threading.Timer(moment, strike, (kind, rng.randrange(2), struck))
                 killer.start()
@@ -366,8 +359,6 @@ def session_rounds(flags: argparse.Namespace, cluster: Cluster) -> tuple[list[fl
                 print(f"{number:5}  {kind:12} {seconds:8.3f}   {struck[0]}", flush=True)
             elif number >= 0:
                 usual.append(seconds)
-    for restart in restarts:
-        restart.join()
     return usual, delays
 
 
@@ -378,14 +369,10 @@ def jax_leaves(tree: Any) -> list[Any]:
 
 
 def session_soak(flags: argparse.Namespace, folder: Path) -> None:
-    """Prints the delays of kills in a session; stops the cluster in any case."""
-    cluster = Cluster(folder / "cluster", flags.slots, flags.attempts or flags.kills * 8)
-    try:
-        cluster.up()
+    """Prints the delays of kills in a session."""
+    with started(folder / "cluster", flags.slots, flags.attempts or flags.kills * 8) as cluster:
         print(f"{'round':>5}  {'kind':12} {'took, s':>8}   killed", flush=True)
         usual, delays = session_rounds(flags, cluster)
-    finally:
-        cluster.down()
     print(f"{flags.rounds} rounds with the bits of runner='local', {len(delays)} kills")
     middle, longest = statistics.median(usual), max(usual)
     print(f"rounds without a kill: median {middle:.3f} s, longest {longest:.3f} s")
@@ -431,7 +418,7 @@ def leftovers(folder: Path) -> list[str]:
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    kinds = ["worker", "pool", "taskmanager", "launcher"]
+    kinds = ["worker", "taskmanager", "launcher"]
     parser.add_argument("--kills", type=int, default=20, help="in all")
     parser.add_argument("--kills-per-run", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
@@ -455,12 +442,10 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def soaked(flags: argparse.Namespace, folder: Path) -> list[Attempt]:
-    """All attempts, told as they end; stops the cluster in any case."""
-    cluster = Cluster(folder / "cluster", flags.slots, flags.attempts)
+    """All attempts, printed as they end."""
     attempts: list[Attempt] = []
     rng = random.Random(flags.seed)
-    try:
-        cluster.up()
+    with started(folder / "cluster", flags.slots, flags.attempts) as cluster:
         soak = Soak(cluster, folder, flags.steps, flags.limit)
         reference(soak)
         left = leftovers(folder / "tmp")
@@ -471,11 +456,8 @@ def soaked(flags: argparse.Namespace, folder: Path) -> list[Attempt]:
             attempt = soak.attempt(draws(rng, flags, soak.usual))
             attempts.append(attempt)
             print(attempt.line(len(attempts)), flush=True)
-            if attempt.outcome == HUNG:  # the next one must not find what this one left
-                cluster.down()
-                cluster.up()
-    finally:
-        cluster.down()
+            if attempt.outcome == HUNG:  # the next one would find what this one left
+                break
     return attempts
 
 

@@ -119,20 +119,14 @@ def started(runner: str, folder: Path) -> Iterator[tuple[dict[str, Any], Callabl
     if runner != "Flink cluster":
         yield how, list
         return
-    from beamjax.pipelines.clusters import flink_cluster, processes
+    from beamjax.pipelines.clusters import flink_cluster, flink_supervisor
 
     where = folder / "flink"
-    flink_cluster.up(where, flink_cluster.Settings(taskmanagers=1, slots=1))
-    how["options"]["flink_cluster"] = str(where)
-
-    def pids() -> list[int]:
-        roots = [process.pid for process in processes.known(where)]
-        return [pid for root in roots for pid in (root, *descendants(root))]
-
-    try:
-        yield how, pids
-    finally:
-        flink_cluster.down(where)
+    settings = flink_cluster.Settings(taskmanagers=1, slots=1)
+    with flink_supervisor.running(where, settings) as supervisor:
+        how["options"]["flink_cluster"] = str(where)
+        roots = [server.process.pid for server in supervisor.servers.values()]
+        yield how, lambda: [pid for root in roots for pid in (root, *descendants(root))]
 
 
 def measured(job: str, runner: str, flags: argparse.Namespace) -> dict[str, float]:

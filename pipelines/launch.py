@@ -297,8 +297,13 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
         )
 
     def lost_cluster() -> BeamjaxError | None:
-        trouble = flink_cluster.trouble(options.flink_cluster)
-        return WorkerError(trouble) if trouble else None
+        folder = options.flink_cluster
+        if flink_cluster.read(folder) is not None:
+            return None
+        return WorkerError(
+            f"the Flink cluster in {folder} has ended; what `beamjax flink up` printed and the "
+            "logs in this folder say why"
+        )
 
     if options.pipeline_timeout is not None:
         yield late

@@ -6,26 +6,14 @@
 
 import functools
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 MISSING: dict[str, list[str]] = {}
 """What has to be installed to run what was skipped, by the mark of the tests."""
-
-WATCHER = """
-import os, sys, time
-parent = os.getppid()
-while os.getppid() == parent:
-    time.sleep(1)
-from beamjax.pipelines.clusters import flink_cluster
-flink_cluster.down(sys.argv[1])
-"""
-"""Stops a cluster where a session of tests is killed and cannot."""
 
 NEEDS = {"prism": ["go"], "flink": ["java", "javac", "mvn"], "spark": ["java", "javac", "mvn"]}
 SECONDS = 200.0
@@ -33,10 +21,11 @@ SECONDS = 200.0
 
 @dataclass(frozen=True)
 class Runner:
-    """A runner, and options with which it is on the servers of this session."""
+    """A runner, options with which it is on the servers of this session, and its Flink cluster."""
 
     name: str
     options: dict
+    supervisor: Any = None
 
     def flags(self, **more):
         """Options for `beamjax.run`."""
@@ -64,16 +53,12 @@ def start_prism(stack):
 
 
 def start_cluster(stack):
-    from beamjax.pipelines.clusters import flink_cluster
+    from beamjax.pipelines.clusters import flink_cluster, flink_supervisor
 
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-")))
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="beamjax-flink-"))
     settings = flink_cluster.Settings(taskmanagers=2, slots=2)
-    stack.callback(flink_cluster.down, folder)
-    watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
-    stack.callback(watcher.wait)
-    stack.callback(watcher.kill)
-    flink_cluster.up(folder, settings)
-    return Runner("FlinkRunner", {"flink_cluster": str(folder), "parallelism": 2})
+    supervisor = stack.enter_context(flink_supervisor.running(folder, settings))
+    return Runner("FlinkRunner", {"flink_cluster": folder, "parallelism": 2}, supervisor)
 
 
 def start_embedded(stack):

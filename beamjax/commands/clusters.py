@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from beamjax.commands.answers import DONE, FAILED, Answer, answers
+from beamjax.commands.answers import FAILED, Answer, answers
 
 _answers = functools.partial(answers, refused=FAILED)
 """As `answers`. click has checked the arguments, so an `OptionsError` is about this machine."""
@@ -47,48 +50,40 @@ def flink() -> None:
 @_number("delay", 10, "Seconds before a failed task is restarted.")
 @_answers
 def up(folder: Path, **settings: int) -> Answer:
-    """Start a cluster, and wait until it accepts jobs."""
-    from beamjax.pipelines.clusters import flink_cluster
+    """Run a cluster until Ctrl-C."""
+    from beamjax.pipelines.clusters import flink_cluster, flink_supervisor
 
-    flink_cluster.up(folder, flink_cluster.Settings(**settings))
-    return _status(folder)
-
-
-@flink.command()
-@_folder_option
-@_answers
-def status(folder: Path) -> Answer:
-    """Show the processes; the exit status is 1 if one does not run."""
-    return _status(folder)
-
-
-@flink.command()
-@_folder_option
-@_answers
-def down(folder: Path) -> Answer:
-    """Stop the cluster."""
-    from beamjax.pipelines.clusters import flink_cluster
-
-    stopped = flink_cluster.down(folder)
-    text = f"{folder}: stopped {', '.join(stopped)}" if stopped else f"{folder}: nothing ran"
-    return Answer({"folder": str(folder), "stopped": list(stopped)}, text)
+    with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+        try:
+            chosen = flink_cluster.Settings(**settings)
+            with flink_supervisor.running(folder, chosen) as supervisor:
+                click.echo(_ready(supervisor))
+                supervisor.wait()
+        except KeyboardInterrupt:
+            return Answer({"folder": str(folder)}, f"{folder}: stopped")
+    raise AssertionError("a cluster ends with an error or by a signal")
 
 
-def _status(folder: Path) -> Answer:
-    from beamjax.pipelines.clusters import flink_cluster
+def _ready(supervisor: Any) -> str:
+    lines = [f"{supervisor.folder}: ready; Ctrl-C stops it"]
+    lines += [f"  {server.name:14} {server.log}" for server in supervisor.servers.values()]
+    lines += [
+        f"  dashboard: http://localhost:{supervisor.cluster.rest_port}/overview",
+        "  to use it: bj.run(fn, ..., runner='FlinkRunner', "
+        f"options={{'flink_cluster': {str(supervisor.folder)!r}}})",
+    ]
+    return "\n".join(lines)
 
-    found = flink_cluster.status(folder)
-    lines = [f"{found['folder']}: {'ready' if found['healthy'] else 'not ready'}"]
-    for name, process in found["processes"].items():
-        state = f"process {process['pid']}" if process["alive"] else "ended"
-        lines.append(f"  {name:14} {state:16} {process['log']}")
-    if found["healthy"]:
-        lines += [
-            f"  dashboard: {found['dashboard']}/overview",
-            "  to use it: bj.run(fn, ..., runner='FlinkRunner', "
-            f"options={{'flink_cluster': {found['folder']!r}}})",
-        ]
-    return Answer(found, "\n".join(lines), DONE if found["healthy"] else FAILED)
+
+@contextlib.contextmanager
+def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """A context in which these signals interrupt the program as Ctrl-C does."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.group()

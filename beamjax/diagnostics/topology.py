@@ -119,9 +119,7 @@ def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
 
         folder = flags.get("flink_cluster") or flink_cluster.default_folder()
         cluster = flink_cluster.read(folder)
-        if cluster is not None and (
-            flags.get("flink_cluster") or not flink_cluster.trouble(folder)
-        ):
+        if cluster is not None:
             return False, cluster.settings.slots
     if flags.get("flink_cluster") or master not in (None, *EMBEDDED_FLINK):
         return False, 1

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import re
 import shutil
 import tempfile
 import uuid
@@ -18,24 +17,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
-from urllib.parse import unquote
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+from beamjax.storage.urls import is_url as is_url
+from beamjax.storage.urls import local_path as local_path
+
 TEMPORARY = ".tmp"
 """Suffix of files that are not yet whole."""
 _MAP_BYTES = 8 * 2**20
 """Bytes of a file from which on it is mapped, not read. Each map holds a file descriptor."""
-
-
-def is_url(path: str) -> bool:
-    """Whether a path is for Beam's FileSystems, rather than the operating system."""
-    return _URL.match(path) is not None
-
-
-def local_path(path: str) -> str:
-    """The path that a URL with `file://` stands for; any other path or URL as it is."""
-    # Beam's FileSystems knows local files by their paths only.
-    return unquote(path.removeprefix("file://")) if path.startswith("file://") else path
 
 
 def join(folder: str, name: str) -> str:

@@ -1,5 +1,6 @@
-"""A Flink cluster on this machine: job manager, task managers, Python workers and a job server.
+"""A Flink cluster on this machine: its settings, its processes, and how launchers find it.
 
+It has a job manager, task managers, Python workers and a job server; `flink_supervisor` runs them.
 Each task manager has its own pool of Python workers, as it would on a machine of its own. The
 options of a pipeline name one host and port of a pool for all task managers. So each task manager
 is started with a hosts file that maps this name to the address of its pool. Everything listens at
@@ -15,20 +16,20 @@ import os
 import socket
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import jars, processes
-from beamjax.pipelines.clusters.processes import LOOPBACK, Process
-from beamjax.pipelines.clusters.worker_pool import READY
+from beamjax.pipelines.clusters import guard, jars, processes
+from beamjax.pipelines.clusters.processes import LOOPBACK
+from beamjax.storage import files, locks, trust
 from beamjax.storage.cache_folder import cache_folder
 
 WORKERS = "beamjax-workers"
 """The host name by which every task manager connects to its own pool."""
-_SECONDS_TO_START = 120.0
+JOB_MANAGER, JOB_SERVER = "jobmanager", "jobserver"
+"""The servers without which no pipeline can end."""
 _RECORD = "cluster.json"
 
 
@@ -56,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is needed to use a cluster. It is also stored in a file of the folder of the cluster.
+    """What is needed to use a cluster. While it runs, this is also in a file of its folder.
 
     Attributes:
       settings: how it was started.
@@ -92,123 +93,57 @@ def default_folder() -> Path:
 
 
 def read(folder: Path | str) -> Cluster | None:
-    """The cluster that was started in a folder, or None. Its processes may have ended since."""
+    """The cluster that runs in a folder, or None.
+
+    Raises:
+      OptionsError: another user can write to the folder.
+    """
+    trust.check_folder(folder, "flink_cluster")
+    if not locks.is_locked(Path(folder) / locks.NAME):
+        return None
     try:
-        record = json.loads((Path(folder) / _RECORD).read_text(encoding="utf-8"))
+        record = json.loads(bytes(files.read(os.fspath(Path(folder) / _RECORD))))
         record["settings"] = Settings(**record["settings"])
         return Cluster(**{**record, "pools": tuple(record["pools"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def status(folder: Path | str) -> dict[str, Any]:
-    """The state of a cluster as plain values; `healthy` is whether it takes jobs."""
-    folder = Path(folder).absolute()
-    cluster = read(folder)
-    found: dict[str, Any] = {
-        "folder": str(folder),
-        "healthy": False,
-        "processes": {
-            process.name: {"pid": process.pid, "alive": process.alive, "log": str(process.log)}
-            for process in processes.known(folder)
-        },
-    }
-    if cluster is None:
-        return found
-    registered, expected = len(_registered(cluster)), cluster.settings.taskmanagers
-    pools = [host for host in cluster.pools if processes.listens(host, cluster.pool_port)]
-    serves = processes.listens(LOOPBACK, cluster.job_port)
-    healthy = serves and registered == expected and len(pools) == len(cluster.pools)
-    return found | {
-        "healthy": healthy and all(one["alive"] for one in found["processes"].values()),
-        "job_endpoint": f"localhost:{cluster.job_port}",
-        "dashboard": f"http://localhost:{cluster.rest_port}",
-        "taskmanagers": {"registered": registered, "expected": expected},
-        "slots": cluster.settings.slots,
-        "pools": {"listening": len(pools), "expected": len(cluster.pools)},
-        "flags": cluster.flags,
-    }
+@contextlib.contextmanager
+def announced(folder: Path, cluster: Cluster) -> Iterator[None]:
+    """A context in which launchers find a cluster in its folder, which must be locked."""
+    path = os.fspath(folder / _RECORD)
+    files.write(path, json.dumps(dataclasses.asdict(cluster), indent=1).encode())
+    try:
+        yield
+    finally:
+        os.unlink(path)
 
 
-def trouble(folder: Path | str) -> str | None:
-    """The reason why pipelines on a cluster can't end any more, or None."""
-    needed = {process.name: process for process in processes.known(Path(folder))}
-    for name in ("jobmanager", "jobserver"):
-        if name not in needed or not needed[name].alive:
-            end = processes.tail(Path(folder) / f"{name}.log")
-            return (
-                f"Flink cluster in {folder}: its {name} has ended; `beamjax flink up` starts it "
-                f"again. Its log ends with:\n{end}"
-            )
-    return None
+def incomplete(cluster: Cluster) -> str | None:
+    """What a cluster lacks before it takes jobs, or None."""
+    if not processes.listens(LOOPBACK, cluster.job_port):
+        return "the job server does not listen"
+    number, expected = len(registered(cluster)), cluster.settings.taskmanagers
+    if number != expected:
+        return f"{number} of {expected} task managers are registered"
+    pools = [host for host in cluster.pools if not processes.listens(host, cluster.pool_port)]
+    return f"no pool listens at {', '.join(pools)}" if pools else None
 
 
-def up(folder: Path | str, settings: Settings | None = None) -> Cluster:
-    """Starts a cluster and waits until it takes jobs.
-
-    A healthy cluster of this size is left as it is. If only task managers or pools have ended, and
-    the settings are the same, these are started again while the others continue to work.
-
-    Args:
-      folder: the folder for its settings, logs and pid files; created for this user only.
-      settings: how to start it.
-
-    Raises:
-      OptionsError: something that it needs is missing, or it does not start; the message has the
-        end of the log of the process that failed.
-    """
-    settings = Settings() if settings is None else settings
-    folder = Path(folder).absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with processes.locked(folder):
-        found = read(folder)
-        if found is not None and status(folder)["healthy"]:
-            has = found.settings
-            if (has.taskmanagers, has.slots) == (settings.taskmanagers, settings.slots):
-                return found
-            raise OptionsError(
-                f"{folder}: found a running cluster of {has.taskmanagers} task managers with "
-                f"{has.slots} slots, expected {settings.taskmanagers} with {settings.slots}; "
-                "stop it with `beamjax flink down`, or give another --folder"
-            )
-        if found is not None and found.settings == settings and not trouble(folder):
-            with contextlib.suppress(OptionsError):  # then the whole cluster is started again
-                _restart_ended(folder, found)
-                return found
-        _stop(folder)
-        if os.stat(folder).st_mode & 0o077:
-            os.chmod(folder, 0o700)
-        cluster = _plan(settings)
-        try:
-            _start(folder, cluster)
-        except BaseException:
-            _stop(folder)
-            raise
-        record = json.dumps(dataclasses.asdict(cluster), indent=1)
-        (folder / _RECORD).write_text(record, encoding="utf-8")
-        return cluster
+def registered(cluster: Cluster) -> frozenset[str]:
+    """The ids of the task managers that are registered at the job manager."""
+    # Without the proxy of the environment, which may not reach this machine.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    address = f"http://localhost:{cluster.rest_port}/taskmanagers"
+    troubles = (OSError, ValueError, KeyError, TypeError)
+    with contextlib.suppress(*troubles), direct.open(address, timeout=5) as answer:
+        return frozenset(one["id"] for one in json.load(answer)["taskmanagers"])
+    return frozenset()
 
 
-def down(folder: Path | str) -> list[str]:
-    """Stops a cluster, and returns the names of the processes that were still running."""
-    folder = Path(folder).absolute()
-    if not folder.is_dir():
-        return []
-    with processes.locked(folder):
-        return _stop(folder)
-
-
-def _stop(folder: Path) -> list[str]:
-    found = processes.known(folder)
-    alive = [process.name for process in found if process.alive]
-    # The job server first, so that no job is submitted; the job manager last.
-    for process in sorted(found, key=lambda p: (p.name != "jobserver", p.name == "jobmanager")):
-        process.stop()
-    (folder / _RECORD).unlink(missing_ok=True)
-    return alive
-
-
-def _plan(settings: Settings) -> Cluster:
+def with_ports(settings: Settings) -> Cluster:
+    """A cluster of these settings, at free ports."""
     pools = [f"127.0.0.{2 + number}" for number in range(settings.taskmanagers)]
     # macOS has one loopback address unless more are configured.
     if settings.taskmanagers == 1 or not all(map(processes.can_listen, pools)):
@@ -218,38 +153,33 @@ def _plan(settings: Settings) -> Cluster:
     return Cluster(settings, job_port, rest_port, pool_port, tuple(pools))
 
 
-def _start(folder: Path, cluster: Cluster) -> None:
-    settings = cluster.settings
+def commands(folder: Path, cluster: Cluster) -> dict[str, list[str]]:
+    """The command lines of the servers of a cluster by name, in the order in which they start.
+
+    Each ends when the process that starts it ends. Files that they need are written to the folder.
+
+    Raises:
+      OptionsError: the jars or Java are missing.
+    """
     classpath = jars.classpath("flink")
     loopback = jars.own_classes(classpath, "ServerFactory")
     job_server = jars.own_classes(classpath, "ServerFactory", "ClasspathScanningResourcesDetector")
     rpc_port, artifact_port = processes.free_ports(2)
     configuration = _configuration(folder, cluster, rpc_port)
 
-    def run(name: str, heap: int, *arguments: str) -> Process:
-        front = job_server if name == "jobserver" else loopback
-        command = jars.java(heap, [front, classpath], *arguments)
-        return processes.start(name, command, folder)
+    def java(heap: int, front: Path, *arguments: str) -> list[str]:
+        return guard.guarded(jars.java(heap, [front, classpath], *arguments))
 
-    started = []
+    found = {}
     for number, host in enumerate(cluster.pools):
         pool = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool"]
-        pool += [f"--host={host}", f"--port={cluster.pool_port}"]
-        started.append(processes.start(f"workers-{number}", pool, folder))
+        pool += [f"--host={host}", f"--port={cluster.pool_port}", f"--supervisor={os.getpid()}"]
+        found[f"workers-{number}"] = pool
     entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
-    started.append(run("jobmanager", 512, entry, f"--configDir={configuration}"))
-    for number in range(settings.taskmanagers):
-        hosts = folder / f"hosts-{number}"
-        names = f"{LOOPBACK} localhost {socket.gethostname()}\n"
-        pool_host = cluster.pools[number % len(cluster.pools)]
-        hosts.write_text(f"{names}{pool_host} {WORKERS}\n", encoding="utf-8")
-        arguments = [
-            f"-Djdk.net.hosts.file={hosts}",
-            "org.apache.flink.runtime.taskexecutor.TaskManagerRunner",
-            f"--configDir={configuration}",
-            *_memory(settings),
-        ]
-        started.append(run(f"taskmanager-{number}", settings.heap, *arguments))
+    found[JOB_MANAGER] = java(512, loopback, entry, f"--configDir={configuration}")
+    for number in range(cluster.settings.taskmanagers):
+        arguments = _task_manager(folder, cluster, number, configuration)
+        found[f"taskmanager-{number}"] = java(cluster.settings.heap, loopback, *arguments)
     arguments = jars.job_server(
         "flink.FlinkJobServerDriver",
         (cluster.job_port, artifact_port),
@@ -257,60 +187,21 @@ def _start(folder: Path, cluster: Cluster) -> None:
         f"--flink-master=localhost:{cluster.rest_port}",
         f"--flink-conf-dir={configuration}",
     )
-    started.append(run("jobserver", 512, *arguments))
-    _wait(folder, cluster, started)
+    found[JOB_SERVER] = java(512, job_server, *arguments)
+    return found
 
 
-def _restart_ended(folder: Path, cluster: Cluster) -> None:
-    """Starts the processes again that have ended, and waits until the cluster is complete."""
-    before = _registered(cluster)
-    ended = [process for process in processes.known(folder) if not process.alive]
-    _wait(folder, cluster, [processes.start_again(process) for process in ended], before)
-
-
-def _wait(
-    folder: Path,
-    cluster: Cluster,
-    started: list[Process],
-    before: frozenset[str] = frozenset(),
-) -> None:
-    """Waits until a cluster takes jobs.
-
-    Args:
-      folder: the folder of the cluster.
-      cluster: the cluster.
-      started: those of its processes that were just started.
-      before: task managers that were registered before. Flink takes a while to remove those that
-        ended, so the number of registered ones does not show whether the new ones are there.
-    """
-    pools = [process for process in started if process.name.startswith("workers")]
-    new = sum(process.name.startswith("taskmanager") for process in started)
-
-    def ready() -> bool:
-        registered = _registered(cluster)
-        return (
-            all(READY in processes.tail(pool.log) for pool in pools)
-            and processes.listens(LOOPBACK, cluster.job_port)
-            and len(registered) == cluster.settings.taskmanagers
-            and len(registered - before) == new
-        )
-
-    def failed() -> list[Process]:
-        restarted = "starting another one"
-        return [p for p in started if not p.alive or restarted in processes.tail(p.log)]
-
-    processes.wait_until(lambda: bool(failed()) or ready(), _SECONDS_TO_START)
-    for process in failed():
-        raise OptionsError(
-            f"{folder}: {process.name} does not start; its log ends with:\n"
-            f"{processes.tail(process.log)}"
-        )
-    if not ready():
-        logs = "\n".join(f"{p.name}:\n{processes.tail(p.log, 5)}" for p in started)
-        raise OptionsError(
-            f"{folder}: the cluster is not ready after {_SECONDS_TO_START:.0f} s; the logs end "
-            f"with:\n{logs}"
-        )
+def _task_manager(folder: Path, cluster: Cluster, number: int, configuration: Path) -> list[str]:
+    hosts = folder / f"hosts-{number}"
+    names = f"{LOOPBACK} localhost {socket.gethostname()}\n"
+    pool_host = cluster.pools[number % len(cluster.pools)]
+    hosts.write_text(f"{names}{pool_host} {WORKERS}\n", encoding="utf-8")
+    return [
+        f"-Djdk.net.hosts.file={hosts}",
+        "org.apache.flink.runtime.taskexecutor.TaskManagerRunner",
+        f"--configDir={configuration}",
+        *_memory(cluster.settings),
+    ]
 
 
 def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
@@ -361,14 +252,3 @@ def _memory(settings: Settings) -> list[str]:
         "taskmanager.memory.jvm-overhead.max": "192m",
     }
     return [argument for key, value in values.items() for argument in ("-D", f"{key}={value}")]
-
-
-def _registered(cluster: Cluster) -> frozenset[str]:
-    """The ids of the task managers that are registered at the job manager."""
-    # Without the proxy of the environment, which may not reach this machine.
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    address = f"http://localhost:{cluster.rest_port}/taskmanagers"
-    troubles = (OSError, ValueError, KeyError, TypeError)
-    with contextlib.suppress(*troubles), direct.open(address, timeout=5) as answer:
-        return frozenset(one["id"] for one in json.load(answer)["taskmanagers"])
-    return frozenset()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from beamjax.pipelines.clusters import processes
+from beamjax.storage import locks
 from beamjax.storage.cache_folder import cache_folder
 
 _OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
@@ -40,7 +41,7 @@ def classpath(name: str) -> Path:
     purpose = f"the jars of {name.capitalize()}"
     folder = cache_folder(f"{name}-{_digest(pom)}")
     jars = folder / "jars"
-    with processes.locked(folder):
+    with locks.locked(folder):
         if not jars.exists():
             maven = processes.require("mvn", purpose)
             processes.require("java", purpose)
@@ -69,7 +70,7 @@ def own_classes(jars: Path, *names: str) -> Path:
     """
     sources = [SOURCES / f"{name}.java" for name in names]
     folder = jars.parent / f"classes-{_digest(*sources)}"
-    with processes.locked(jars.parent):
+    with locks.locked(jars.parent):
         if not folder.exists():
             purpose = f"the servers of Beam ({', '.join(names)})"
             made = jars.parent / "compiled"

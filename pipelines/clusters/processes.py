@@ -1,50 +1,39 @@
-"""Starts, finds and stops servers that outlive the program. Each has a log and a pid file.
-
-Each server leads a process group of its own. Its pid file also records its start time, so a later
-process with the same pid is never mistaken for it.
-"""
+"""Servers and programs of others: started and stopped, with their ports and logs."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
-import logging
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from beamjax.errors import OptionsError
-from beamjax.telemetry import process_ids
 
-_LOG = logging.getLogger("beamjax")
 LOOPBACK = "127.0.0.1"
 _SECONDS_TO_STOP = 10.0
 
 
-@dataclass(frozen=True)
-class Process:
-    """A server that this process or an earlier command started.
+@dataclass
+class Server:
+    """A server that this process has started, and that ends with this process.
 
     Attributes:
-      name: the stem of its files.
-      folder: the folder of its files.
-      pid: its process id, and that of its group.
-      started: its start time, as the operating system reports it; "" if it ended at once.
+      name: the stem of its log.
       command: its command line.
+      folder: the folder of its log.
+      process: the process that leads its process group.
     """
 
     name: str
+    command: tuple[str, ...]
     folder: Path
-    pid: int
-    started: str
-    command: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes]
 
     @property
     def log(self) -> Path:
@@ -54,63 +43,47 @@ class Process:
     @property
     def alive(self) -> bool:
         """Whether the server still runs."""
-        return bool(self.started) and process_ids.started(self.pid) == self.started
+        return self.process.poll() is None
 
-    def stop(self) -> None:
-        """Stops the server and its process group, if it still runs, and removes its pid file."""
-        if self.alive:
-            _signal_group(self.pid, signal.SIGTERM)
-            if not wait_until(lambda: not self.alive, _SECONDS_TO_STOP):
-                _signal_group(self.pid, signal.SIGKILL)
-                wait_until(lambda: not self.alive, _SECONDS_TO_STOP)
-        _pid_file(self.folder, self.name).unlink(missing_ok=True)
+    def terminate(self) -> None:
+        """Asks the server and its process group to end."""
+        self._signal(signal.SIGTERM)
 
+    def wait(self) -> None:
+        """Waits until the server ends; kills its process group if it takes too long."""
+        try:
+            self.process.wait(_SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
 
-def start(name: str, command: Sequence[str], folder: Path) -> Process:
-    """Starts a server that outlives this process.
+    def start_again(self) -> None:
+        """Starts the server again after it ended; renames its old log to `*.log.old`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.log, f"{self.log}.old")
+        self.process = _start(self.command, self.log)
 
-    Args:
-      name: the stem of its files.
-      command: its command line.
-      folder: the folder for its log and its pid file.
-    """
-    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    # Not `subprocess.Popen`: its objects warn when they are deleted while the process still runs.
-    pid = os.posix_spawnp(
-        command[0],
-        list(command),
-        os.environ,
-        file_actions=[
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, os.fspath(folder / f"{name}.log"), new, 0o666),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ],
-        setsid=True,
-        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),  # Python ignores these; children inherit that
-    )
-    process = Process(name, folder, pid, process_ids.started(pid) or "", tuple(command))
-    record = {"pid": process.pid, "started": process.started, "command": process.command}
-    _pid_file(folder, name).write_text(json.dumps(record), encoding="utf-8")
-    return process
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
 
 
-def start_again(process: Process) -> Process:
-    """Starts an ended server again with the same command; renames its old log to `*.log.old`."""
-    _LOG.warning("beamjax: starting %s of %s again", process.name, process.folder)
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(process.log, f"{process.log}.old")
-    return start(process.name, process.command, process.folder)
+def start(name: str, command: Sequence[str], folder: Path) -> Server:
+    """Starts a server, with its log in a folder. The command must end when this process ends."""
+    process = _start(command, folder / f"{name}.log")
+    return Server(name, tuple(command), folder, process)
 
 
-def known(folder: Path) -> list[Process]:
-    """The servers with pid files in a folder, sorted by name; they may have ended."""
-    found = []
-    for path in sorted(folder.glob("*.pid")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            pid, started, command = (record[key] for key in ("pid", "started", "command"))
-            found.append(Process(path.stem, folder, int(pid), str(started), tuple(command)))
-    return found
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as output:
+        # In a session of its own, Ctrl-C does not reach it: this process stops it in order.
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def tail(path: Path, lines: int = 15) -> str:
@@ -167,15 +140,6 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _pid_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.pid"
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 _HELP = {
@@ -254,11 +218,3 @@ def run(
             f"\n{shown}"
         )
     return done.stdout
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A context that holds the lock of a folder, which excludes other processes."""
-    with open(folder / "lock", "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -25,7 +25,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
     It is the first of these:
 
     1. the job server that Beam's own options name;
-    2. that of the cluster in the folder `flink_cluster`, which `beamjax flink up` started;
+    2. that of the cluster in the folder `flink_cluster`, where `beamjax flink up` runs;
     3. one that is started for the option `flink_master`;
     4. that of the cluster in the default folder, if it runs;
     5. one that is started with a Flink inside of it.
@@ -41,8 +41,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
     if named is not None or "flink_master" not in given:
         folder = Path(named).absolute() if named else flink_cluster.default_folder()
         cluster = flink_cluster.read(folder)
-        found = "nothing" if cluster is None else flink_cluster.trouble(folder)
-        if cluster is not None and not found:
+        if cluster is not None:
             _LOG.info("beamjax: on the Flink cluster in %s", folder)
             # If the launcher is killed, Flink would continue, though no process reads the results.
             address = f"http://localhost:{cluster.rest_port}"
@@ -50,7 +49,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
         if named is not None:
             raise OptionsError(
-                f"flink_cluster: found {found} in {folder}, expected a running cluster; start one "
+                f"flink_cluster: found nothing in {folder}, expected a running cluster; start one "
                 f"with `beamjax flink up --folder {named}`"
             )
     embedded = flink.flink_master in _EMBEDDED

@@ -22,6 +22,7 @@ from beamjax import _beam_compat
 from beamjax._beam_compat import PrismJobServer
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import job_servers, processes
+from beamjax.storage import locks
 from beamjax.storage.cache_folder import cache_folder
 
 MODULE = "github.com/apache/beam/sdks/v2"
@@ -134,7 +135,7 @@ def install() -> str:
       OptionsError: there is no Go, the build fails, or the source has no such line.
     """
     target = installed()
-    with processes.locked(target.parent):
+    with locks.locked(target.parent):
         if not target.exists():
             go = processes.require("go", "beamjax prism install")
             _LOG.warning(

@@ -45,9 +45,8 @@ def attempt(runner, fault, folder, **options):
 
 def healthy(runner):
     """Whether the runner has all its workers, soon."""
-    folder = runner.options.get("flink_cluster")
-    return folder is None or processes.wait_until(
-        lambda: flink_cluster.status(folder)["healthy"], 60
+    return runner.supervisor is None or processes.wait_until(
+        lambda: flink_cluster.incomplete(runner.supervisor.cluster) is None, 60
     )
 
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,8 @@ import pytest
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.clusters import flink_cluster, processes
-from beamjax.telemetry import process_ids
+from beamjax.pipelines.clusters import processes
+from beamjax.pipelines.clusters.flink_cluster import incomplete
 from tests.end_to_end.test_killed_runs import SAVED, finish, start
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
@@ -36,16 +35,10 @@ SECONDS = 150
 
 @pytest.fixture
 def cluster(started):
-    """The Flink runner of this session; whole again after the test."""
+    """The Flink runner of this session; complete again after the test."""
     runner = started("flink")
     yield runner
-    mend(runner)
-
-
-def mend(runner):
-    folder = runner.options["flink_cluster"]
-    found = flink_cluster.read(folder)
-    assert flink_cluster.up(folder, found.settings) == found  # ports and all
+    assert processes.wait_until(lambda: not incomplete(runner.supervisor.cluster), 60)
 
 
 class Gate:
@@ -124,40 +117,27 @@ def expected():
 # --- processes of a Flink cluster
 
 
-def kill(pid):
-    """Kills a process, and waits until it is gone: before that, `up` finds nothing to mend."""
-    os.kill(pid, signal.SIGKILL)
-    assert processes.wait_until(lambda: process_ids.started(pid) is None, 10)
-
-
-def pool_of(folder, worker):
-    """The number of the pool with this worker process, and of its task manager."""
-    pools = [one for one in processes.known(folder) if one.name.startswith("workers-")]
-    (pool,) = (one for one in pools if f", process {worker}\n" in one.log.read_text())
-    return pool.name.removeprefix("workers-")
+def kill(supervisor, name):
+    """Kills a server of a cluster, and waits until another one has replaced it."""
+    server = supervisor.servers[name]
+    before = server.process
+    os.killpg(before.pid, signal.SIGKILL)  # with its guard
+    assert processes.wait_until(lambda: server.process is not before, 20)
 
 
 @pytest.mark.flink
-@pytest.mark.parametrize("kind", ["worker", "pool", "taskmanager"])
+@pytest.mark.parametrize("kind", ["workers", "taskmanager"])
 def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
-    folder = Path(cluster.options["flink_cluster"])
+    servers = cluster.supervisor.servers
     with stopped_at_gate(cluster, tmp_path) as (run, gate):
-        worker = gate.worker()
-        number = pool_of(folder, worker)
-        pids = {one.name: one.pid for one in processes.known(folder)}
-        pids |= {"worker": worker, "pool": pids[f"workers-{number}"]}
-        killed = pids[kind if kind in pids else f"{kind}-{number}"]
-        kill(killed)
-        if kind == "pool":  # its worker ends with it; that of a task manager waits on, for nobody
-            assert processes.wait_until(lambda: process_ids.started(worker) is None, 10)
+        pids = [servers[f"workers-{number}"].process.pid for number in range(2)]
+        number = pids.index(gate.worker())
         gate.reached.unlink()
+        kill(cluster.supervisor, f"{kind}-{number}")
         gate.opened.touch()
-        if kind != "worker":  # which comes back by itself
-            mend(cluster)
         assert_same_bits(run.result(SECONDS), expected)
     # What was under way was run again, unless its worker has outlived its task manager and replied.
     assert gate.reached.exists() or kind == "taskmanager"
-    assert processes.wait_until(lambda: flink_cluster.status(folder)["healthy"], 30)
 
 
 # --- the launcher
@@ -165,7 +145,7 @@ def test_a_kill_inside_a_round_costs_no_bits(kind, cluster, expected, tmp_path):
 
 def jobs(runner):
     """States of the jobs that Flink knows, by their numbers."""
-    port = flink_cluster.read(runner.options["flink_cluster"]).rest_port
+    port = runner.supervisor.cluster.rest_port
     with urllib.request.urlopen(f"http://localhost:{port}/jobs/overview", timeout=10) as answer:
         return {one["jid"]: one["state"] for one in json.load(answer)["jobs"]}
 

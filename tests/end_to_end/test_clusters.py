@@ -6,8 +6,10 @@ Run by `pytest -n0 --clusters tests/end_to_end/test_clusters.py`; see `cluster_r
 
 import concurrent.futures
 import functools
-import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import apache_beam as beam
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from cluster_runners import params, smoke
 from helpers import assert_close, assert_same_bits
@@ -24,7 +27,7 @@ from programs import PROGRAMS
 import beamjax as bj
 from beamjax.commands import cli
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.pipelines.clusters import flink_cluster, job_servers, processes
+from beamjax.pipelines.clusters import flink_cluster, job_servers
 from beamjax.pipelines.runners import prism
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
@@ -95,9 +98,8 @@ def test_nobody_else_reaches_the_servers(runner):
     """Prism, those of the cluster, and those that Beam opens while a pipeline runs, also here."""
     fn, args = built(next(iter(BUILT)))
     on(runner, fn, *args)
-    folder = runner.options.get("flink_cluster")
-    if folder is not None:
-        pids = [process.pid for process in processes.known(Path(folder))]
+    if runner.supervisor is not None:
+        pids = [server.process.pid for server in runner.supervisor.servers.values()]
     else:
         name = runner.name.removesuffix("Runner").lower()
         servers = job_servers._servers.items()
@@ -107,7 +109,7 @@ def test_nobody_else_reaches_the_servers(runner):
         on(runner, fn, *args)
     assert there.found
     assert not for_others(there.found)
-    assert here.found or folder is not None, "workers were not in this process"
+    assert here.found or runner.supervisor is not None, "workers were not in this process"
     assert not for_others(here.found)
 
 
@@ -235,17 +237,37 @@ def test_a_pipeline_that_takes_too_long_is_cancelled(runner, tmp_path):
 
 
 @pytest.mark.flink
-def test_the_command_tells_of_the_cluster(started, capsys):
+def test_a_second_cluster_in_a_folder_is_an_error(started, capsys):
     folder = started("flink").options["flink_cluster"]
     assert os.stat(folder).st_mode & 0o777 == 0o700
-    before = flink_cluster.status(folder)
-    up = ["flink", "up", "--folder", folder, "--taskmanagers=2"]
-    assert cli.main([*up, "--slots=2"]) == 0  # it runs already
-    assert "ready" in capsys.readouterr().out
-    assert cli.main(["flink", "status", "--json", "--folder", folder]) == 0
-    assert json.loads(capsys.readouterr().out).items() >= json.loads(json.dumps(before)).items()
-    assert cli.main([*up, "--slots=1"]) == 1
-    assert "found a running cluster of 2 task managers with 2 slots" in capsys.readouterr().err
+    assert flink_cluster.read(folder) == started("flink").supervisor.cluster
+    assert cli.main(["flink", "up", "--folder", folder]) == 1
+    assert "found a running cluster; end it with Ctrl-C" in capsys.readouterr().err
+
+
+READY = "ready; Ctrl-C stops it"
+
+
+@pytest.mark.flink
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_command_runs_a_cluster_until_a_signal(started, end, tmp_path):
+    started("flink")  # so that the jars are there
+    command = [sys.executable, "-m", "beamjax", "flink", "up", f"--folder={tmp_path}"]
+    command += ["--taskmanagers=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as up:
+        try:
+            assert READY in up.stdout.readline()
+            servers = psutil.Process(up.pid).children(recursive=True)
+            assert len(servers) == 7  # a pool; three in Java, each with its guard
+            assert flink_cluster.read(tmp_path).settings.taskmanagers == 1
+            up.send_signal(end)
+            rest = up.communicate(timeout=60)[0]
+        finally:
+            up.kill()
+    assert up.returncode == (-end if end == signal.SIGKILL else 0)
+    assert f"{tmp_path}: stopped" in rest or end == signal.SIGKILL
+    assert not psutil.wait_procs(servers, timeout=15)[1]
+    assert flink_cluster.read(tmp_path) is None
 
 
 def test_a_cluster_that_does_not_run_is_an_error(tmp_path):

@@ -1,7 +1,5 @@
 """Runners by name, Beam's options, and which processes run a plan."""
 
-import dataclasses
-import json
 import os
 import sys
 import types
@@ -31,6 +29,7 @@ from beamjax.pipelines.runners.connect import (
     spreads,
 )
 from beamjax.runtime.ordered_pool import usual_threads
+from beamjax.storage import locks
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 THREADS = ["--direct_running_mode=multi_threading"]
@@ -190,14 +189,13 @@ def test_workers_of_a_runner():
 @pytest.mark.usefixtures("no_cluster")
 def test_a_task_manager_has_a_thread_for_each_slot():
     folder = flink_cluster.default_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     settings = flink_cluster.Settings(taskmanagers=2, slots=3)
     cluster = flink_cluster.Cluster(settings, 1, 2, 3, ("127.0.0.2", "127.0.0.3"))
-    (folder / "cluster.json").write_text(json.dumps(dataclasses.asdict(cluster)))
-    named = parse_options({"flink_cluster": str(folder)})
-    assert Workers.of("FlinkRunner", named) == Workers(3, shared=False)
-    # The one in the default folder is only used while it runs.
-    assert Workers.of("FlinkRunner", parse_options({})) == Workers(CORES)
+    named, default = parse_options({"flink_cluster": str(folder)}), parse_options({})
+    with locks.locked(folder), flink_cluster.announced(folder, cluster):
+        for options in (named, default):
+            assert Workers.of("FlinkRunner", options) == Workers(3, shared=False)
+    assert Workers.of("FlinkRunner", default) == Workers(CORES)  # it does not run any more
 
 
 @bj.program(clients=None)

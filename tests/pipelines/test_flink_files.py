@@ -183,7 +183,6 @@ def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(flink_cluster, "default_folder", lambda: tmp_path / "default")
     monkeypatch.setattr(flink_cluster, "read", lambda folder: CLUSTER if folder in there else None)
-    monkeypatch.setattr(flink_cluster, "trouble", lambda folder: "")
     monkeypatch.setattr(guard, "watched", lambda address, pid: "a-name")
     monkeypatch.setattr(
         job_servers,

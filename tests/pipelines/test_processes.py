@@ -1,4 +1,4 @@
-"""Servers beside a program: known again by pid and start, stopped with all that they started."""
+"""Servers beside a program: started, and stopped with all that they started."""
 
 import contextlib
 import os
@@ -22,91 +22,58 @@ child.wait()
 """
 
 
-@pytest.fixture
-def sleeping(tmp_path):
-    process = processes.start("sleeper", SLEEP, tmp_path)
-    yield process
-    process.stop()
+def stop(server):
+    server.terminate()
+    server.wait()
 
 
-def test_a_process_is_known_again_until_it_is_stopped(sleeping, tmp_path):
-    assert processes.known(tmp_path) == [sleeping]
-    assert sleeping.alive
-    assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
-    mistaken = processes.Process("old", tmp_path, sleeping.pid, "12345")  # of the same pid
-    assert not mistaken.alive
-    mistaken.stop()
-    assert sleeping.alive
-    sleeping.stop()
-    assert not sleeping.alive
-    assert processes.known(tmp_path) == []
-    sleeping.stop()
-
-
-START = """
-import pathlib, sys
-from beamjax.pipelines.clusters import processes
-print(processes.start("server", sys.argv[2:], pathlib.Path(sys.argv[1])).pid)
-"""
-
-
-def test_a_process_outlives_the_one_that_started_it_without_a_warning(tmp_path):
-    strict = ["-X", "dev", "-W", "error::ResourceWarning", "-c", START, str(tmp_path), *SLEEP]
-    done = subprocess.run([sys.executable, *strict], capture_output=True, text=True, check=True)
-    (process,) = processes.known(tmp_path)
+def test_a_server_is_started_again_with_the_same_command(tmp_path):
+    server = processes.start("sleeper", SLEEP, tmp_path)
     try:
-        assert done.stdout == f"{process.pid}\n"
-        assert "ResourceWarning" not in done.stderr
-        assert process.alive
-        assert processes.wait_until(lambda: "here" in process.log.read_text(), 20)
-        assert os.getsid(process.pid) == process.pid
+        assert server.alive
+        assert os.getsid(server.process.pid) == server.process.pid
+        assert processes.wait_until(lambda: "here" in processes.tail(server.log), 20)
+        server.log.write_text("its last words")
+        before = server.process
+        before.kill()
+        assert processes.wait_until(lambda: not server.alive, 10)
+        server.start_again()
+        assert server.process.args == before.args
+        assert processes.wait_until(lambda: "here" in processes.tail(server.log), 20)
+        assert (tmp_path / "sleeper.log.old").read_text() == "its last words"
     finally:
-        process.stop()
-    assert not process.alive
+        stop(server)
+    assert not server.alive
+    stop(server)
 
 
-def test_what_a_process_gets(tmp_path, monkeypatch):
+def test_a_server_that_does_not_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_SECONDS_TO_STOP", 0.2)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    server = processes.start("deaf", [*SLEEP[:2], deaf + SLEEP[2]], tmp_path)
+    assert processes.wait_until(lambda: "here" in processes.tail(server.log), 20)
+    stop(server)
+    assert server.process.returncode == -signal.SIGKILL
+
+
+def test_what_a_server_gets(tmp_path, monkeypatch):
     monkeypatch.setenv("BEAMJAX_TOLD", "this")
     told = "import os, signal, sys; print(sys.stdin.read() == '', os.environ['BEAMJAX_TOLD'], "
     told += "signal.getsignal(signal.SIGPIPE), file=sys.stderr)"
     command = [sys.executable, "-c", told]
-    process = processes.start("told", command, tmp_path)
-    assert processes.wait_until(lambda: not process.alive, 20)
+    server = processes.start("told", command, tmp_path)
+    assert processes.wait_until(lambda: not server.alive, 20)
     plain = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert process.log.read_text() == plain.stderr
+    assert server.log.read_text() == plain.stderr
     with pytest.raises(FileNotFoundError):
         processes.start("none", ["/no/such/command"], tmp_path)
 
 
-def test_a_process_that_ended_is_started_again_by_its_command(sleeping, tmp_path, caplog):
-    assert processes.wait_until(lambda: "here" in processes.tail(sleeping.log), 20)
-    sleeping.log.write_text("its last words")
-    os.kill(sleeping.pid, signal.SIGKILL)
-    assert processes.wait_until(lambda: not sleeping.alive, 10)
-    (old,) = processes.known(tmp_path)
-    new = processes.start_again(old)
-    try:
-        assert new.alive
-        assert new.pid != old.pid
-        assert processes.known(tmp_path) == [new]
-        assert processes.wait_until(lambda: "here" in processes.tail(new.log), 20)
-        assert (tmp_path / "sleeper.log.old").read_text() == "its last words"
-        assert f"starting sleeper of {tmp_path} again" in caplog.text
-    finally:
-        new.stop()
-
-
-def test_pid_files_that_are_broken_are_passed_over(tmp_path):
-    for number, text in enumerate(["", "{", "[]", '{"pid": "x", "started": ""}', '{"pid": 1}']):
-        (tmp_path / f"{number}.pid").write_text(text)
-    assert processes.known(tmp_path) == []
-
-
 def test_what_a_process_starts_ends_with_it(tmp_path):
-    process = processes.start("parent", [sys.executable, "-c", PARENT, *SLEEP[1:]], tmp_path)
-    assert processes.wait_until(lambda: "here" in process.log.read_text(), 20)
-    child = int(process.log.read_text().split()[0])
-    process.stop()
+    server = processes.start("parent", [sys.executable, "-c", PARENT, *SLEEP[1:]], tmp_path)
+    assert processes.wait_until(lambda: "here" in server.log.read_text(), 20)
+    child = int(server.log.read_text().split()[0])
+    stop(server)
     assert processes.wait_until(lambda: not process_ids.started(child), 10)
 
 
@@ -147,12 +114,13 @@ def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
     try:
         assert process_ids.started(server)
         if who == "launcher":
-            os.kill(launcher.pid, signal.SIGKILL)
+            launcher.process.kill()
+            launcher.process.wait()
         else:
             os.kill(of_guard, signal.SIGTERM)
         assert processes.wait_until(lambda: not process_ids.started(server), 10)
     finally:
-        launcher.stop()
+        stop(launcher)
 
 
 # --- job servers

@@ -46,7 +46,7 @@ LOST = WorkerError("a worker is gone")
 )
 def test_a_pipeline_ends_fails_or_is_cancelled(end, flags, look, raised, monkeypatch):
     monkeypatch.setattr(waiting, "_LONGEST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting.flink_cluster, "trouble", "{} has ended".format)
+    monkeypatch.setattr(waiting.flink_cluster, "read", lambda folder: None)
     pipeline = Running(end)
     pipeline.options = PipelineOptions(flags)
     if raised is None:
