@@ -16,6 +16,7 @@ from apache_beam.pvalue import PBegin
 
 from beamjax.bodies.export import unwrap
 from beamjax.errors import SourceError, StagingError, StructureError
+from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.streaming import count_members
@@ -26,7 +27,7 @@ from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.one_pass import open_placements
-from beamjax.plan.steps import MAX_MEMBERS, Loop, Output, Plan, walk
+from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
 from beamjax.storage.arrays import decode_arrays, encode_arrays

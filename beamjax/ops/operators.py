@@ -396,18 +396,27 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
         shapes.append(_mean_shape(path, value, weights[i]))
         dtypes.append(_mean_dtype(value, weights[i]))
 
-    def weigh(values: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+    # In their own dtype, totals of int32 weights could wrap, and those of float16 could be inf.
+    factors = [
+        (i, _dtype_of_total(dtype, weights[i])) for i, dtype in zip(index, dtypes, strict=True)
+    ]
+    distinct = list(dict.fromkeys(factors))
+
+    def weigh(
+        values: list[jax.Array], weights: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         weighted = []
         for value, i, shape, dtype in zip(values, index, shapes, dtypes, strict=True):
             value, weight = jnp.broadcast_to(value, shape), jnp.broadcast_to(weights[i], shape)
             weighted.append(value.astype(_wide(dtype)) * weight.astype(_wide(dtype)))
-        return weighted
+        return weighted, [weights[i].astype(wide) for i, wide in distinct]
 
-    totals = reduce_sum(map_fn(weigh, (values, weights), placement=placement), placement=placement)
-    weight_totals = reduce_sum(weights, placement=placement)
+    weighed = map_fn(weigh, (values, weights), placement=placement)
+    totals, weight_totals = reduce_sum(weighed, placement=placement)
+    total_of = dict(zip(distinct, weight_totals, strict=True))
     means = [
-        (total / jnp.broadcast_to(weight_totals[i], total.shape).astype(total.dtype)).astype(dtype)
-        for total, i, dtype in zip(totals, index, dtypes, strict=True)
+        (total / jnp.broadcast_to(total_of[factor], total.shape).astype(total.dtype)).astype(dtype)
+        for total, factor, dtype in zip(totals, factors, dtypes, strict=True)
     ]
     return tree_util.tree_unflatten(tree, means)
 
@@ -461,6 +470,12 @@ def _mean_dtype(value: jax.Array, weight: jax.Array) -> Any:
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(value, weight)
     return dtype if jnp.issubdtype(dtype, np.inexact) else jax.dtypes.canonicalize_dtype(float)
+
+
+def _dtype_of_total(dtype: Any, weight: jax.Array) -> Any:
+    """The dtype in which weights are added up for means of type `dtype`: real for real weights."""
+    wide = np.dtype(_wide(dtype))
+    return wide if jnp.iscomplexobj(weight) else np.dtype(jnp.finfo(wide).dtype)
 
 
 def _wide(dtype: Any) -> Any:

@@ -22,6 +22,9 @@ each call."""
 Placements: TypeAlias = tuple[tuple[str, Size], ...]
 """Names and sizes of the placements of one program."""
 
+MAX_MEMBERS = 2**31 - 1
+"""Largest number of members of a placement: the index and the count of members are int32."""
+
 # One entry per running program, the innermost last. With a plain context variable, `jax.jit` could
 # reuse a function that was traced under other placements. A user context is part of the key of
 # every JAX cache, and thread-local as well.
@@ -78,9 +81,25 @@ def _check_size(name: str, n: Any) -> Size:
     return size
 
 
+def check_limit(name: str, n: Size) -> None:
+    """Raises PlacementError if a placement has more than `MAX_MEMBERS` members."""
+    if isinstance(n, int) and n > MAX_MEMBERS:
+        raise PlacementError(
+            f"placement {name!r} has {n} members, expected at most {MAX_MEMBERS}: the index of a "
+            "member is an int32. Make a member of several rows, or call the program for one part "
+            "of the members after the other."
+        )
+
+
 @contextmanager
 def activate(placements: Placements) -> Iterator[None]:
-    """Makes `placements` the innermost program for the duration of a `with` block."""
+    """Makes `placements` the innermost program for the duration of a `with` block.
+
+    Raises:
+      PlacementError: a placement has more than `MAX_MEMBERS` members.
+    """
+    for name, n in placements:
+        check_limit(name, n)
     observed = _observed.get()
     if observed is not None:
         observed.update(dict.fromkeys(placements))

@@ -90,9 +90,10 @@ def reduce_by_key(
       placement: the placement; None if the program has only one.
 
     Returns:
-      With `num_keys`, a tree like `x` with leaves of shapes `(num_keys, *leaf.shape[1:])`. Leaves
-      keep their dtype, except that bools are summed and multiplied as ints, means of bools and ints
-      are floats, and "any" and "all" give bools. Without `num_keys`, a `Keyed`. `beamjax.run`
+      With `num_keys`, a tree like `x` with leaves of shapes `(num_keys, *leaf.shape[1:])`. Their
+      dtypes are those of the `jnp` function of the name `op`: bools and small ints are summed and
+      multiplied as the default int of the same signedness, means of bools and ints are floats, and
+      "any" and "all" give bools. Without `num_keys`, a `Keyed`. `beamjax.run`
       returns it as a `KeyedTable` on disk; under `jax.jit`, its method `reduced()` gives the same
       rows in memory.
 
@@ -121,7 +122,7 @@ def reduce_by_key(
     of_key = _Members(keys, size, placement, n)
     if weights is None:
         return of_key.reduced(op, values, tree)
-    results = [_result_dtype(op, value.dtype) for value in values]
+    results = [REDUCERS[op].result_dtype(value.dtype) for value in values]
     if op in ("sum", "prod"):
         weighed = weights.weighed(op, values, results)
         return of_key.reduced(op, weighed.values, tree, weighed.dtypes)
@@ -168,7 +169,7 @@ class _Members:
         Returns:
           As for `reduce_by_key`.
         """
-        prepared = [_result_dtype(op, value.dtype) for value in values]
+        prepared = [REDUCERS[op].result_dtype(value.dtype) for value in values]
         results = prepared if dtypes is None else dtypes
         if self.num_keys is None:
             # A map makes the members results of a pass, which a run writes to files.
@@ -227,16 +228,6 @@ def _check_keys(keys: jax.Array) -> jax.Array:
 
 def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-
-
-def _result_dtype(op: str, dtype: Any) -> Any:
-    if op in ("any", "all"):
-        return np.dtype(bool)
-    if op == "mean" and not jnp.issubdtype(dtype, np.inexact):
-        return jax.dtypes.canonicalize_dtype(float)
-    if op in ("sum", "prod") and dtype == np.bool_:
-        return jax.dtypes.canonicalize_dtype(int)
-    return dtype
 
 
 def _for_op(op: str, value: jax.Array, result: Any) -> jax.Array:

@@ -98,8 +98,14 @@ def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
             weights.used = placement
             each = _placed_weights(op, weights.given, placement, n)
             with jax.numpy_dtype_promotion("standard"):
-                found = each if found is None else found * each
+                found = each if found is None else _widened(found) * _widened(each)
     return None if found is None else MemberWeights(found, placement, n)
+
+
+def _widened(weights: jax.Array) -> jax.Array:
+    """Weights in a dtype of at least 32 bits, in which they can be multiplied."""
+    is_bool = weights.dtype == np.bool_
+    return weights if is_bool else weights.astype(REDUCERS["prod"].partial_dtype(weights.dtype))
 
 
 def refuse_weights(op: str, placement: str, n: Size, why: str) -> None:
@@ -189,12 +195,10 @@ class MemberWeights:
         Returns:
           The weighted members.
         """
+        # Floats of 16 bits can't hold sums of ints: 65,504 is the largest number of float16.
+        of_ints = REDUCERS["sum"].partial_dtype(self.array.dtype)
         dtypes = [
-            np.dtype(
-                self.array.dtype
-                if _is_inexact(self.array.dtype) and not _is_inexact(dtype)
-                else dtype
-            )
+            np.dtype(of_ints if _is_inexact(of_ints) and not _is_inexact(dtype) else dtype)
             for dtype in dtypes
         ]
         wide = [REDUCERS["sum"].partial_dtype(dtype) for dtype in dtypes]
@@ -409,7 +413,7 @@ def influence(
 
     Returns:
       A function with the arguments of `fn`. It returns a tree like the output, with placed leaves
-      of shapes `(n, *leaf.shape)` and the same dtypes. With the option `keep="placed"`,
+      of shapes `(n, *leaf.shape)` and the default float as dtype. With the option `keep="placed"`,
       `beamjax.run` leaves them on disk.
 
     Raises:
@@ -446,8 +450,8 @@ def standard_error(
 
     Returns:
       A function with the arguments of `fn`. It returns a pair of the result of `fn` and the
-      standard errors, a tree like it with the same shapes and dtypes. The errors of ints and bools,
-      which have no derivative, are NaN.
+      standard errors, a tree like it with the same shapes and the default float as dtype. The
+      errors of ints and bools, which have no derivative, are NaN.
 
     Raises:
       PlacementError: as for `influence`.
@@ -477,6 +481,8 @@ def standard_error(
 
 
 def _error(influences: jax.Array) -> jax.Array:
+    # In float16, squares of numbers below 2e-4 are zero.
+    influences = influences.astype(REDUCERS["sum"].partial_dtype(influences.dtype))
     centred = influences - jnp.mean(influences, axis=0, keepdims=True)
     return jnp.sqrt(jnp.sum(centred**2, axis=0))
 

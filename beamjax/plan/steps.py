@@ -453,10 +453,6 @@ class Body:
         return b"lapack_" in self.artefacts.get("cpu", b"")
 
 
-MAX_MEMBERS = 2**31 - 1
-"""Largest number of members of a placement: the index of a shard's first member is an int32."""
-
-
 def size_name(placement: str) -> str:
     """The name of the server value that is the number of members of a placement."""
     return f"size@{placement}"

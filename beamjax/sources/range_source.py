@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec, Positive, PyTreeDef
 
 

@@ -58,7 +58,7 @@ from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.indexing import MAX_SHARE
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.interpreters.staging.simplify import prune
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import check_limit
 
 ENDS_OF_TREES = (*JOINS, "add_any")
 """The primitives that may end a scan of members or its derivative."""
@@ -144,11 +144,7 @@ def place(
 
 def _check_sizes(keys: PlacementKeys) -> None:
     for key, n in keys.sizes.items():
-        if not is_unknown(n) and n > MAX_MEMBERS:
-            raise PlacementError(
-                f"placement {key!r} has {n} members, expected at most {MAX_MEMBERS}: "
-                "the index of a member is an int32"
-            )
+        check_limit(key, n)
 
 
 def _places_of_inputs(

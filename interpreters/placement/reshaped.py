@@ -26,7 +26,7 @@ from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.accumulators import lowest_value
 from beamjax.numerics.reducers import REDUCERS
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import MAX_MEMBERS
 
 MAX_ROWS = 8
 """Largest number of rows of the table that each shard sends, unless the square root of the number

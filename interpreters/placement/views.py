@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops import primitives
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import MAX_MEMBERS
 
 
 def make_views(

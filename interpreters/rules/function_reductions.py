@@ -29,7 +29,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 from beamjax.numerics.accumulators import lowest_value
 from beamjax.ops.combining import combine_of, fold_members
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import MAX_MEMBERS
 
 # --- reductions by a function of the user
 

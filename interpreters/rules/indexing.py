@@ -39,8 +39,8 @@ from beamjax.interpreters.rules.sharding_rules import (
     with_axes_of,
 )
 from beamjax.numerics.reducers import PICK
+from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.plan.dropping import hole_of
-from beamjax.plan.steps import MAX_MEMBERS
 
 MAX_SHARE = 0.5
 """Largest share of the members that is read in this way; for more, all members are gathered."""

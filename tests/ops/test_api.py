@@ -271,6 +271,40 @@ def test_weights_with_axes_of_their_own():
     assert_close(got, {"a": jnp.asarray(want), "b": jnp.ones(2)}, rtol=1e-6)
 
 
+def test_totals_of_weights_outgrow_the_dtype_of_the_weights():
+    """The totals are 3.5e9, 2e6, 300,000 and 200,000."""
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=1000) + 5).astype("float32")
+    mean = bj.program(clients=None)(bj.reduce_weighted_mean)
+    weights = {
+        "int32": rng.integers(2_000_000, 5_000_000, 1000).astype("int32"),
+        "int16": np.full(1000, 2000, "int16"),
+        "float16": rng.integers(200, 400, 1000).astype("float16"),
+        "uint8": np.full(1000, 200, "uint8"),
+    }
+    tree = {"float32": x, "float16": x.astype("float16"), "int32": np.round(x).astype("int32")}
+    for w in weights.values():
+        ran = [
+            bj.run(mean, tree, w, runner=name, options={"shard_size": 64})
+            for name in ("local", "DirectRunner")
+        ]
+        assert_same_bits(*ran)
+        for found in (jax.jit(mean)(tree, w), ran[0]):
+            for name, leaf in tree.items():
+                want = np.average(leaf.astype("float64"), weights=w.astype("float64"))
+                rtol = 1e-3 if found[name].dtype == "float16" else 1e-6
+                np.testing.assert_allclose(float(found[name]), want, rtol)
+
+
+def test_no_placement_has_more_members_than_an_int32_counts():
+    many = jax.ShapeDtypeStruct((2**31,), "int8")
+    for name in ("reduce_argmax", "reduce_sum", "reduce_mean"):
+        with pytest.raises(bj.PlacementError, match="expected at most 2147483647: the index"):
+            jax.eval_shape(bj.program(clients=None)(getattr(bj, name)), many)
+    most = jax.ShapeDtypeStruct((2**31 - 1,), "int8")
+    assert jax.eval_shape(bj.program(clients=None)(bj.reduce_argmax), most).dtype == "int32"
+
+
 def test_dtypes_of_weighted_means():
     weak = lambda x, w: bj.reduce_weighted_mean(x, jnp.broadcast_to(w, (N,)))
     got = jax.jit(program(weak))(jnp.ones(N, "bfloat16"), 2.0)

@@ -146,6 +146,15 @@ def test_derivatives_equal_those_of_jax_numpy():
     assert faults == []
 
 
+def test_ties_are_counted_beyond_what_a_float16_holds():
+    many = jnp.ones(100_000, "float16")
+    for op in ("max", "min"):
+        shares = jax.grad(lambda v, op=op: reduce(op)(v) * jnp.float16(1000.0))(many)
+        np.testing.assert_allclose(np.asarray(shares, "f8").sum(), 1000.0, 1e-3)
+        _, tangent = jax.jvp(reduce(op), (many,), (many,))
+        assert (tangent.dtype, float(tangent)) == ("float16", 1.0)
+
+
 def test_reductions_without_a_derivative():
     x = jnp.array([1.0, 0.0, 2.0])
     for op, share in (("any", 2.0), ("all", 3.0)):

@@ -81,6 +81,21 @@ def test_float_weights_make_ints_float():
     assert bj.reweight(count)(w > 1, x).dtype == "int32"
 
 
+def test_narrow_weights_have_wide_totals():
+    """Sums of ints with float16 weights, products of int8 weights, and errors of float16 means."""
+    total = bj.program(clients="x")(bj.reduce_sum)
+    x = jnp.full(200, 1000)
+    found = bj.reweight(total)(jnp.ones(200, "float16"), x)
+    assert (found.dtype, float(found)) == ("float32", 200_000.0)
+    twice = bj.reweight(bj.reweight(total))
+    assert int(twice(jnp.full(200, 100, "int8"), jnp.full(200, 100, "int8"), x)) == 2 * 10**9
+    mean = bj.program(clients="x")(bj.reduce_mean)
+    y = (1e-3 * RNG.normal(size=1000)).astype("float16")
+    for fn in (bj.standard_error(mean), functools.partial(local, bj.standard_error(mean))):
+        _, error = fn(y)
+        np.testing.assert_allclose(error, y.astype("f8").std() / 1000**0.5, 1e-3)
+
+
 @given(st.data())
 def test_weights_compose(data):
     """Weights of a function with weights multiply, and vmap gives each set of them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from beamjax.errors import BeamjaxError, SourceError
-from beamjax.plan.steps import MAX_MEMBERS
+from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.sources.canonical import check_chunk, check_members
 from beamjax.sources.source_base import Source, StreamSource
 from beamjax.storage.dtypes import dtype_name
