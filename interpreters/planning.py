@@ -22,6 +22,7 @@ from beamjax.interpreters.lowering.lower import lower, platforms_of
 from beamjax.interpreters.lowering.shard_size import file_groups
 from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.placement.propagate import place
+from beamjax.interpreters.placement.weights import refuse_unweighted
 from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.flatten import flatten
@@ -252,7 +253,9 @@ def placed_program(
         if argument.comes_by_shards
     }
     guarded = guard_of(options) is not None
-    return place(flat, known, staged.placements, guarded, options.shard_size)
+    placed = place(flat, known, staged.placements, guarded, options.shard_size)
+    refuse_unweighted(flat, placed)
+    return placed
 
 
 MAX_PLANS = 64

@@ -111,6 +111,8 @@ class FlatProgram(FlatBlock):
       views: for each variable whose members are groups of rows of an input, that input; see
         `placement.views`.
       mapped: for each value that a map returns unchanged, the name and the size of its placement.
+      unweighted: for each result of an equation that would count each member once in a function
+        with weights, the placements with weights; see `ops.weights.unweighted`.
       unrolled: whether loops and branches around placed operators were inlined.
       sizes: for each symbol that stands for an unknown number of members, an int32 variable, which
         no equation defines.
@@ -119,6 +121,7 @@ class FlatProgram(FlatBlock):
     constants: list[Any] = field(default_factory=list)
     views: dict[Var, Var] = field(default_factory=dict)
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
+    unweighted: dict[Var, set[str]] = field(default_factory=dict)
     unrolled: bool = False
     sizes: dict[str, Var] = field(default_factory=dict)
 

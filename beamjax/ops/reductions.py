@@ -22,7 +22,7 @@ from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import resolve
 from beamjax.ops.primitives import map_members, trace_body
-from beamjax.ops.weights import refuse_weights, weights_for
+from beamjax.ops.weights import refuse_weights, scope_of_operator, weights_for
 from beamjax.storage.dtypes import dtype_name
 
 # --- by key
@@ -186,9 +186,10 @@ class _Members:
 
         # Needed even if nothing is cast: the map marks its operands as placed.
         keys, ones, *values = self._mapped(op, prepare, values)
-        totals = [_segments(op)(value, keys, num_keys) for value in values]
-        if op == "mean":
-            counts = jax.ops.segment_sum(ones, keys, num_keys)
+        with scope_of_operator():
+            totals = [_segments(op)(value, keys, num_keys) for value in values]
+            counts = jax.ops.segment_sum(ones, keys, num_keys) if op == "mean" else None
+        if counts is not None:
             totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
         totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
         return tree_util.tree_unflatten(tree, totals)

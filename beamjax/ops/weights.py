@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,6 +140,34 @@ def _as_weights(found: Any, shape: tuple[Size, ...]) -> jax.Array:
             f"{shape}: one weight for each member."
         )
     return array
+
+
+# --- equations of functions with weights
+
+# Under these names, the name stacks of equations say where they come from.
+_SCOPE = "bj_weights"
+_OPERATOR = "bj_operator"
+
+
+def scope_of_operator() -> Any:
+    """A context for equations of an operator that has weighted their operands."""
+    return jax.named_scope(_OPERATOR)
+
+
+def unweighted(name_stack: str) -> set[str] | None:
+    """The placements that have weights where a program computes an equation.
+
+    Args:
+      name_stack: the name stack of the equation, after those of the calls around it.
+
+    Returns:
+      The placements, with "" for the only one of a function; None if the equation is of no function
+      with weights, or its operands already have them: those of an operator, and those of reverse
+      mode, where weights have scaled the cotangents.
+    """
+    if _SCOPE not in name_stack or _OPERATOR in name_stack or "transpose(" in name_stack:
+        return None
+    return set(re.findall(rf"{_SCOPE}<(.*?)>", name_stack))
 
 
 # --- weighted reductions
@@ -305,8 +334,9 @@ def reweight(
     is the influence of each member; see `influence` and `standard_error`. `jax.vmap` over several
     sets of weights computes all of them in one pass over the data.
 
-    Only the reductions of beamjax use weights. `len(x)`, and functions like `jnp.sum` that a
-    program calls on placed values, count each member once.
+    Only the reductions of beamjax use weights. `beamjax.run` refuses a function that also calls a
+    function like `jnp.mean` on placed values, and names its line. Under `jax.jit` alone, such a
+    call counts each member once, as `len(x)` does.
 
     Args:
       fn: a program, or any function of programs, such as one that trains in rounds.
@@ -337,7 +367,7 @@ def reweight(
     @functools.wraps(fn, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def reweighted(weights: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         weighted = _Weights(weights, placement)
-        with _in_force(weighted):
+        with _in_force(weighted), jax.named_scope(f"{_SCOPE}<{placement or ''}>"):
             result = fn(*args, **kwargs)
         if weighted.used is None:
             where = f" over the placement {placement!r}" if placement else ""

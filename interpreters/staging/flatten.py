@@ -39,6 +39,7 @@ from beamjax.interpreters.staging import control_flow
 from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
 from beamjax.interpreters.staging.lines import find_equation, user_line
 from beamjax.interpreters.staging.simplify import Ravels, hoist, prune
+from beamjax.ops.weights import unweighted
 
 CALLS = frozenset(
     """
@@ -104,6 +105,8 @@ class Inliner:
         self.maps: dict[Var, Eqn] = {}
         # For each result of a broadcast, the placement and the server value.
         self.broadcasts: dict[Atom, tuple[str, Atom]] = {}
+        # The name stacks of the current equation and of the calls around it.
+        self.name_stack = ""
 
     def continued(self, flat: FlatProgram) -> Inliner:
         """An inliner that adds to `flat`, a copy of the program of this one."""
@@ -115,7 +118,10 @@ class Inliner:
         return inliner
 
     def inline(self, closed: Any, arguments: Sequence[Atom], caller: str) -> list[Atom]:
+        outer = self.name_stack
+
         def apply(eqn: Any, inputs: list[Atom]) -> Sequence[Atom]:
+            self.name_stack = f"{outer}/{eqn.source_info.name_stack}"
             line = user_line(eqn) or caller
             inner, operands = _called(eqn, inputs)
             if inner is not None:
@@ -124,7 +130,9 @@ class Inliner:
 
         # The jaxpr of remat is open, so it has no constants.
         constants = [self.constant(value) for value in getattr(closed, "consts", ())]
-        return evaluate(closed, constants, arguments, apply, lambda literal: literal)
+        outputs = evaluate(closed, constants, arguments, apply, lambda literal: literal)
+        self.name_stack = outer
+        return outputs
 
     def equation(self, eqn: Any, inputs: list[Atom], line: str) -> Sequence[Atom]:
         """Appends one equation, or the equations that it is inlined to."""
@@ -163,6 +171,8 @@ class Inliner:
         effects = frozenset(_compat.outer_effects(eqn.effects))
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
         self.ravels.see(new)
+        if not new.is_placed_operator and (weights := unweighted(self.name_stack)):
+            self.flat.unweighted.update(dict.fromkeys(outputs, weights))
         if primitive.name == "bj_map":
             dimensions.share_sizes(new, self.number)
         if control is not None:

@@ -11,7 +11,7 @@ from helpers import assert_close, assert_same_bits, assert_same_types
 from hypothesis import given
 
 import beamjax as bj
-from beamjax.errors import PlacementError, StructureError
+from beamjax.errors import PlacementError, StagingError, StructureError
 
 N, KEYS = 24, 4
 RNG = np.random.default_rng(0)
@@ -154,6 +154,52 @@ def test_what_takes_no_weights_is_refused():
         bj.reweight(unknown)(jnp.ones(3), x, jnp.zeros(3, int))
     with pytest.raises(StructureError, match="expected a float"):
         bj.influence(program(lambda x: bj.reduce_argmax(x)))(x)
+
+
+UNWEIGHTED = {
+    "reduce_sum": lambda x, y: jnp.mean(y, axis=0),
+    "reduce_max": lambda x, y: jnp.max(jnp.abs(y), axis=0),
+    "dot_general": lambda x, y: y @ y,
+    "cumsum": lambda x, y: bj.reduce_mean(jnp.cumsum(y)),
+    "sort": lambda x, y: jnp.median(y, axis=0),
+    "scan": lambda x, y: jax.lax.scan(lambda c, v: (0.5 * c + v, None), 0.0, y)[0],
+    "scatter-add": lambda x, y: jax.ops.segment_sum(y, jnp.zeros(len(y), int), 1)[0],
+    "slice": lambda x, y: jnp.sum(y[3:7], axis=0),
+}
+
+
+@pytest.mark.parametrize("name", UNWEIGHTED)
+@pytest.mark.parametrize("transform", [bj.reweight, bj.standard_error, bj.influence])
+def test_other_reductions_of_members_are_refused_with_their_line(name, transform):
+    @bj.program(clients="x")
+    def ratio(x, y):
+        return bj.reduce_mean(x) / UNWEIGHTED[name](x, y)
+
+    x = np.arange(1.0, N + 1, dtype="f4")
+    args = (COUNTS, x, x) if transform is bj.reweight else (x, x)
+    with pytest.raises(
+        StagingError, match=r"test_weights.py:\d+ .* takes several members of 'clients'"
+    ):
+        local(transform(ratio), *args)
+
+
+def test_what_needs_no_weights_runs():
+    """Single members, members of another placement, and sums of derivatives."""
+
+    @bj.program(clients="x", servers="z")
+    def fit(x, y, z):
+        def round_of(theta, _):
+            loss = lambda theta: bj.reduce_mean((x @ theta - y) ** 2, placement="clients")
+            return theta - 0.1 * jax.grad(loss)(theta), None
+
+        theta, _ = jax.lax.scan(round_of, jnp.zeros_like(x[0]) + y[2], None, 3)
+        return theta * jnp.sum(z, axis=0) + bj.reduce_by_key(y, KEY_OF, 1, placement="clients")
+
+    x, y, z = (RNG.normal(size=shape).astype("f4") for shape in ((N, 2), N, 3))
+    weighted = bj.reweight(fit, placement="clients")
+    assert_close(local(weighted, COUNTS, x, y, z), jax.jit(weighted)(COUNTS, x, y, z), rtol=1e-5)
+    error = bj.standard_error(fit, placement="clients")
+    assert_close(local(error, x, y, z), jax.jit(error)(x, y, z), rtol=1e-4)
 
 
 def test_sums_of_unknown_keys():
