@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from beamjax.errors import OutsideProgramError, PlacementError
 
@@ -171,6 +172,24 @@ def size_looked_for(placement: str) -> Size:
 def is_looked_for(placement: str, n: Size) -> bool:
     """Whether `n` stands for the size of the placement while a trace looks for it."""
     return jax.export.is_symbolic_dim(n) and n is size_looked_for(placement)
+
+
+_in_body = jax.make_user_context(False)
+
+
+@contextmanager
+def body() -> Iterator[None]:
+    """A context in which the body of a placed operator is traced."""
+    with _in_body(True):
+        yield
+
+
+def has_members(leaves: Sequence[Any]) -> bool:
+    """Whether all arrays have a row for each member of a placement, outside of bodies."""
+    if _in_body.value or not leaves:
+        return False
+    sizes = [n for program in _active.value for _, n in program]
+    return any(all(np.shape(leaf)[:1] == (n,) for leaf in leaves) for n in sizes)
 
 
 def resolve(name: str, placement: str | None) -> tuple[str, Size]:

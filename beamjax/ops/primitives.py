@@ -28,7 +28,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.ops import sharding
+from beamjax.ops import placements, sharding
 
 map_p = jex.Primitive("bj_map")
 map_p.multiple_results = True
@@ -76,7 +76,8 @@ def trace_body(
     Raises:
       StructureError: `fn` closes over a mutable reference, which members can't share.
     """
-    closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
+    with placements.body():
+        closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
     for const in consts:
         if not isinstance(jax.typeof(const), jax.core.ShapedArray):
             raise StructureError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from beamjax import _compat
 from beamjax.errors import StructureError
 from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.interpreters.staging import drjax
+from beamjax.interpreters.staging.batched_maps import maps_of_members_as_passes
 from beamjax.interpreters.staging.tracers import refuse_tracers
 from beamjax.interpreters.staging.unknown_sizes import explained
 from beamjax.ops.keyed import Keyed
@@ -278,7 +279,7 @@ def stage(call: FlatCall) -> Staged:
         results, out_tree = tree_util.tree_flatten(fn(*args))
         return results
 
-    with observe() as placements, drjax.operators_of_beamjax():
+    with _staging() as placements:
         try:
             closed = jax.make_jaxpr(flat)(*restore(avals))
         except Exception as error:
@@ -291,6 +292,13 @@ def stage(call: FlatCall) -> Staged:
     # As under jit, later changes of NumPy arrays that `fn` closes over have no effect.
     closed = _compat.with_constants(closed, _unchanging)
     return Staged(name_of(fn), closed, out_tree, tuple(placements))
+
+
+@contextlib.contextmanager
+def _staging() -> Iterator[dict[tuple[str, Any], None]]:
+    """A context to trace a function in; collects the placements of the programs that it calls."""
+    with observe() as placements, drjax.operators_of_beamjax(), maps_of_members_as_passes():
+        yield placements
 
 
 def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
@@ -309,7 +317,7 @@ def _unchanging(array: np.ndarray) -> np.ndarray:
 
 def declared_sizes(call: FlatCall) -> list[int]:
     """Sizes of the placements of all programs that a call runs, as far as it can be traced."""
-    with observe() as placements, drjax.operators_of_beamjax(), contextlib.suppress(Exception):
+    with _staging() as placements, contextlib.suppress(Exception):
         jax.make_jaxpr(lambda *leaves: tree_util.tree_leaves(call.fn(*call.restore(leaves))))(
             *call.avals
         )
