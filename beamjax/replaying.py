@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._text import hint, listed
+from beamjax.bodies.export import value_type
 from beamjax.call import LOCAL, Call
 from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
 from beamjax.interpreters.lowering.map_bodies import map_body
-from beamjax.interpreters.placement.places import FileGroups
+from beamjax.interpreters.placement.places import FileGroups, MemberAxis
 from beamjax.interpreters.planning import Planned, make_plan, with_file_starts
-from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
+from beamjax.interpreters.program import Eqn, Var
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 from beamjax.interpreters.staging.stage import FlatCall, flatten_call
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.ops.primitives import map_p
 from beamjax.ops.python_calls import collecting, keeping
 from beamjax.options import Options, parse_options
 from beamjax.plan import steps as plan_steps
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan
 from beamjax.reading import counted
 from beamjax.runtime.fingerprints import Fingerprint, cuts_fingerprint, cuts_key
@@ -108,6 +112,9 @@ class _Restaged:
         options = self.options
         if found.cuts is not None:
             options = replace(options, cut_at_files=bool(found.cuts))
+        if len(set(found.shard_sizes.values())) == 1:
+            # Passes over members in order have ranges of this size, where the job had the option.
+            options = replace(options, shard_size=next(iter(found.shard_sizes.values())))
         with keeping():
             planned = make_plan(self.call, options, shard_sizes=found.shard_sizes or None)
         planned = self._cut(planned, found.cuts)
@@ -311,38 +318,100 @@ class _Step:
     def __init__(
         self, planned: Planned, inputs: Inputs, step: Map, values: Mapping[str, np.ndarray]
     ):
-        stage = _stages(planned)[step.name]
-        emissions = []
-        for emission in stage.emissions:
-            rule = emission.rule
-            if isinstance(rule, MemberwiseRule):
-                is_map = emission.eqn.primitive is map_p
-                rule = replace(rule, emit=_without_vmap) if is_map else rule
-                emissions.append(Emission(emission.eqn, rule))
-        stage = replace(stage, emissions=emissions, results=_maps(stage)[-1].outputs)
+        plan, stage = planned.plan, _stages(planned)[step.name]
+        together, single = _split(stage)
         # The step may have one operand more than the stage: the mask of dropped members.
         self._operands = step.operands[: len(stage.operands)]
         self._reader = inputs.reader()
         self._values = values
         self._served = [jnp.asarray(values[name]) for name in step.broadcasts]
-        types = [planned.plan.values[name] for name in (*step.broadcasts, *self._operands)]
+        types = [plan.values[name] for name in (*step.broadcasts, *self._operands)]
         impls = [found.key_impl for found in types]
-        self._body = map_body(planned.placed, stage, (), impls, None, 1)
+        self._shards = plan.shards(step.placement)
+        # Members whose values depend on others of their shard are computed as on a worker.
+        self._together = None
+        if together.results:
+            body = map_body(planned.placed, together, (), impls, None, self._shards.size)
+            self._together = jax.jit(body)
+        self._rows_of_shard = functools.lru_cache(maxsize=1)(self._computed)
+        impls += [value_type(var.aval).key_impl for var in together.results]
+        self._body = map_body(planned.placed, single, (), impls, None, 1)
 
     def __call__(self, member: int, function: str) -> Any:
         """What a function returns for a member; see `replay`."""
-        rows = [jnp.asarray(self._row(name, member)) for name in self._operands]
+        rows = [jnp.asarray(x) for x in self._rows(member, member + 1)]
+        if self._together is not None:
+            index = self._shards.index_at(member)
+            (shard,) = self._shards.between(index, index + 1)
+            found = self._rows_of_shard(shard)
+            rows += [x[member - shard.start :][:1] for x in found]
         start, count = np.int32(member), np.int32(1)
         with collecting() as returned:
             flat = self._body(jnp.asarray(start), jnp.asarray(count), *self._served, *rows)
         trees = [tree for name, tree in returned if function in ("", name)]
         return trees[-1] if trees else [x[0] for x in flat]
 
-    def _row(self, name: str, member: int) -> np.ndarray:
-        """A placed value of one member, of shape (1, ...)."""
-        if name in self._values:
-            return self._values[name][member : member + 1]
-        return self._reader.read([name], member, member + 1)[name]
+    def _computed(self, shard: Shard) -> list[jax.Array]:
+        """The values of a shard that depend on several of its members."""
+        assert self._together is not None
+        last = shard.start + shard.count
+        rows = [np.asarray(x) for x in self._rows(shard.start, last)]
+        padding = self._shards.size - shard.count
+        padded = [np.concatenate([x, *[x[-1:]] * padding]) for x in rows]
+        return self._together(np.int32(shard.start), np.int32(shard.count), *self._served, *padded)
+
+    def _rows(self, start: int, stop: int) -> list[np.ndarray]:
+        """The operands of the pass for members [start, stop)."""
+        return [
+            self._values[name][start:stop]
+            if name in self._values
+            else self._reader.read([name], start, stop)[name]
+            for name in self._operands
+        ]
+
+
+def _split(stage: MapStage) -> tuple[MapStage, MapStage]:
+    """Divides a pass into what members of a shard compute together, and what each computes alone.
+
+    Returns:
+      Two passes, the second of which reads the results of the first. Bodies that both need are in
+      both.
+    """
+    needed: set[Var] = set()
+    together: list[Emission] = []
+    single: list[Emission] = []
+    for emission in reversed(stage.emissions):
+        eqn, rule = emission.eqn, emission.rule
+        if isinstance(rule, ReductionRule):
+            continue
+        joins = rule.by_shard or not needed.isdisjoint(eqn.outputs)
+        if joins:
+            needed.update(atom for atom in eqn.inputs if isinstance(atom, Var))
+            together.insert(0, emission)
+        if eqn.primitive is map_p:
+            single.insert(0, Emission(eqn, replace(rule, emit=_without_vmap)))
+        elif not joins:
+            single.insert(0, emission)
+    made = {
+        var: axis
+        for emission in together
+        if isinstance(emission.rule, MemberwiseRule)
+        for var, axis in zip(emission.eqn.outputs, emission.rule.out_axes, strict=True)
+        if axis is not None
+    }
+    own = {var for emission in single for var in emission.eqn.outputs}
+    read = {atom for emission in single for atom in emission.eqn.inputs if isinstance(atom, Var)}
+    results = [var for var in made if var in read - own]
+    extra = [(var, MemberAxis(stage.placement, made[var])) for var in results]
+    return (
+        replace(stage, emissions=together, results=results),
+        replace(
+            stage,
+            emissions=single,
+            operands=[*stage.operands, *extra],
+            results=_maps(stage)[-1].outputs,
+        ),
+    )
 
 
 def _without_vmap(eqn: Eqn, args: Sequence[Any], _: Any) -> list[Any]:

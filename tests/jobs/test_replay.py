@@ -35,6 +35,32 @@ def descend(w, x):
     return jax.lax.scan(body, w, None, length=4)
 
 
+IN_ORDER = {
+    "sum": lambda x: jnp.cumsum(x[:, 0]),
+    "from the end": lambda x: jax.lax.cummax(x[:, 1], reverse=True),
+    "logarithms": lambda x: jax.lax.cumlogsumexp(x, axis=0)[:, 0],
+    "of a body": lambda x: jnp.cumsum(bj.map_fn(jnp.sum, x)) + x[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_an_operand_that_depends_on_other_members_is_the_one_of_the_job(tmp_path, name):
+    @bj.program(rows="x")
+    def weighed(x):
+        body = lambda row, before: {"weighed": jnp.sum(row) * 1000 + before}
+        return bj.reduce_max(bj.map_fn(body, (x, IN_ORDER[name](x))))
+
+    options = {"shard_size": 8, "job_folder": str(tmp_path / "job")}
+    job = bj.launch(weighed, X, runner="local", options=options)
+    job.result()
+    before = bj.program(rows="x")(IN_ORDER[name])(X)
+    expected = X.sum(1) * 1000 + np.asarray(before)
+    found = [bj.replay(job, weighed, X, member=i, step="<lambda>")["weighed"] for i in (0, 8, 19)]
+    np.testing.assert_allclose(found, expected[[0, 8, 19]], rtol=1e-6)
+    found = bj.replay(job, weighed, X, shard=2, step="<lambda>")
+    np.testing.assert_allclose([v["weighed"] for v in found], expected[16:], rtol=1e-6)
+
+
 class Model:
     """An object that holds values, a function that does, and itself."""
 
