@@ -130,7 +130,7 @@ def from_arrays(tree: Any) -> ArraySource:
 
     Raises:
         StructureError: a leaf is no array, is a scalar, or has a dtype that JAX does not know.
-        PlacementError: n is 0, or not the same for all leaves.
+        PlacementError: n is not the same for all leaves.
     """  # noqa: DOC501
     import jax
 

@@ -155,7 +155,7 @@ def take(source: Any, indices: Any) -> TakenSource:
 
     Raises:
       StructureError: `indices` are not integers of shape (k,).
-      PlacementError: a number is out of range or occurs twice, or there is none.
+      PlacementError: a number is out of range or occurs twice.
       SourceError: the length of the source is unknown.
     """
     source = _source(source, "take")
@@ -167,8 +167,8 @@ def take(source: Any, indices: Any) -> TakenSource:
             "shape (k,)."
         )
     numbers = np.sort(numbers.astype(np.int64))
-    if not len(numbers) or numbers[0] < 0 or numbers[-1] >= n:
-        found = f"{numbers[0]} to {numbers[-1]}" if len(numbers) else "none"
+    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= n):
+        found = f"{numbers[0]} to {numbers[-1]}"
         raise PlacementError(f"take, indices: found {found}, expected some from 0 to {n - 1}.")
     again = np.flatnonzero(np.diff(numbers) == 0)
     if len(again):
@@ -192,7 +192,7 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
 
     Args:
       source: a source of known length, or a tree of arrays of shape (n, ...).
-      k: the number of members to draw, from 1 to the number of members of the source.
+      k: the number of members to draw, from 0 to the number of members of the source.
       key: a key of `jax.random`, typed or raw.
 
     Returns:
@@ -208,8 +208,8 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
 
     source = _source(source, "sample")
     n = len(source)
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= n:
-        raise PlacementError(f"sample, k: found {k!r}, expected a number of members from 1 to {n}.")
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 0 <= k <= n:
+        raise PlacementError(f"sample, k: found {k!r}, expected a number of members from 0 to {n}.")
     typed = jax.dtypes.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key)
     data = np.asarray(jax.random.key_data(key) if typed else key)
     if data.ndim != 1 or data.dtype != np.uint32:

@@ -77,7 +77,7 @@ def checked_dtype(name: str, shape: Sequence[int], dtype: Any, where: str) -> np
 
 
 def check_sizes(names: list[str], sizes: list[int]) -> None:
-    """Raises an error unless there is a leaf, and all leaves have as many members, at least one."""
+    """Raises an error unless there is a leaf, and all leaves have the same number of members."""
     if not names:
         raise StructureError("placed input: found a tree without leaves, expected an array.")
     for name, size in zip(names, sizes, strict=True):
@@ -86,8 +86,6 @@ def check_sizes(names: list[str], sizes: list[int]) -> None:
                 f"{leaf_name(name)}: found {size} members, expected {sizes[0]} as in "
                 f"{leaf_name(names[0])}; all leaves of a placed input have the same leading size."
             )
-    if sizes[0] == 0:
-        raise PlacementError(f"{leaf_name(names[0])}: found 0 members, expected at least one.")
 
 
 @functools.cache

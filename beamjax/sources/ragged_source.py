@@ -86,7 +86,7 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
 
     @property
     def usual_rows(self) -> float:
-        return len(self._rows) / len(self._ends)
+        return len(self._rows) / max(len(self._ends), 1)
 
     @property
     def inner(self) -> tuple[Source, ...]:
@@ -189,7 +189,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
             "shape (n,), the number of rows of each member."
         )
     counts = counts.astype(np.int64)
-    if not len(counts) or counts.min() < 0 or counts.sum() != len(source):
+    if counts.min(initial=0) < 0 or counts.sum() != len(source):
         raise PlacementError(
             f"from_ragged, lengths: found {len(counts)} lengths from {counts.min(initial=0)} that "
             f"add up to {counts.sum()}, expected lengths from 0 that add up to the {len(source)} "
@@ -208,7 +208,7 @@ def choose_buckets(lengths: np.ndarray) -> list[int]:
     Returns:
         The lengths, ascending.
     """
-    longest = max(int(lengths.max()), 1)
+    longest = max(int(lengths.max(initial=0)), 1)
     ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
     fits = {*np.searchsorted(ladder, lengths).tolist(), len(ladder) - 1}
     return [rows for i, rows in enumerate(ladder) if i in fits]
@@ -238,7 +238,7 @@ def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: So
             f"buckets: found {chosen[-1]}, expected at most {most}, for {len(rows)} rows of all "
             "members."
         )
-    if lengths.max() > chosen[-1]:
+    if lengths.max(initial=0) > chosen[-1]:
         member = int(lengths.argmax())
         raise SourceError(
             f"buckets: member {member} has {lengths[member]} rows, expected at most {chosen[-1]}, "

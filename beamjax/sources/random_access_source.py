@@ -18,9 +18,9 @@ from beamjax.sources.arrays.member_stacks import MemberStack, as_arrays
 from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
     Leaves,
-    Positive,
     PyTreeDef,
     Source,
     describe_source,
@@ -36,7 +36,7 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
     def __init__(
         self,
         dataset: OpenedBy,
-        size: Positive,
+        size: Count,
         leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
@@ -156,13 +156,15 @@ def from_random_access(
 
     Raises:
       StructureError: `dataset` is no such object, or a leaf of a member is no number or array.
-      PlacementError: there is no member.
+      PlacementError: there is no member, and `member` is None.
       SourceError: the function fails, or member 0 can't be read.
     """
     dataset, opened = _opened(dataset, kwargs)
     size = _length(opened)
-    if size < 1:
-        raise PlacementError(f"{CALLER}: found {size} members, expected at least one.")
+    if member is None and not size:
+        raise PlacementError(
+            f"{CALLER}: found 0 members, and so no type of one; give it as the argument `member`."
+        )
     if member is None:
         member = as_arrays(_called(lambda: opened[0], "member 0"), f"{CALLER}, member 0")
     leaves, treedef = member_leaves(member, CALLER)

@@ -8,13 +8,13 @@ import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops.placements import MAX_MEMBERS
-from beamjax.sources.source_base import HoldsLeaves, LeafSpec, Positive, PyTreeDef
+from beamjax.sources.source_base import Count, HoldsLeaves, LeafSpec, PyTreeDef
 
 
 class RangeSource(HoldsLeaves, kind="range"):
     """Member i is the number i; see `from_range`."""
 
-    def __init__(self, size: Positive, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
+    def __init__(self, size: Count, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
         """Use `from_range`, which checks.
 
         Args:
@@ -61,7 +61,7 @@ def from_range(n: int) -> RangeSource:
 
     Raises:
       StructureError: `n` is no integer.
-      PlacementError: `n` is less than 1, or more than 2**31 - 1, the limit of a placement.
+      PlacementError: `n` is less than 0, or more than 2**31 - 1, the limit of a placement.
     """
     import jax
 
@@ -71,9 +71,9 @@ def from_range(n: int) -> RangeSource:
         raise StructureError(
             f"from_range: found {n!r:.80}, expected the number of members, an integer."
         ) from None
-    if not 1 <= size <= MAX_MEMBERS:
+    if not 0 <= size <= MAX_MEMBERS:
         raise PlacementError(
-            f"from_range: found {size} members, expected 1 to {MAX_MEMBERS}; for more draws, let "
+            f"from_range: found {size} members, expected 0 to {MAX_MEMBERS}; for more draws, let "
             "each member make several: jax.vmap(draw)(100 * i + jnp.arange(100)) inside of map_fn."
         )
     dtype = jax.eval_shape(lambda: jax.numpy.arange(size)).dtype

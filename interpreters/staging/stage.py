@@ -23,7 +23,7 @@ from beamjax.interpreters.staging.unknown_sizes import explained
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
 from beamjax.ops.placements import observe
-from beamjax.sources.source_base import Source, StreamSource
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.storage.snapshots import is_immutable
 
 
@@ -169,8 +169,20 @@ def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> lis
         else:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
             aval = jax.ShapeDtypeStruct(shape, dtype)
+        if not is_unknown(n) and n == 0:
+            # There is nothing to read: the source is the array of its members.
+            found.append(Argument(f"{name}{spec.path}", aval, _no_members(spec, dtype)))
+            continue
         found.append(Argument(f"{name}{spec.path}", aval, source, i))
     return found
+
+
+def _no_members(spec: LeafSpec, dtype: Any) -> Any:
+    """The array of all members of a leaf without members."""
+    array = np.empty((0, *spec.shape), dtype)
+    if spec.key_impl is None:
+        return array
+    return jax.random.wrap_key_data(jax.numpy.asarray(array), impl=spec.key_impl)
 
 
 def _aval(name: str, leaf: Any, argument: Any) -> Any:

@@ -94,7 +94,7 @@ def test_what_is_no_dataset():
         (["text"], StructureError, "member 0: found str 'text', expected a NumPy or JAX array"),
         ([{"a": [None, object()]}], StructureError, r"member 0\['a'\]\[1\]: found object"),
         ([np.array(["a"])], StructureError, "member 0: dtype <U1 cannot be stored"),
-        ([np.ma.zeros(3)], StructureError, "member 0: found .*expected a NumPy or JAX array"),
+        ([np.ma.zeros(3)], StructureError, "member 0: found a masked array, expected"),
         ([2**40], StructureError, "member 0: "),
         ({"a": 3}, SourceError, r"member 0: cannot be read \(KeyError: 0\)"),
         ("no dataset", StructureError, "or the name of a function that opens one"),
@@ -233,14 +233,14 @@ def test_what_is_no_number_of_members():
         (3.0, StructureError, "from_range: found 3.0, expected the number of members"),
         (None, StructureError, "found None"),
         (np.ones(3), StructureError, "expected the number of members, an integer"),
-        (0, PlacementError, "found 0 members, expected 1 to 2147483647"),
+        (-1, PlacementError, "found -1 members, expected 0 to 2147483647"),
         (-5, PlacementError, "found -5 members"),
         (2**31, PlacementError, "found 2147483648 members"),
     ]:
         refused(error, message, bj.from_range, n)
     leaf = {"shape": [], "dtype": "int32", "key_impl": None, "path": ""}
     for change in [
-        *({"size": size} for size in (0, 2**60, 2.0, None)),
+        *({"size": size} for size in (-1, 2**60, 2.0, None)),
         *({"leaf": other} for other in (3, {**leaf, "shape": [2]}, {**leaf, "dtype": "float32"})),
         {"leaf": {**leaf, "dtype": "int8"}, "size": 129},
     ]:
@@ -337,12 +337,11 @@ def test_a_sample_of_very_many_takes_no_memory():
 def test_what_cannot_be_taken(tmp_path):
     for function, error, message, *args in [
         (bj.take, StructureError, "found float64", [1.0]),
-        (bj.take, PlacementError, "found none", np.zeros(0, int)),
         (bj.take, PlacementError, "from 0 to 22", [-1]),
         (bj.take, PlacementError, "found 3 to 23", [3, N]),
         (bj.take, PlacementError, "found 3 twice", [3, 4, 3]),
         (bj.sample, PlacementError, "found 24", N + 1, KEY),
-        (bj.sample, PlacementError, "found 0, .* from 1 to 23", 0, KEY),
+        (bj.sample, PlacementError, "found -1, .* from 0 to 23", -1, KEY),
         (bj.sample, PlacementError, r"found 0\.5", 0.5, KEY),
         (bj.sample, StructureError, "one key", 2, jax.random.split(KEY)),
         (bj.sample, StructureError, "found 3", 2, 3),

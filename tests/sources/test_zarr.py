@@ -1,6 +1,7 @@
 """Zarr arrays as placed inputs, against zarr's own reading, and with values that numbers encode."""
 
 import base64
+import json
 import shutil
 import struct
 import threading
@@ -172,7 +173,6 @@ def test_arrays_of_other_than_members(tmp_path):
         (np.zeros(3, [("a", "f4")]), StructureError, r"placed input in .*/x: dtype .*'a'"),
         (np.zeros(3, "<U4"), StructureError, "placed input in .*/x: dtype <U4 cannot"),
         (np.zeros(3, "M8[s]"), StructureError, "in .*/x: dtype datetime64"),
-        (np.zeros((0, 3)), PlacementError, r"\(.*/x\): found 0 members"),
     ]:
         array = np.asarray(array)
         save(tmp_path / "x", array, tuple(max(size, 1) for size in array.shape))
@@ -326,3 +326,42 @@ def test_arrays_of_a_group_are_chosen(version, tmp_path):
         (StructureError, "found an array, expected a group", f"{group}/t2m", "t2m"),
     ]:
         refused(error, message, bj.from_zarr, given, arrays=arrays)
+
+
+def spoil(path, version):
+    """Gives an array a dtype that Zarr does not know."""
+    file = Path(path) / (".zarray" if version == 2 else "zarr.json")
+    metadata = json.loads(file.read_text())
+    unknown = {"dtype": "|O", "filters": [{"id": "json2"}], "fill_value": None}
+    metadata |= unknown if version == 2 else {"data_type": "unknown"}
+    file.write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
+def test_arrays_beside_unreadable_ones(version, consolidated, tmp_path):
+    path, values = str(tmp_path / "group.zarr"), np.arange(N, dtype="f4")
+    group = zarr.create_group(path, zarr_format=version)
+    for name in ("x", "bad", "below/y", "below/worse"):
+        group.create_array(name, data=values)
+    if consolidated:
+        zarr.consolidate_metadata(path)
+        file = Path(path) / (".zmetadata" if version == 2 else "zarr.json")
+        changed = {
+            2: ('"dtype": "<f4"', '"dtype": "|O"'),
+            3: ('"data_type": "float32"', '"data_type": "unknown"'),
+        }
+        old, new = changed[version]
+        file.write_text(file.read_text().replace(old, new))
+    for name in ("bad", "below/worse"):
+        spoil(f"{path}/{name}", version)
+    assert_reads(bj.from_zarr(path, arrays=["x", "below/y"]), {"below": {"y": values}, "x": values})
+    assert_reads(bj.from_zarr(path, arrays="below/y"), values)
+    message = r"group\.zarr: cannot read .*Of the group, 'bad' can't be read\. Choose those"
+    refused(SourceError, message, bj.from_zarr, path)
+    message = r"group\.zarr: cannot read .*Of the group, 'below/worse' can't be read"
+    refused(SourceError, message, bj.from_zarr, path, arrays="below")
+    for name in ("bad", "below/worse"):
+        refused(
+            SourceError, rf"group\.zarr, array '{name}'", bj.from_zarr, path, arrays=["x", name]
+        )

@@ -154,6 +154,8 @@ def _unlike(value: Any, leaf: LeafSpec, where: str) -> SourceError:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {value!r:.60}"

@@ -275,11 +275,12 @@ def from_npy(paths: Any) -> NpySource:
         A `Source` with n members and the tree of `paths`.
 
     Raises:
-        SourceError: a file is missing, truncated, or no .npy file. When the source is read: a file
+        SourceError: a file is missing, truncated, or no .npy file. A .npy file has no checksum, so
+            other damage is not found. When the source is read: a file
             has changed.
         StructureError: a file holds a scalar, or a dtype that JAX does not know, files of one
             pattern differ in shape or dtype, or a URL is given.
-        PlacementError: n is 0, or not the same for all leaves.
+        PlacementError: n is not the same for all leaves.
     """
     import jax
 
@@ -313,7 +314,8 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
     """A placed input from the arrays in an .npz file, which the launcher and all workers see.
 
     A member is a dictionary of a row of each array, by their names. The file is mapped, like those
-    of `from_npy`, so it must not be compressed, as `np.savez_compressed` writes it.
+    of `from_npy`, so it must not be compressed, as `np.savez_compressed` writes it. This call reads
+    the file once, to compare the checksums in it with its contents.
 
     Args:
       path: the path of the file.
@@ -322,10 +324,11 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
       A `Source` of dictionaries whose keys are the names of the arrays.
 
     Raises:
-      SourceError: it is missing, damaged, compressed, or no .npz file.
+      SourceError: it is missing, damaged, compressed, or no .npz file. When it is read: it has
+        changed.
       StructureError: an array is a scalar, or has elements other than numbers; or `path` is no path
         of a local file.
-      PlacementError: there are no members, or the arrays have different numbers of them.
+      PlacementError: the arrays have different numbers of members.
     """
     import jax
 
@@ -333,6 +336,7 @@ def from_npz(path: str | os.PathLike[str]) -> NpySource:
         raise StructureError(f"from_npz: found {type(path).__name__}, expected the path of a file.")
     file = look(_absolute(path, "from_npz"))
     arrays = _zipped_arrays(file.path)
+    _compare_checksums(file.path)
     leaves, files, names = [], [], []
     for name, array in sorted(arrays.items()):
         where, key = f"{file.path}, array {name!r}", f"[{name!r}]"
@@ -448,10 +452,26 @@ def _npy_array(file: str, nbytes: int) -> np.ndarray:
     except OSError as error:
         raise _cannot_open(file, error) from error
     except Exception as error:
+        _refuse_objects(file)
         raise SourceError(
             f"{file}: found {nbytes} bytes that are not a whole .npy array ({error}); "
             "expected numbers, as np.save writes them. Was it cut off as it was written or copied?"
         ) from error
+
+
+def _refuse_objects(file: str) -> None:
+    """Raises StructureError for a .npy file with objects of Python, which NumPy does not map."""
+    with contextlib.suppress(*HEADER_ERRORS), open(file, "rb") as opened:
+        shape, _, dtype = read_header(opened)
+        if dtype.hasobject:
+            raise StructureError(f"{file}: {_objects(shape)}")
+
+
+def _objects(shape: Sequence[int]) -> str:
+    return (
+        f"found an array of objects of Python (dtype object{list(shape)}), expected numbers; "
+        "convert it with array.astype(...) before it is saved."
+    )
 
 
 def _cannot_open(file: str, error: OSError | ValueError) -> SourceError:
@@ -501,13 +521,21 @@ def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
                     f"be mapped: np.savez('new.npz', **np.load({os.path.basename(file)!r}))."
                 )
             try:
-                found[name] = _mapped_entry(opened, entry)
+                found[name] = _mapped_entry(opened, entry, where)
             except HEADER_ERRORS as error:
                 raise SourceError(f"{where}: found no whole array ({error}).") from error
     return found
 
 
-def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo) -> np.ndarray:
+def _compare_checksums(file: str) -> None:
+    """Raises SourceError if the contents of a zip differ from their checksums."""
+    with readable(file, "an .npz file of np.savez"), zipfile.ZipFile(file) as opened:
+        bad = opened.testzip()
+    if bad is not None:
+        raise SourceError(f"{file}, {bad!r}: found contents that differ from their checksum.")
+
+
+def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo, where: str) -> np.ndarray:
     """The array of a file in a zip that is not compressed."""
     opened.seek(entry.header_offset)
     data = opened.read(_LOCAL_HEADER.size)
@@ -518,7 +546,7 @@ def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo) -> np.ndarray:
     shape, in_columns, dtype = read_header(opened)
     offset = opened.tell()
     if dtype.hasobject:
-        raise ValueError(f"objects of Python{list(shape)}, expected numbers")
+        raise StructureError(f"{where}: {_objects(shape)}")
     nbytes = math.prod(shape) * dtype.itemsize
     if offset - start + nbytes != entry.file_size:
         raise ValueError(f"{entry.file_size} bytes, expected {dtype}{list(shape)} after a header")

@@ -28,6 +28,7 @@ from beamjax.sources.leaf_checks import (
     native_view,
 )
 from beamjax.sources.source_base import (
+    Count,
     HoldsLeaves,
     LeafSpec,
     Leaves,
@@ -177,7 +178,7 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         self,
         arrays: tuple[ZarrArray, ...],
         leaves: Leaves,
-        size: Positive,
+        size: Count,
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_zarr`, which checks.
@@ -302,10 +303,43 @@ def _rows(opened: Any, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) 
 def _open(store: str, name: str = "") -> Any:
     """An array or a group."""
     zarr = _zarr(store)
-    with _readable(store, _EXPECTED):
-        packed = not is_url(store) and store.endswith(".zip")
-        where = zarr.storage.ZipStore(store, mode="r") if packed else store
-        return zarr.open(where, path=name, mode="r")
+    with _naming_unreadable(store, name), _readable(store, _EXPECTED):
+        return zarr.open(_where(store), path=name, mode="r")
+
+
+def _where(store: str) -> Any:
+    """The store as Zarr takes it."""
+    is_zip = not is_url(store) and store.endswith(".zip")
+    return _zarr(store).storage.ZipStore(store, mode="r") if is_zip else store
+
+
+@contextlib.contextmanager
+def _naming_unreadable(store: str, name: str) -> Iterator[None]:
+    """Adds to errors the arrays and groups in a group that Zarr can't read: it does not say."""
+    try:
+        yield
+    except SourceError as error:
+        bad = _unreadable(store, name)
+        if not bad:
+            raise
+        names = ", ".join(map(repr, bad[:20]))
+        raise SourceError(f"{error} Of the group, {names} can't be read. {_CHOOSE}") from error
+
+
+def _unreadable(store: str, name: str) -> list[str]:
+    """The names of the arrays and groups in a group that can't be opened; empty for others."""
+    zarr, bad = _zarr(store), []
+    try:
+        group = zarr.open_group(_where(store), path=name, mode="r", use_consolidated=False)
+        keys = group._sync_iter(group.store.list_dir(group.path))
+    except Exception:  # There is no such group: the first error says so.
+        return []
+    for key in sorted(keys):
+        try:
+            group.get(key)  # None for files that are no part of Zarr
+        except Exception:
+            bad.append(f"{name}/{key}".lstrip("/"))
+    return bad
 
 
 def _zarr(store: str) -> Any:
@@ -377,7 +411,7 @@ def from_zarr(
         shape or dtype, or a chunk is damaged.
       StructureError: an array is a scalar, has elements other than numbers, or is packed and
         `mask_and_scale` is None.
-      PlacementError: there are no members, or the arrays have different numbers of them.
+      PlacementError: the arrays have different numbers of members.
     """
     import jax
 
@@ -391,11 +425,10 @@ def from_zarr(
             )
         given = os.fspath(given)
         store = given if is_url(given) else os.path.abspath(given)
-        opened = _open(store)
         if arrays is None:
-            nodes.append(_tree(store, "", opened, token))
+            nodes.append(_tree(store, "", _open(store), token))
         else:
-            nodes.append(_chosen(store, opened, arrays, token))
+            nodes.append(_chosen(store, arrays, token))
     tree = jax.tree_util.tree_unflatten(outer, nodes)
     leaves, read, sizes, names = [], [], [], []
     listed, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -470,41 +503,57 @@ class _Leaf:
 
 def _tree(store: str, name: str, node: Any, token: str) -> Any:
     """The arrays of a group, in nested dictionaries; or the array itself."""
-    with _readable(store, _EXPECTED):
+    with _naming_unreadable(store, name), _readable(store, _EXPECTED):
         if hasattr(node, "shape"):
             file = _metadata(store, name)
             chunks = chunk_files(store, name, node)
             return _Leaf(ZarrArray(store, name, _chunk_rows(node), file, token, chunks), node)
-        below = {key: f"{name}/{key}".lstrip("/") for key, _ in node.members()}
-        tree = {key: _tree(store, path, node[key], token) for key, path in below.items()}
+        members = dict(node.members())
+    paths = {key: f"{name}/{key}".lstrip("/") for key in members}
+    tree = {key: _tree(store, paths[key], members[key], token) for key in members}
     tree = {key: node for key, node in tree.items() if node != {}}
     if not tree and not name:
         raise SourceError(f"{store}: found a group without arrays, expected at least one.")
     return tree
 
 
-def _chosen(store: str, group: Any, arrays: str | Sequence[str], token: str) -> Any:
+def _chosen(store: str, arrays: str | Sequence[str], token: str) -> Any:
     """The named arrays of a group, in nested dictionaries; or the array of a single name."""
-    if hasattr(group, "shape"):
-        raise StructureError(f"{store}: found an array, expected a group to choose {arrays!r} of.")
+    # The group itself is not opened: others of its arrays may be unreadable.
     names = [arrays] if isinstance(arrays, str) else list(arrays)
     tree: dict[str, Any] = {}
     for name in names:
         *groups, last = name.split("/")
-        with _readable(store, _EXPECTED):
-            node = group.get(name)
-            known = sorted(key for key, _ in group.members(max_depth=None))
-        if node is None:
-            raise SourceError(f"{store}: found no array {name!r}, expected some of {known!r:.200}.")
         level = tree
         for key in groups:
             level = level.setdefault(key, {})
-        level[last] = _tree(store, name, node, token)
+        level[last] = _tree(store, name, _named(store, name), token)
         if isinstance(arrays, str):
             return level[last]
     if not tree:
         raise SourceError(f"{store}, arrays: found no name, expected at least one.")
     return tree
+
+
+def _named(store: str, name: str) -> Any:
+    """The array or group of a name in a group."""
+    try:
+        return _open(store, name)
+    except SourceError as error:
+        if name in _unreadable(store, name.rpartition("/")[0]):
+            raise SourceError(f"{store}, array {name!r}: {error.__cause__}.") from error
+        with _readable(store, _EXPECTED):
+            group = _open(store)
+            if hasattr(group, "shape"):
+                raise StructureError(
+                    f"{store}: found an array, expected a group to choose {name!r} of."
+                ) from None
+            known = sorted(key for key, _ in group.members(max_depth=None))
+        if name in known:
+            raise
+        raise SourceError(
+            f"{store}: found no array {name!r}, expected some of {known!r:.200}."
+        ) from None
 
 
 def _metadata(store: str, name: str) -> DataFile | None:

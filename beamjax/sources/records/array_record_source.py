@@ -103,7 +103,7 @@ def _reader(file: DataFile) -> Any:
     except ImportError as error:
         raise SourceError(
             f"{file.path}: cannot import the package array_record ({error}); pip install "
-            "'beamjax[array-record]', here and on the workers."
+            "-e '.[array-record]', here and on the workers."
         ) from error
     try:
         # For random access: no readahead, no threads of the reader.

@@ -157,15 +157,21 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     Raises:
       SourceError: a file is missing or damaged, or the first record does not have these features.
       StructureError: `features` are no types.
-      PlacementError: the files hold no record.
+      PlacementError: the files hold no record, and `features` is None.
     """
     files = [look(path) for path in find_files(paths, CALLER)]
     first, where = _first_record(files)
     if features is None:
+        if first is None:
+            raise PlacementError(
+                f"{CALLER}: found no record in {where}, and so no features; give them as the "
+                "argument `features`."
+            )
         features = infer_features(first, where)
     leaves, treedef = feature_leaves(features, CALLER)
     names = sorted(features)
-    ExampleParser(names, leaves).parse([first], lambda _: where)
+    if first is not None:
+        ExampleParser(names, leaves).parse([first], lambda _: where)
     if any(is_url(file.path) or compression_of(file.path) for file in files):
         return TFRecordStream(tuple(files), tuple(names), tuple(leaves), treedef)
     apart = max(MARK_BYTES, sum(file.nbytes for file in files) // MAX_MARKS)
@@ -178,13 +184,12 @@ def _record_of(file: DataFile, first: int, place: int) -> str:
     return f"{file.path}, record {first + place}"
 
 
-def _first_record(files: Sequence[DataFile]) -> tuple[bytes, str]:
-    """The first record of all files, and its name in messages."""
+def _first_record(files: Sequence[DataFile]) -> tuple[bytes | None, str]:
+    """The first record of all files, if there is one, and its place for messages."""
     for file in files:
         for _, records in stream_records(file, HEADER):
             return records[0], f"{file.path}, record 0"
-    paths = [file.path for file in files]
-    raise PlacementError(f"{CALLER}: found no record in {first_of(paths)}, expected one.")
+    return None, first_of([file.path for file in files])
 
 
 def _indexed(file: DataFile, apart: int) -> tuple[int, tuple[Mark, ...]]:

@@ -158,7 +158,7 @@ def from_arrow(
       SourceError: as for `from_parquet`, and for streams of Arrow, which have no footer.
       StructureError: a column has elements other than numbers, such as times without `times`, or
         texts without `text_bytes`.
-      PlacementError: there are no rows.
+      PlacementError: there are no rows, and a column has lists of any length.
     """
     conversion = Conversion(text_bytes, buckets, fill_null, times)
     return from_tables(ArrowSource, paths, columns, conversion, "from_arrow")

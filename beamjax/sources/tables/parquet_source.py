@@ -296,7 +296,7 @@ def from_parquet(
         encrypted, or the file has changed.
       StructureError: a column has elements other than numbers, such as times without `times`, or
         texts without `text_bytes`.
-      PlacementError: there are no rows.
+      PlacementError: there are no rows, and a column has lists of any length.
     """
     conversion = Conversion(text_bytes, buckets, fill_null, times)
     return from_tables(ParquetSource, paths, columns, conversion, "from_parquet")

@@ -95,7 +95,7 @@ class TableSource(BlockSource):
         self._number = _number(fill)
         super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
-        natural(len(self), 1)
+        natural(len(self))
         if len(columns) != len(leaves):
             raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
         lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
@@ -142,7 +142,7 @@ class TableSource(BlockSource):
 
     @property
     def block_bytes(self) -> int:
-        rows = max(rows for file in self._files for rows in file.rows)
+        rows = max((rows for file in self._files for rows in file.rows), default=0)
         return min(rows, 2 * self._most_rows()) * sum(leaf.nbytes for leaf in self._leaves)
 
     def read_short(self, start: int, stop: int) -> Arrays:
@@ -334,15 +334,10 @@ def from_tables(
     names = chosen(heads[0][1], columns, found[0], caller)
     types = _row_types(heads, names, columns, conversion, caller)
     files = [file for file, _ in heads]
-    filled = [(file, number) for file in files for number, n in enumerate(file.rows) if n]
-    if not filled:
-        raise PlacementError(
-            f"placed input ({first_of(found)}): found 0 members, expected at least one."
-        )
     ragged: list[str] = []
     if buckets is not None:
         ragged = _padded_columns(types, buckets, found[0], caller)
-    shapes = _known_shapes(cls, *filled[0], types)
+    shapes = _known_shapes(cls, files, types)
     names = sorted([*names, MASK]) if ragged else names
     bare = isinstance(columns, str) and not ragged
     tree = jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0))
@@ -432,12 +427,19 @@ def _merged(first: RowType, other: RowType) -> RowType:
 
 
 def _known_shapes(
-    cls: type[TableSource], file: TableFile, number: int, types: dict[str, RowType]
+    cls: type[TableSource], files: Sequence[TableFile], types: dict[str, RowType]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of a row of each column. For columns of lists, this reads the first row."""
     open_ones = [name for name, found in types.items() if None in found.shape]
     shapes = {name: cast(tuple[int, ...], found.shape) for name, found in types.items()}
     if open_ones:
+        filled = ((f, number) for f in files for number, rows in enumerate(f.rows) if rows)
+        file, number = next(filled, (None, 0))
+        if file is None:
+            raise PlacementError(
+                f"{first_of([f.file.path for f in files])}: column {open_ones[0]!r} has lists of "
+                "any length, and no row that shows it; write fixed-size lists, or give buckets."
+            )
         table = cls._table(file, number, open_ones, RowRange(0, 1, 1))
         batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
         for name in open_ones:
