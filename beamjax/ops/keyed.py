@@ -6,13 +6,14 @@ added and multiplied in float64. So the result depends only on the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import jax
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
+from beamjax.errors import StructureError
 from beamjax.numerics.reducers import REDUCERS
 
 _ROUNDS = ("sum", "mean", "prod")
@@ -75,6 +76,33 @@ class Keyed:
         """Returns a `Keyed` from its children, for JAX."""
         keys, values = children
         return cls(keys, values, *how)
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise StructureError(
+            f"reduce_by_key: found {name} of its result without num_keys, whose number of rows is "
+            "known only after the run; expected the program to return the result as "
+            "it is. Give num_keys to compute with it in the program. Or compute after the run: "
+            "beamjax.run returns a table (table.arrays(), or the input of "
+            "another program), and for a result of jax.jit there is reduced()."
+        )
+
+    return refuse
+
+
+# Comparisons for equality stay: trees that hold a `Keyed` may be compared.
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_ARITHMETIC = [
+    *(prefix + name for name in _BINARY for prefix in ("", "r")),
+    *"lt le gt ge neg pos abs invert round".split(),
+]
+_CONVERSIONS = {
+    "getitem": "an item", "len": "the length", "iter": "the items", "bool": "the truth value",
+    "float": "a number", "int": "a number", "array": "an array", "jax_array": "an array",
+}  # fmt: skip
+for _name, _use in {**dict.fromkeys(_ARITHMETIC, "arithmetic"), **_CONVERSIONS}.items():
+    setattr(Keyed, f"__{_name}__", _refusal(_use))
 
 
 def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:

@@ -186,6 +186,26 @@ def test_bad_input(tmp_path):
             bj.open_keyed(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda k: k + 1, lambda k: 1 / k, lambda k: -k, lambda k: k > 0, lambda k: k[0], len, list,
+        jnp.sqrt, lambda k: jnp.add(1, k), np.asarray, bool,
+    ],
+)  # fmt: skip
+def test_a_program_that_computes_with_rows_by_key(use):
+    """The message names the ways out."""
+    computes = bj.program(clients=N)(lambda x, keys: use(bj.reduce_by_key(x, keys)))
+    for call in (
+        lambda: bj.run(computes, VALUES["uint8"], KEYS, runner="local"),
+        lambda: jax.jit(computes)(VALUES["uint8"], KEYS),
+    ):
+        with pytest.raises(
+            StructureError, match=r"found .* of its result without num_keys.*Give num_keys"
+        ):
+            call()
+
+
 def test_the_hash_spreads_neighbours():
     parts = by_key.hashed(np.arange(100_000)) % np.uint64(64)
     counts = np.bincount(parts.astype(np.int64), minlength=64)
