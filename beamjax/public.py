@@ -71,7 +71,6 @@ from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
 from beamjax.sources.tables.arrow_source import from_arrow as from_arrow
 from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
-from beamjax.sources.tables.keyed_table import open_keyed as open_keyed
 from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
 from beamjax.tables.pcollections import from_beam as from_beam
 from beamjax.telemetry.progress import Progress as Progress

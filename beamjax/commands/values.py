@@ -127,17 +127,16 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
     ".array_record": beamjax.from_array_record,
 }
 """Functions that open a file, by the ending of its name."""
-_RESULTS = {"placed.json": beamjax.open_placed, "keys.json": beamjax.open_keyed}
-"""Functions that open the folder of a result, by the name of a file in it."""
+_MANIFESTS = ("placed.json", "keys.json", "members.json")
+"""Files that only folders have which `beamjax.open_placed` opens."""
 
 
 def _opener(text: str, where: str) -> Callable[[str], Any]:
     for ending, opener in _OPENERS.items():
         if text.rstrip("/").endswith(ending):
             return opener
-    for mark, opener in _RESULTS.items():
-        if os.path.exists(os.path.join(text, mark)):
-            return opener
+    if any(os.path.exists(os.path.join(text, name)) for name in _MANIFESTS):
+        return beamjax.open_placed
     raise OptionsError(
         f"{where}: found {text!r}, expected JSON, the folder of a result, or a name that ends "
         f"in {', '.join(_OPENERS)}{_similar(text)}. For anything else, give a job as TARGET: a "

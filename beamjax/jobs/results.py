@@ -12,7 +12,7 @@ from beamjax.bodies.export import key_impl, unwrap, with_weak_type, with_x64, wr
 from beamjax.errors import ArrayFormatError, JobError
 from beamjax.runtime.materialized_outputs import open_placed
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.tables.keyed_table import KeyedTable, open_keyed
+from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage import treedefs
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
@@ -47,13 +47,11 @@ class _LeafType:
       impl: implementation of typed PRNG keys, or None.
       weak: whether it has a weak type.
       placed: folder of a result in files, or None.
-      keyed: whether this folder is that of a `KeyedTable`.
     """
 
     impl: str | None
     weak: bool
     placed: str | None
-    keyed: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def _leaf_type(leaf: Any) -> _LeafType:
         key_impl(leaf.dtype) if is_key else None,
         bool(getattr(leaf, "weak_type", False)),
         leaf.folder if isinstance(leaf, Placed | KeyedTable) else None,
-        isinstance(leaf, KeyedTable),
     )
 
 
@@ -106,7 +103,7 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
 
 def _leaf(array: np.ndarray, kind: _LeafType, x64: bool, path: str) -> Any:
     if kind.placed is not None:
-        return (open_keyed if kind.keyed else open_placed)(kind.placed)
+        return open_placed(kind.placed)
     if array.dtype == jax.dtypes.float0:
         return array
     if kind.impl and kind.weak:

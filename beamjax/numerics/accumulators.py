@@ -395,7 +395,7 @@ class Extreme(Accumulator):
         return 0 if self._keys is None else self._keys.nbytes
 
     def _add(self, partial: np.ndarray, shard: int) -> None:
-        self._apply(_to_keys(partial, self.reduction))
+        self._apply(to_keys(partial, self.reduction))
 
     def _merge(self, other: Extreme) -> None:
         if other._keys is not None:
@@ -410,9 +410,7 @@ class Extreme(Accumulator):
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         if self._keys is None:
             return np.full(hi - lo, lowest_value(self.reduction, self.dtype)).astype(dtype)
-        return _from_keys(self._keys[:, lo:hi], self.dtype, self.reduction).astype(
-            dtype, copy=False
-        )
+        return from_keys(self._keys[:, lo:hi], self.dtype, self.reduction).astype(dtype, copy=False)
 
     def _apply(self, keys: np.ndarray) -> None:
         if self._keys is None:
@@ -425,7 +423,7 @@ class Extreme(Accumulator):
             np.copyto(self._keys, keys, where=above[0])
 
 
-def _is_float(dtype: np.dtype) -> bool:
+def is_float(dtype: np.dtype) -> bool:
     """Whether a dtype is a float of NumPy or ml_dtypes.
 
     Raises:
@@ -457,11 +455,11 @@ def lowest_value(reduction: str, dtype: np.dtype) -> Any:
         return np.bool_(reduction == "min")
     if dtype.kind == "c":
         return dtype.type(complex(sign * np.inf, sign * np.inf))
-    if _is_float(dtype):
+    if is_float(dtype):
         infinite = np.array(sign * np.inf, np.float32).astype(dtype)[()]
         if np.isinf(infinite):
             return infinite
-    limits: Any = ml_dtypes.finfo(dtype) if _is_float(dtype) else ml_dtypes.iinfo(dtype)
+    limits: Any = ml_dtypes.finfo(dtype) if is_float(dtype) else ml_dtypes.iinfo(dtype)
     return np.array(limits.min if reduction == "max" else limits.max).astype(dtype)[()]
 
 
@@ -471,7 +469,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
     Raises:
         StructureError: it is no bool, integer, float or complex dtype.
     """
-    if _is_float(dtype):
+    if is_float(dtype):
         return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
     if dtype.kind == "c":
         return np.dtype(f"i{dtype.itemsize // 2}")
@@ -481,7 +479,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int8 if signed else np.uint8)
 
 
-def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
+def to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     """Integers in the order of the values ("max"), or in the reverse order ("min").
 
     Args:
@@ -494,8 +492,8 @@ def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     keys = _key_dtype(values.dtype)
     if values.dtype.kind == "c":
         # -0 + 0 is +0, so zeros of either sign are equal.
-        return np.stack([_to_keys(part + 0, reduction)[0] for part in real_parts(values)])
-    if not _is_float(values.dtype):
+        return np.stack([to_keys(part + 0, reduction)[0] for part in real_parts(values)])
+    if not is_float(values.dtype):
         whole = values.astype(keys, copy=False)
         return (whole if reduction == "max" else ~whole)[None]
     wide = values.astype(f"f{keys.itemsize}", copy=False)
@@ -506,13 +504,13 @@ def _to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     return whole[None]
 
 
-def _from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
+def from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
     """The vector of `dtype` that has these keys, with NaN as the canonical quiet NaN."""
     if dtype.kind == "c":
         real = np.dtype(f"f{dtype.itemsize // 2}")
-        return from_real_parts(np.stack([_from_keys(part[None], real, reduction) for part in keys]))
+        return from_real_parts(np.stack([from_keys(part[None], real, reduction) for part in keys]))
     whole = keys[0] if reduction == "max" else ~keys[0]
-    if not _is_float(dtype):
+    if not is_float(dtype):
         return whole.astype(dtype)
     wide = _flip_negative(whole).view(f"f{keys.itemsize}")
     wide[keys[0] == np.iinfo(keys.dtype).max] = np.nan

@@ -307,7 +307,7 @@ def _divided_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: in
     if outside is not None and outside.any():
         head, tail = head.copy(), np.zeros(hi - lo) if tail is None else tail
         for position in np.flatnonzero(outside).tolist():
-            pair = _quotient(block.integer(lo + position), divisor << -block.lowest)
+            pair = quotient(block.integer(lo + position), divisor << -block.lowest)
             head[position], tail[position] = pair
     return round_pair(head, tail, dtype)
 
@@ -341,7 +341,7 @@ def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
     return ~((size >= 2.0**-700) & (size <= 2.0**990) | (size == 0))
 
 
-def _quotient(numerator: int, denominator: int) -> tuple[float, float]:
+def quotient(numerator: int, denominator: int) -> tuple[float, float]:
     """The quotient rounded to nearest, and a number of the sign of what rounding left out.
 
     The second is 0 where the quotient is so near the ends of float64 that it would count.

@@ -74,7 +74,7 @@ def append(head: np.ndarray, tail: np.ndarray | None, term: np.ndarray) -> Pair:
     return head, np.where(has_tail, to_odd(total, error), error)
 
 
-def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int) -> Pair:
+def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int | np.ndarray) -> Pair:
     """The quotient of a pair by a whole number, as a pair.
 
     With q = head / divisor rounded to nearest, the remainder r = head - q·divisor is a double, and
@@ -86,12 +86,12 @@ def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int) -> Pair:
     Args:
         head: float64 vector; 0, or between 2^-700 and 2^990 in absolute value.
         tail: float64 vector or None, at most one unit in the last place of `head`.
-        divisor: from 1 to `DIVISOR_LIMIT` - 1.
+        divisor: from 1 to `DIVISOR_LIMIT` - 1, for all numbers or for each.
 
     Returns:
         The (head, tail) of the quotient.
     """
-    n = float(divisor)
+    n = np.asarray(divisor, np.float64)
     quotient = head / n
     rest = _remainder(head, quotient, n)
     if tail is not None:
@@ -103,7 +103,7 @@ def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int) -> Pair:
     return quotient, to_odd(share, _remainder(rest, share, n))
 
 
-def _remainder(dividend: np.ndarray, quotient: np.ndarray, divisor: float) -> np.ndarray:
+def _remainder(dividend: np.ndarray, quotient: np.ndarray, divisor: np.ndarray) -> np.ndarray:
     """dividend - quotient·divisor, exactly, for a quotient rounded to nearest."""
     product = quotient * divisor
     upper = (quotient.view(np.int64) & ~_LOW_27_BITS).view(np.float64)

@@ -1,8 +1,4 @@
-"""Reductions by key for an unknown number of keys.
-
-Rows are reduced in their order: first within each block of rows, then across blocks. Floats are
-added and multiplied in float64. So the result depends only on the rows.
-"""
+"""The result of a reduction by key for an unknown number of keys."""
 
 from __future__ import annotations
 
@@ -10,14 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
 from beamjax.errors import StructureError
-from beamjax.numerics.reducers import REDUCERS
-
-_ROUNDS = ("sum", "mean", "prod")
-"""Reductions that round floats, and so compute in float64."""
+from beamjax.numerics.by_key import ByKey, reduced, text_of
+from beamjax.storage.dtypes import dtype_from_name
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -35,7 +28,7 @@ class Keyed:
       dtypes: as the attribute.
 
     Attributes:
-      keys: int[n], the key of each member.
+      keys: the key of each member: numbers (n,), or texts as uint8 (n, width).
       values: a tree of arrays of shapes (n, ...).
       op: the reduction: "sum", "mean", "max", "min", "prod", "any" or "all".
       dtypes: the dtype of each reduced leaf, by name.
@@ -51,19 +44,18 @@ class Keyed:
         """Reduces the members of each key, in memory.
 
         Returns:
-          A dictionary of NumPy arrays. "key" has the distinct keys in ascending order, int[k], and
+          A dictionary of NumPy arrays. "key" has the distinct keys in ascending order, (k,), and
           "value" a tree of arrays of shapes (k, ...).
         """
-        keys = np.asarray(self.keys)
         leaves, tree = jax.tree_util.tree_flatten(self.values)
-        order = np.argsort(keys, kind="stable")
-        names, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
-        found = []
-        for leaf, name in zip(leaves, self.dtypes, strict=True):
-            wide = widened(self.op, np.asarray(leaf), np.dtype(name))
-            total = folded(self.op, wide[order], first)
-            found.append(finished(self.op, total, counts, np.dtype(name)))
-        return {"key": names, "value": jax.tree_util.tree_unflatten(tree, found)}
+        keys, *members = map(np.asarray, [self.keys, *leaves])
+        names, *found = reduced(self.by_key(keys, members), keys, members)
+        return {"key": text_of(names), "value": jax.tree_util.tree_unflatten(tree, found)}
+
+    def by_key(self, keys: Any, leaves: Sequence[Any]) -> ByKey:
+        """The reduction of members with keys and leaves of the types of arrays."""
+        types = [(x.shape[1:], np.dtype(x.dtype)) for x in (keys, *leaves)]
+        return ByKey(self.op, types[0], tuple(types[1:]), tuple(map(dtype_from_name, self.dtypes)))
 
     def tree_flatten_with_keys(self) -> Any:
         """Returns the children with their names, for JAX."""
@@ -82,10 +74,10 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any) -> NoReturn:
         raise StructureError(
             f"reduce_by_key: found {name} of its result without num_keys, whose number of rows is "
-            "known only after the run; expected the program to return the result as "
-            "it is. Give num_keys to compute with it in the program. Or compute after the run: "
-            "beamjax.run returns a table (table.arrays(), or the input of "
-            "another program), and for a result of jax.jit there is reduced()."
+            "known only after the run; expected the program to return the result as it is. Give "
+            "num_keys to compute with it in the program. Or compute after the run: beamjax.run "
+            "returns a table (table.arrays(), table.to_arrow(), or the input of another program), "
+            "and for a result of jax.jit there is reduced()."
         )
 
     return refuse
@@ -103,34 +95,3 @@ _CONVERSIONS = {
 }  # fmt: skip
 for _name, _use in {**dict.fromkeys(_ARITHMETIC, "arithmetic"), **_CONVERSIONS}.items():
     setattr(Keyed, f"__{_name}__", _refusal(_use))
-
-
-def widened(op: str, values: np.ndarray, result: np.dtype) -> np.ndarray:
-    """Casts values to the dtype in which they are reduced to the dtype `result`."""
-    if op in ("any", "all"):
-        return values != 0
-    if values.dtype.kind == "c":
-        return values.astype(np.complex128) if op in _ROUNDS else values
-    if _is_float(values.dtype) or op == "mean":
-        if op in _ROUNDS:
-            return values.astype(np.float64)
-        return values if values.dtype.isbuiltin == 1 else values.astype(np.float32)
-    return values.astype(result)
-
-
-def folded(op: str, values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Reduces each run of rows with equal keys; `first` has the first row of each run."""
-    with np.errstate(all="ignore"):
-        return REDUCERS[op].ufunc.reduceat(values, first, axis=0, dtype=values.dtype)
-
-
-def finished(op: str, totals: np.ndarray, counts: np.ndarray, result: np.dtype) -> np.ndarray:
-    """Turns the totals of keys with `counts` members into results of the dtype `result`."""
-    with np.errstate(all="ignore"):
-        if op == "mean":
-            totals = totals / counts.reshape(-1, *[1] * (totals.ndim - 1))
-        return totals.astype(result)
-
-
-def _is_float(dtype: np.dtype) -> bool:
-    return jax.numpy.issubdtype(dtype, np.floating)

@@ -78,13 +78,16 @@ def reduce_by_key(
     that tie for a maximum or minimum share the derivative equally; that of a product is as for
     `reduce_prod`.
 
-    Without `num_keys`, any int is a key, floats are added in float64 in the order of the members,
-    and the program can only return the result.
+    Without `num_keys`, any real number or text is a key, sums and means of floats are rounded once,
+    and the program can only return the result. Texts are arrays of bytes, with zeros at their ends:
+    the columns of sources that read text with `text_bytes`. -0 and 0 are one key, and so are all
+    NaN.
 
     Args:
       x: a tree of placed arrays of numbers or bools, of shapes `(n, ...)`.
-      keys: a placed array of ints of shape `(n,)`: the key of each member. With `num_keys`, members
-        whose key is not in `[0, num_keys)` are left out.
+      keys: a placed array: the key of each member. With `num_keys`, ints of shape `(n,)`; members
+        whose key is not in `[0, num_keys)` are left out. Without, real numbers of shape `(n,)`, or
+        texts as uint8 of shape `(n, width)`.
       num_keys: the number of keys, an int >= 1; None if it is not known.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
       placement: the placement; None if the program has only one.
@@ -101,15 +104,15 @@ def reduce_by_key(
       OutsideProgramError: called outside a program.
       PlacementError: the placement is unknown or ambiguous, or a leaf or the keys do not have n
         members.
-      StructureError: a leaf is not an array of numbers or bools, the keys are not ints of shape
-        `(n,)`, `num_keys` is not an int >= 1, or there is no such `op`.
+      StructureError: a leaf is not an array of numbers or bools, the keys have another
+        type, `num_keys` is not an int >= 1, or there is no such `op`.
     """
     name = "reduce_by_key"
     placement, n = resolve(name, placement)
     if op not in REDUCERS:
         raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(REDUCERS)}.")
     size = None if num_keys is None else _check_num_keys(num_keys)
-    keys = _check_keys(as_placed(name, "keys", (), keys, placement, n))
+    keys = _check_keys(as_placed(name, "keys", (), keys, placement, n), size is not None)
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
     for (path, _), value in zip(leaves, values, strict=True):
@@ -218,13 +221,22 @@ def _check_num_keys(num_keys: Any) -> int:
     return size
 
 
-def _check_keys(keys: jax.Array) -> jax.Array:
-    if keys.ndim != 1 or not jnp.issubdtype(keys.dtype, np.integer):
+def _check_keys(keys: jax.Array, known: bool) -> jax.Array:
+    if keys.ndim == 1 and jnp.issubdtype(keys.dtype, np.integer):
+        return keys
+    if known:
         raise StructureError(
             f"reduce_by_key: found keys of type {keys.dtype}{list(keys.shape)}, expected ints of "
             f"shape ({keys.shape[0]},), one for each member."
         )
-    return keys
+    is_real = keys.dtype == np.bool_ or jnp.issubdtype(keys.dtype, np.floating)
+    if (keys.ndim == 1 and is_real) or (keys.ndim == 2 and keys.dtype == np.uint8):
+        return keys
+    raise StructureError(
+        f"reduce_by_key: found keys of type {keys.dtype}{list(keys.shape)}, expected one for each "
+        f"member: real numbers of shape ({keys.shape[0]},), or texts as uint8 of shape "
+        f"({keys.shape[0]}, width), as the option text_bytes of sources reads them."
+    )
 
 
 def _is_number(dtype: Any) -> bool:

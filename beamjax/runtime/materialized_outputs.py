@@ -21,10 +21,13 @@ from jax.tree_util import PyTreeDef
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.plan.steps import Plan
+from beamjax.sources.arrays.collected import CollectedMembers
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import stored_dtype
+from beamjax.sources.arrays.part_files import PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage.scratch import allocate
 
 VERSION = 1
@@ -201,23 +204,27 @@ def _writing(path: str, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def open_placed(folder: str | os.PathLike[str]) -> Placed:
-    """Opens a placed result in files, in any process.
+def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
+    """Opens members that are in files of a folder, in any process.
 
     Args:
-      folder: the path or URL of the folder of one result, `placed.folder`.
+      folder: the path or URL of the folder of one placed result (`placed.folder`); or the path of
+        the folder of a table by key (`table.folder`), or of a call of `from_beam`.
 
     Returns:
-      A `Placed` with all members of the result.
+      A `Placed` with all members of the result, a `KeyedTable`, or the members of `from_beam`.
 
     Raises:
-      SourceError: the folder has no finished result.
+      SourceError: the folder has no finished result, or a file is missing or has changed.
       ArrayFormatError: the list of files is damaged.
     """
     from beamjax.storage import files
 
     where = files.local_path(os.fspath(folder))
     where = where if is_url(where) else os.path.abspath(where)
+    for kind in (KeyedTable, CollectedMembers):
+        if not is_url(where) and os.path.exists(os.path.join(where, kind.manifest)):
+            return kind.open(where)
     path = f"{where}/{MANIFEST}"
     try:
         record = json.loads(bytes(files.read(path)))

@@ -13,18 +13,20 @@ import jax
 import numpy as np
 
 from beamjax.errors import OptionsError, StructureError
+from beamjax.numerics.by_key import ByKey, Rows
 from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
+from beamjax.runtime.keyed_reduction import KeyedReduction
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
-from beamjax.shuffle.by_key import KeyShuffle
-from beamjax.shuffle.sorted_blocks import scratch_in
 from beamjax.sources.array_source import from_arrays
+from beamjax.sources.arrays import part_files
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.npy_source import written_parts
+from beamjax.sources.arrays.part_files import number_of_parts, prepare_folder, written_parts
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.derived_sources import ZippedSource
 from beamjax.sources.source_base import LeafSpec, Source
-from beamjax.sources.tables.keyed_table import KeyedTable, write_keyed
+from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.storage.dtypes import dtype_from_name
 
 
 @dataclass(frozen=True)
@@ -95,28 +97,34 @@ def _table(
     members = [keyed.keys, *jax.tree_util.tree_leaves(keyed.values)]
     # `jax.vmap` over the program makes the members arrays with another first axis.
     arrays = [member for member in members if not isinstance(member, Placed)]
-    if any(np.ndim(member) == 0 for member in arrays) or np.ndim(keyed.keys) != 1:
+    texts = np.ndim(keyed.keys) == 2 and keyed.keys.dtype == np.uint8
+    if any(np.ndim(member) == 0 for member in arrays) or np.ndim(keyed.keys) != 1 + texts:
         raise StructureError(
             f"result{path}: found members with keys along another axis than the first, as jax.vmap "
             "makes them; reduce_by_key without a number of keys can't be transformed by jax.vmap."
         )
     source = ZippedSource([m if isinstance(m, Placed) else from_arrays(m) for m in members])
+    by_key = ByKey(
+        keyed.op,
+        (source.leaves[0].shape, source.leaves[0].dtype),
+        tuple((leaf.shape, leaf.dtype) for leaf in source.leaves[1:]),
+        tuple(map(dtype_from_name, keyed.dtypes)),
+    )
     folder = _folder(results, path)
-    types = [LeafSpec((), np.dtype(source.leaves[0].dtype), None, "['key']")]
-    values = jax.tree_util.tree_flatten_with_path(keyed.values)[0]
-    for (where, _), leaf, name in zip(values, source.leaves[1:], keyed.dtypes, strict=True):
-        place = f"['value']{jax.tree_util.keystr(where)}"
-        types.append(LeafSpec(leaf.shape, np.dtype(name), None, place))
-    with scratch_in(folder) as scratch:
-        _shuffle(source, KeyShuffle.of(source, keyed.op, types, folder, scratch), runner, options)
+    prepare_folder(folder)
+    parts = number_of_parts(len(source) * by_key.row_bytes, part_files.PART_BYTES)
+    _reduce(source, KeyedReduction(folder, by_key, len(source), parts), runner, options)
     for member in members:
         if isinstance(member, Placed):
             member.remove()
-    parts = written_parts(folder)
     tree = jax.tree_util.tree_structure({"key": 0, "value": keyed.values}, is_leaf=_is_placed)
-    table = write_keyed(folder, parts, types, tree)
+    leaves = [LeafSpec(*by_key.key, None, "['key']")]
+    values = jax.tree_util.tree_flatten_with_path(keyed.values)[0]
+    for (where, _), (shape, _), dtype in zip(values, by_key.members, by_key.results, strict=True):
+        leaves.append(LeafSpec(shape, dtype, None, f"['value']{jax.tree_util.keystr(where)}"))
+    table = KeyedTable(folder, written_parts(folder), leaves, tree).finish()
     if not results.persistent:
-        weakref.finalize(table, _remove, KeyedTable(folder, parts, types, tree))
+        weakref.finalize(table, _remove, KeyedTable(folder, table.parts, leaves, tree))
     return table
 
 
@@ -127,17 +135,19 @@ def _remove(table: KeyedTable) -> None:
         os.rmdir(os.path.dirname(table.folder))
 
 
-def _shuffle(source: Source, shuffle: KeyShuffle, runner: Any, options: Options) -> None:
+def _reduce(source: Source, reduction: KeyedReduction, runner: Any, options: Options) -> None:
     """Reduces the members of each key into files, in this process or by a runner of Beam."""
     if runner != "local":
-        from beamjax.pipelines.tables.shuffle import reduce_by_key
+        from beamjax.pipelines.tables.by_key import reduce_by_key
 
-        reduce_by_key(source, shuffle, runner, options)
+        reduce_by_key(source, reduction, runner, options)
         return
-    ranges = shuffle.ranges(source)
-    blocks = [shuffle.save(shuffle.block(source, start, stop)) for start, stop in ranges]
-    for part in range(shuffle.list_blocks(blocks)):
-        shuffle.write(part)
+    parts: dict[int, list[Rows]] = {}
+    for start, stop in reduction.blocks():
+        for part, rows in reduction.rows(source, start, stop):
+            parts[part] = reduction.by_key.added(parts.get(part, []), [rows])
+    for part, waiting in parts.items():
+        reduction.write(part, waiting)
 
 
 def _is_placed(node: Any) -> bool:

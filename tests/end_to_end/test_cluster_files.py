@@ -11,9 +11,10 @@ from cluster_runners import params
 from helpers import assert_same_bits
 
 import beamjax as bj
+from beamjax.numerics import by_key
 from beamjax.plan import buffer_ranges
 from beamjax.plan import merging as fan_out
-from beamjax.shuffle import elements, sorted_blocks
+from beamjax.sources.arrays import part_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -32,9 +33,8 @@ def runner(request, started):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for small tables."""
-    monkeypatch.setattr(sorted_blocks, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(elements, "INLINE_BYTES", 200)
-    monkeypatch.setattr(sorted_blocks, "PART_BYTES", 700)
+    monkeypatch.setattr(by_key, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(part_files, "PART_BYTES", 700)
 
 
 def on(runner, fn, *args, keep=None, **flags):

@@ -1,16 +1,22 @@
 """Results by keys that nobody knows beforehand: as a dict of lists would give them."""
 
 import gc
+import itertools
 import os
+from fractions import Fraction
 from pathlib import Path
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import assert_same_bits
+from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.errors import (
@@ -20,8 +26,8 @@ from beamjax.errors import (
     StagingError,
     StructureError,
 )
-from beamjax.shuffle import by_key, sorted_blocks
-from beamjax.sources.tables.keyed_table import MANIFEST
+from beamjax.numerics import by_key
+from beamjax.sources.arrays import part_files
 
 N = 500
 RNG = np.random.default_rng(11)
@@ -41,8 +47,9 @@ OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Many parts and blocks for few members."""
-    monkeypatch.setattr(sorted_blocks, "PART_BYTES", 1500)
-    monkeypatch.setattr(sorted_blocks, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(part_files, "PART_BYTES", 1500)
+    monkeypatch.setattr(by_key, "BLOCK_BYTES", 4000)
+    monkeypatch.setattr(by_key, "MAX_WAITING", 2)
 
 
 def near(name, found, expected):
@@ -127,7 +134,7 @@ def test_a_tree_on_any_runner(how, tmp_path):
     counts = dict(zip(*np.unique(KEYS, return_counts=True), strict=True))
     assert dict(zip(table.keys.tolist(), table.values["count"].tolist(), strict=True)) == counts
     assert os.listdir(tmp_path / "r") == ["keyed-by"]
-    again = bj.open_keyed(table.folder)
+    again = bj.open_placed(table.folder)
     np.testing.assert_array_equal(again.keys, table.keys)
     assert again.treedef == table.treedef
 
@@ -178,12 +185,15 @@ def test_bad_input(tmp_path):
     several = jax.vmap(program, in_axes=(0, None, None))
     with pytest.raises(StructureError, match=r"result\['by'\]: found members with keys along"):
         bj.run(several, np.stack([W, W]), *ARGS[1:], runner="local")
-    with pytest.raises(SourceError, match=r"keys\.json: cannot read"):
-        bj.open_keyed(tmp_path)
+    with pytest.raises(SourceError, match=r"placed\.json: cannot read"):
+        bj.open_placed(tmp_path)
     for text in ("", "[]", "{}", '{"version": 2, "leaves": [], "parts": [], "tree": null}'):
-        (tmp_path / MANIFEST).write_text(text)
+        (tmp_path / bj.KeyedTable.manifest).write_text(text)
         with pytest.raises(ArrayFormatError, match="found no list"):
-            bj.open_keyed(tmp_path)
+            bj.open_placed(tmp_path)
+    for keys in (np.ones((N, 2), np.int32), np.ones(N, np.complex64), np.ones((N, 2), np.float32)):
+        with pytest.raises(StructureError, match=r"found keys of type .* texts as uint8 of shape"):
+            bj.run(bj.program(clients=N)(lambda x, k: bj.reduce_by_key(x, k)), KEYS, keys)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +217,165 @@ def test_a_program_that_computes_with_rows_by_key(use):
 
 
 def test_the_hash_spreads_neighbours():
-    parts = by_key.hashed(np.arange(100_000)) % np.uint64(64)
-    counts = np.bincount(parts.astype(np.int64), minlength=64)
-    assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom
-    same = {int(by_key.hashed(np.array([7], d))[0]) for d in (np.int8, np.int64, np.uint16)}
-    assert len(same) == 1
+    codes = by_key.key_codes(np.arange(100_000))
+    texts = by_key.key_codes(
+        np.array([f"key {i:06d}" for i in range(100_000)], "S").view(np.uint8).reshape(100_000, -1)
+    )
+    for keys in codes, texts:
+        counts = np.bincount((by_key.hashed(keys) % np.uint64(64)).astype(np.int64), minlength=64)
+        assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 110  # 63 degrees of freedom
+
+
+# --- keys of any type
+
+
+def text(words, width):
+    """Words as a source with `text_bytes=width` reads them."""
+    return (
+        np.array([word.encode() for word in words], f"S{width}").view(np.uint8).reshape(-1, width)
+    )
+
+
+@bj.program(rows=None)
+def sums(x, keys):
+    return bj.reduce_by_key(x, keys)
+
+
+FLOATS = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -2.5, 3.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint32", "bool"])
+def test_keys_of_numbers(dtype):
+    keys = np.array(FLOATS if "float" in dtype else [0, 1, 7, 7, 100, 3], dtype)[
+        RNG.integers(0, 6, 300)
+    ]
+    found = bj.run(sums, np.ones(300, np.int32), keys, runner="local").arrays()
+    wide = keys.astype(np.float64)
+    names, counts = np.unique(
+        np.where(wide == 0, 0.0, wide), return_counts=True
+    )  # one NaN, as in pandas
+    assert found["key"].dtype == keys.dtype
+    np.testing.assert_array_equal(found["key"].astype(np.float64), names)
+    np.testing.assert_array_equal(found["value"], counts)
+    assert not np.signbit(found["key"][found["key"] == 0].astype(np.float64)).any()
+
+
+WORDS = ["", "a", "ab", "b", "Zürich", "京都", "\U0001f600", "a b"]
+
+
+@pytest.mark.parametrize(
+    "how", [{"runner": "local"}, {"options": WORKERS}], ids=["local", "threads"]
+)
+def test_keys_of_text(how, tmp_path):
+    """From a column of Parquet, against Arrow's own grouping."""
+    words = np.array(WORDS)[RNG.integers(0, len(WORDS), N)]
+    table = pa.table({"word": words, "x": VALUES["float32"][:, 0]})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=90)
+    rows = bj.from_parquet(tmp_path / "rows.parquet", text_bytes=8)
+    by_word = bj.program(rows=None)(
+        lambda rows: bj.reduce_by_key(rows["x"], rows["word"], op="max")
+    )
+    found = bj.run(by_word, rows, **how)
+    expected = table.group_by("word").aggregate([("x", "max")]).sort_by("word")
+    assert (
+        found.to_arrow()
+        .rename_columns(["word", "x_max"])
+        .equals(expected.select(["word", "x_max"]))
+    )
+    assert found.arrays()["key"].tolist() == expected["word"].to_pylist()
+    assert sorted(found.keys.tolist()) == expected["word"].to_pylist()
+    again = bj.run(sums, bj.from_arrays(text(words, 8)), text(words, 8), runner="local")
+    assert again.values.shape == (len(WORDS), 8)
+    counted = bj.program(keys=None)(lambda table: bj.reduce_sum(table["key"]))
+    assert bj.run(counted, found, runner="local").shape == (8,)
+
+
+def test_a_table_in_arrow(tmp_path):
+    found = bj.run(
+        bj.program(clients=N)(lambda x, k: bj.reduce_by_key(x, k)), VALUES, KEYS, runner="local"
+    )
+    table, arrays = found.to_arrow(), found.arrays()
+    pq.write_table(table, tmp_path / "t.parquet")
+    again = pq.read_table(tmp_path / "t.parquet")
+    assert again["key"].to_pylist() == np.unique(KEYS).tolist()
+    assert set(again.column_names) == {"key", *(f"value.{name}" for name in VALUES)}
+    for name, column in arrays["value"].items():
+        wide = column.astype(np.float32) if name == "bfloat16" else column
+        pairs = wide.view(np.float32).reshape(-1, 2) if name == "complex64" else wide
+        assert again[f"value.{name}"].to_pylist() == pairs.tolist()
+
+
+# --- bits
+
+
+SPECIALS = [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-45, 1.0, -1.0, 2.0**-30, 1e10, -1e10, 0.0]
+
+
+@hypothesis.given(st.data(), st.sampled_from(["float32", "float64", "float16", "int64", "uint64"]))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_rows_of_any_cut_give_the_same_bits(data, dtype):
+    """Sums and means are those of fractions; products do not depend on the order of the blocks."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    n, op = data.draw(st.integers(1, 80)), data.draw(st.sampled_from(OPS))
+    if dtype.endswith("int64"):
+        x = rng.integers(0, 2**62, (n, 2)).astype(dtype)
+    else:
+        x = np.where(
+            rng.random((n, 2)) < 0.3,
+            rng.choice(SPECIALS, (n, 2)),
+            rng.normal(size=(n, 2)) * 10.0 ** rng.integers(-4, 5, (n, 2)),
+        )
+        with np.errstate(over="ignore"):
+            x = x.astype(dtype)
+    keys = rng.integers(0, 4, n)
+    result = (
+        np.dtype(bool)
+        if op in ("any", "all")
+        else np.dtype(np.float64 if op == "mean" and dtype.endswith("int64") else dtype)
+    )
+    what = by_key.ByKey(op, ((), keys.dtype), (((2,), x.dtype),), (result,))
+    cuts = [0, *sorted(rng.choice(np.arange(1, n), min(n - 1, 5), replace=False)), n]
+    found = []
+    for _ in range(2):
+        blocks = [what.of_block(keys[a:b], [x[a:b]], a) for a, b in itertools.pairwise(cuts)]
+        merged = []
+        for i in rng.permutation(len(blocks)):
+            merged = what.added(merged, [by_key.Rows.decode(blocks[i].encode())])
+            if rng.random() < 0.5:
+                merged = [what.merged(merged)]
+        found.append(what.finished(merged))
+    assert_same_bits(*found)
+    names, values = found[0]
+    assert names.tolist() == np.unique(keys).tolist()
+    if (
+        op in ("sum", "mean")
+        and np.isfinite(x).all()
+        and not (op == "sum" and dtype.endswith("int64"))
+    ):
+        for row, key in enumerate(names):
+            for column in range(2):
+                exact = sum(map(Fraction, x[keys == key, column].tolist()))
+                exact /= (keys == key).sum() if op == "mean" else 1
+                assert values[row, column] == nearest(exact, result)
+
+
+def nearest(exact, dtype):
+    """A fraction rounded to nearest even, by the candidates around it."""
+    limit = float(np.finfo(dtype).max)
+    with np.errstate(over="ignore"):
+        try:
+            near = np.dtype(dtype).type(float(exact))
+        except OverflowError:
+            return np.dtype(dtype).type(np.inf if exact > 0 else -np.inf)
+        if not np.isfinite(near) and abs(exact) < limit:
+            near = np.dtype(dtype).type(np.sign(near) * limit)
+        if not np.isfinite(near):
+            return near
+        candidates = [
+            near,
+            np.nextafter(near, np.inf, dtype=dtype),
+            np.nextafter(near, -np.inf, dtype=dtype),
+        ]
+    whole = [c for c in candidates if np.isfinite(c)]
+    bits = f"i{np.dtype(dtype).itemsize}"
+    return min(whole, key=lambda c: (abs(Fraction(float(c)) - exact), int(c.view(bits)) & 1))

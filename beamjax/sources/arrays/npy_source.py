@@ -12,7 +12,6 @@ import functools
 import glob
 import math
 import os
-import re
 import struct
 import tokenize
 import zipfile
@@ -215,49 +214,6 @@ def written_source(
     """
     files = tuple((ArrayFile(path, size),) for path in paths)
     return NpySource(files, tuple(leaves), treedef, wraps)
-
-
-# --- files of a shuffle
-
-Part = tuple[int, int]
-"""The number of a part, and the number of members in it."""
-_FIRST_LEAF = re.compile(r"part-(\d+)-leaf-000\.npy")
-
-
-class PartFiles(NpySource):
-    """Members in .npy files of one folder that a shuffle wrote: a file for each leaf of each part.
-
-    Attributes:
-      folder: the folder of the files.
-    """
-
-    def __init__(
-        self, folder: str, parts: Sequence[Part], leaves: Sequence[LeafSpec], treedef: PyTreeDef
-    ) -> None:
-        files = [
-            tuple(ArrayFile(part_path(folder, part, number), rows) for part, rows in parts)
-            for number in range(len(leaves))
-        ]
-        super().__init__(tuple(files), tuple(leaves), treedef)
-        self.folder = folder
-
-    @property
-    def file_starts(self) -> Mapping[int, int]:
-        return {}  # A shuffle divides members among parts in another way for other members.
-
-
-def part_path(folder: str, part: int, leaf: int) -> str:
-    """The file of a leaf of a part."""
-    return os.path.join(folder, f"part-{part:05d}-leaf-{leaf:03d}.npy")
-
-
-def written_parts(folder: str) -> list[Part]:
-    """The parts that have files in a folder."""
-    numbers = [int(found[1]) for found in map(_FIRST_LEAF.fullmatch, os.listdir(folder)) if found]
-    return [
-        (number, len(np.load(part_path(folder, number, 0), mmap_mode="r")))
-        for number in sorted(numbers)
-    ]
 
 
 # --- sources from files

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.arrays.npy_source import Part, PartFiles, unmap
-from beamjax.sources.source_base import LeafSpec, PyTreeDef, describe_source, natural
-from beamjax.storage import files
-
-MANIFEST = "keys.json"
-VERSION = 2
+from beamjax.numerics.accumulators import is_float
+from beamjax.numerics.by_key import key_codes, text_of
+from beamjax.sources.arrays.part_files import PartFiles
+from beamjax.sources.source_base import describe_source
 
 
 class KeyedTable(PartFiles):
     """Rows of a key and the reduction of its members, in .npy files.
 
     Made by `beamjax.run` of a program that returns `reduce_by_key(x, keys)` without a number of
-    keys, or by `open_keyed`. It is a `Source` of `{"key": int[], "value": tree}`, so another
-    program can take the rows as its members. They are in the order of the files, not of the keys.
+    keys, or by `open_placed`. It is a `Source` of `{"key": key, "value": tree}`, so another program
+    can take the rows as its members. They are in the order of the files, not of the keys. As in a
+    program, a key that is a text is an array uint8[width] with zeros at its end.
 
     Attributes:
       folder: the folder of the files.
     """
 
+    manifest = "keys.json"
+    version = 2
+
     @property
     def keys(self) -> np.ndarray:
-        """int[n]: all keys, in the order of the rows."""
-        return self.read(0, len(self))[0]
+        """All keys, in the order of the rows: numbers (n,), or str (n,) for texts."""
+        return text_of(self.read(0, len(self))[0])
 
     @property
     def values(self) -> Any:
@@ -42,9 +39,29 @@ class KeyedTable(PartFiles):
 
     def arrays(self) -> dict[str, Any]:
         """`{"key": keys, "value": values}`, in the order of the keys, in memory."""
-        arrays = self.read(0, len(self))
-        order = np.argsort(arrays[0])
-        return self._tree([array[order] for array in arrays])
+        keys, *values = self.read(0, len(self))
+        order = np.argsort(key_codes(keys), kind="stable")
+        return self._tree([text_of(keys[order]), *(array[order] for array in values)])
+
+    def to_arrow(self) -> Any:
+        """A `pyarrow.Table` of the rows, in the order of the keys, in memory.
+
+            table.to_arrow().to_pandas()
+            pyarrow.parquet.write_table(table.to_arrow(), "by_key.parquet")
+
+        Its columns are "key" and "value", or "key" and one column for each leaf of the values:
+        "value.a.b" for `value["a"]["b"]`. Arrays of a row are lists of a fixed size, floats that
+        Arrow does not have are float32, and complex numbers are lists of two floats.
+
+        Returns:
+          The table.
+        """
+        import jax
+        import pyarrow as pa
+
+        found = jax.tree_util.tree_flatten_with_path(self.arrays())[0]
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found]
+        return pa.table({name: _column(x) for name, (_, x) in zip(names, found, strict=True)})
 
     def _tree(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         import jax
@@ -55,75 +72,16 @@ class KeyedTable(PartFiles):
     def describe(self) -> str:
         return describe_source(self, f"by key in {self.folder}")
 
-    def remove(self) -> None:
-        """Removes the files, and the folder if nothing else is in it."""
-        for name in self.files:
-            unmap(os.path.join(self.folder, name))
-        files.remove_files(self.folder, [*self.files, MANIFEST])
-        with contextlib.suppress(OSError):
-            os.rmdir(self.folder)
 
+def _column(array: np.ndarray) -> Any:
+    """An array of rows as a column of Arrow."""
+    import pyarrow as pa
 
-def write_keyed(
-    folder: str, parts: list[Part], leaves: list[LeafSpec], treedef: PyTreeDef
-) -> KeyedTable:
-    """Writes the list of the files of a table, and opens it.
-
-    Returns:
-      The table.
-
-    Raises:
-      SourceError: the folder can't be written.
-    """
-    from beamjax.storage.treedefs import tree_to_json
-
-    record = {
-        "version": VERSION,
-        "parts": parts,
-        "leaves": [leaf.to_json() for leaf in leaves],
-        "tree": tree_to_json(treedef),
-    }
-    path = os.path.join(folder, MANIFEST)
-    try:
-        files.write(path, json.dumps(record).encode())
-    except OSError as error:
-        raise SourceError(f"{path}: cannot write the list of a table ({error}).") from error
-    return KeyedTable(folder, parts, leaves, treedef)
-
-
-def open_keyed(folder: str | os.PathLike[str]) -> KeyedTable:
-    """Opens a table of results by key, in any process.
-
-    Args:
-      folder: the folder of the table, a local path: `table.folder`.
-
-    Returns:
-      The table, a `Source` of rows `{"key": int[], "value": tree}`.
-
-    Raises:
-      SourceError: there is no table.
-      ArrayFormatError: its list of files is damaged.
-    """  # noqa: DOC501
-    from beamjax.storage.treedefs import tree_from_json
-
-    where = os.path.abspath(folder)
-    path = os.path.join(where, MANIFEST)
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SourceError(
-            f"{path}: cannot read ({error}); expected the folder of a table by key."
-        ) from error
-    except ValueError as error:
-        raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
-    try:
-        if record["version"] != VERSION:
-            raise TypeError(f"found version {record['version']!r:.20}, expected {VERSION}")
-        leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
-        parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
-        treedef = tree_from_json(record["tree"], path)
-        if treedef.num_leaves != len(leaves) or not leaves or not parts:
-            raise TypeError(f"found {len(leaves)} leaves for a tree of {treedef.num_leaves}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArrayFormatError(f"{path}: found no list of a table ({error})") from error
-    return KeyedTable(where, parts, leaves, treedef)
+    if array.dtype.kind == "c":
+        array = np.ascontiguousarray(array)[..., None].view(f"f{array.dtype.itemsize // 2}")
+    if array.dtype.kind == "V":
+        array = array.astype(np.float32 if is_float(array.dtype) else np.int8)
+    column = pa.array(array.reshape(-1))
+    for size in reversed(array.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column

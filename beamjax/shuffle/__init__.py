@@ -1,1 +1,0 @@
-"""Rows sorted by key, on disk."""
