@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from beamjax._text import hint
-from beamjax.diagnostics.fact_types import PlanFacts, PredictionFact
+from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.diagnostics.facts import facts_of
-from beamjax.diagnostics.forecast import prediction
 from beamjax.errors import StructureError
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import FlatCall
@@ -86,10 +85,6 @@ class Call:
         notes = self.planned.notes if notes is None else notes
         inputs = self.inputs if cached else None
         return facts_of(self.planned, self.flat.arguments, self.options, notes, self.runner, inputs)
-
-    def prediction(self) -> PredictionFact:
-        """The predicted seconds of the plan, by step."""
-        return prediction(self.plan, self.options, self.runner)
 
 
 def runner_name(backend: Any) -> str:

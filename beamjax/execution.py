@@ -260,7 +260,8 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     found = planned.plan
     if any(body.python for body in found.bodies.values()):
         # Not in the cache of plans, which must not keep the user's function.
-        recipe = Recipe(make_plan, flat, options, found.choices, unroll)
+        chosen = found.shard_sizes, found.vectorizations
+        recipe = Recipe(make_plan, flat, options, *chosen, unroll)
         found = replace(found, recipe=recipe)
     given = all(argument.value is not None for argument in flat.arguments)
     inputs = bind_inputs(found, flat.arguments) if given else None
@@ -273,8 +274,6 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     Returns:
       The backend, the options and the results of the call, as in `Call`.
     """
-    if call.options.small_work == "here" and call.prediction().is_small:
-        call = replace(call, backend=LOCAL)
     sources = sources_of(call.values.values)
     options = with_fitting_threads(call.plan, sources, call.options, call.runner)
     check_memory(call.plan, sources, options, call.runner)

@@ -21,14 +21,12 @@ from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
 from beamjax.interpreters import planning
 from beamjax.interpreters.cutting import cut as _split
-from beamjax.interpreters.cutting.remat import Decisions
 from beamjax.interpreters.staging import flatten as _flatten
 from beamjax.interpreters.staging import stage as _stage
 from beamjax.interpreters.staging.stage import Argument
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options, rules
-from beamjax.options.choices import Choices, write_json
 from beamjax.storage.schema import to_plain
 
 if TYPE_CHECKING:
@@ -47,41 +45,11 @@ class Explanation:
       stage: the name of the stage.
       text: the stage as text.
       facts: all facts about the plan, as dataclasses; None for stages other than "plan".
-      choices: the choices of the planner, for the option `plan`; None for stages other than "plan".
     """
 
     stage: str
     text: str
     facts: PlanFacts | None = None
-    choices: Choices | None = None
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        """Predicted seconds of a run on the runner of `explain`, without compilation.
-
-        None if the number of members is known only while the program runs.
-
-        Raises:
-          OptionsError: the stage is not "plan".
-        """
-        predicted = self._plan_facts("predicted_seconds").predicted
-        return None if predicted is None else predicted.seconds
-
-    def save_choices(self, path: str | os.PathLike[str]) -> None:
-        """Writes the choices of the planner to a JSON file, for the option `plan` of other runs.
-
-        Args:
-          path: the local path of the file.
-
-        Raises:
-          OptionsError: the stage is not "plan", or the file cannot be written.
-        """
-        self._plan_facts("save_choices")
-        assert self.choices is not None
-        try:
-            write_json(path, self.choices.to_json())
-        except OSError as error:
-            raise OptionsError(f"save_choices: cannot write {os.fspath(path)} ({error})") from error
 
     def __repr__(self) -> str:
         return self.text
@@ -98,8 +66,8 @@ class Explanation:
         stages other than "plan" it shows the text.
 
         Args:
-          run: a job that ran the same plan, or its report. The page then shows measured seconds
-            next to predicted ones.
+          run: a job that ran the same plan, or its report. The page then shows measured
+            seconds.
 
         Returns:
           The HTML text.
@@ -183,22 +151,20 @@ def explain(
 ) -> Explanation:
     """Explains how beamjax would run a function, without reading or computing data.
 
-    Bodies of long passes are timed on random data as for `run`; see the option `probe`.
-
     Args:
       fn: as for `run`.
       *args: as for `run`; a `jax.ShapeDtypeStruct` can replace any array.
       stage: "plan" for the steps, their bytes, and what is gathered and why; or an earlier stage:
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (the placement of each value),
         "graph" (cut at the reductions).
-      runner: the runner for which seconds and memory are predicted, as for `run`. It is not
+      runner: the runner for which memory is estimated, as for `run`. It is not
         started. If this process uses an accelerator of the platform of the plan, bodies are
         compiled to find out how much device memory they need.
       options: as for `run`.
 
     Returns:
       An `Explanation`. `to_html()` and `save(path)` make a page. For the stage "plan" it also has
-      `facts`, `to_mermaid()`, `to_json()`, `predicted_seconds` and `save_choices(path)`.
+      `facts`, `to_mermaid()` and `to_json()`.
 
     Raises:
       OptionsError: there is no such stage, or an option is unknown or has an impossible value.
@@ -220,7 +186,7 @@ def explain(
             call = reading_of.with_number(call, reading.number)
     planned = execution.plan(call, runner, parsed)
     facts = planned.facts(notes, cached=True)
-    return Explanation(stage, plan_text(facts), facts, planned.plan.choices)
+    return Explanation(stage, plan_text(facts), facts)
 
 
 def _as_array(argument: Argument) -> Argument:
@@ -239,4 +205,4 @@ def _stage_text(call: _stage.FlatCall, stage: str, options: Options) -> str:
     placed = planning.placed_program(staged, flat, call.arguments, options)
     if stage == "placed":
         return str(placed)
-    return graph_text(_split.split(placed, Decisions(options.recompute)))
+    return graph_text(_split.split(placed))

@@ -13,10 +13,16 @@ import jax
 
 from beamjax.bodies.python_bodies import settings
 from beamjax.interpreters.cutting.cut import split
-from beamjax.interpreters.cutting.remat import Decisions
 from beamjax.interpreters.cutting.scalar_steps import without_scalar_steps
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
+from beamjax.interpreters.lowering.buckets import (
+    bucket_notes,
+    buckets_of,
+    is_ragged,
+    with_buckets,
+    with_padding_checks,
+)
 from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.lower import lower, platforms_of
 from beamjax.interpreters.lowering.shard_size import file_groups
@@ -27,17 +33,8 @@ from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.flatten import flatten
 from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
-from beamjax.interpreters.tuning.autotune import PENDING, chosen_plan
-from beamjax.interpreters.tuning.buckets import (
-    bucket_notes,
-    buckets_of,
-    is_ragged,
-    with_buckets,
-    with_padding_checks,
-)
 from beamjax.options import Options
-from beamjax.options.choices import Choices, Vectorization
-from beamjax.plan.steps import Plan
+from beamjax.plan.steps import Plan, Vectorization
 
 
 @dataclass(frozen=True)
@@ -78,23 +75,19 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     full_key = (
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
-    # A plan from types alone has a key of its own: a call with arguments may still time its bodies.
-    pending_key = (*full_key, PENDING)
     known = _plans.get(call.fn, full_key)
-    if known is None and any(map(_is_abstract, call.arguments)):
-        known = _plans.get(call.fn, pending_key)
-    planned = with_file_starts(known or _tuned(call, options, unroll, buckets), call.arguments)
+    made = known or _with_lengths(call, options, unroll, buckets)
+    planned = with_file_starts(made, call.arguments)
     if planned is not known:
-        is_pending = planned.plan.choices.origin == PENDING
-        _plans.put(call.fn, pending_key if is_pending else full_key, planned)
+        _plans.put(call.fn, full_key, planned)
     return planned
 
 
-def _tuned(call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any]) -> Planned:
-    """Plans a call, with saved or probed choices, bodies for buckets and checks of padding."""
+def _with_lengths(
+    call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any]
+) -> Planned:
+    """Plans a call, with bodies for buckets of lengths and checks of padding."""
     planned = make_plan(call, options, unroll)
-    special = "members have unequal lengths" if buckets else ""
-    planned = _chosen(planned, call.arguments, options, special)
     if buckets:
         planned = _with_buckets(planned, call, options, unroll)
     if any(map(is_ragged, call.arguments)):
@@ -124,35 +117,15 @@ def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned
     return replace(planned, plan=replace(plan, file_starts=found))
 
 
-def _chosen(
-    planned: Planned, arguments: Sequence[Argument], options: Options, special: str
-) -> Planned:
-    """Replaces the plan by the one to run, with saved or probed choices if there are any."""
-
-    def relower(sizes: Mapping[str, int], vectorizations: Mapping[str, Vectorization]) -> Plan:
-        placed, stages, name = planned.placed, planned.stages, planned.staged.name
-        paths = _paths(arguments, placed)
-        return lower(placed, stages, paths, name, options, sizes, vectorizations)
-
-    abstract = any(map(_is_abstract, arguments))
-    made_from = planned.placed, planned.stages
-    plan = chosen_plan(planned.plan, *made_from, options, relower, special, abstract)
-    return replace(planned, plan=plan)
-
-
 def _is_abstract(argument: Argument) -> bool:
     return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
 
 
 def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bool) -> Planned:
     """Adds bodies for each bucket of lengths to the plan, if that is possible."""
-    vectorizations = planned.plan.choices.passes if options.plan is not None else None
 
     def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        if sizes is None and options.plan is not None:
-            sizes = planned.plan.shard_sizes
-        other = call.with_arguments(arguments)
-        return make_plan(other, options, unroll, sizes, vectorizations).plan
+        return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
 
     plan, reason = with_buckets(planned.plan, call.arguments, make)
     notes = bucket_notes(plan, call.arguments, reason)
@@ -194,16 +167,12 @@ def make_plan(
     if guard_of(options) is None:
         flat = contract_sums(flat)
     placed = placed_program(staged, flat, call.arguments, options)
-    saved = options.plan.rematerialized if isinstance(options.plan, Choices) else None
-    decisions = Decisions(options.recompute, saved)
-    stages = without_scalar_steps(placed, split(placed, decisions))
+    stages = without_scalar_steps(placed, split(placed))
     settle_sizes(placed, stages)
     groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options)
     placed = replace(placed, file_groups=groups)
     paths = _paths(call.arguments, placed)
     plan = lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
-    choices = replace(plan.choices, rematerialized=tuple(decisions.made))
-    plan = replace(plan, choices=choices)
     return Planned(staged, flat, placed, stages, plan, notes)
 
 

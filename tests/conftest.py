@@ -14,7 +14,6 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What runs on this machine took before must not show in tests.
-os.environ["BEAMJAX_PLANNER_CACHE"] = ""
 
 import browser  # noqa: E402
 import cluster_runners  # noqa: E402

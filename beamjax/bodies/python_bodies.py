@@ -31,8 +31,7 @@ from beamjax._text import callback_error
 from beamjax.bodies.jaxprs import working_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
-from beamjax.options.choices import Choices
-from beamjax.plan.steps import Body, Plan, PythonBody
+from beamjax.plan.steps import Body, Plan, PythonBody, Vectorization
 from beamjax.storage.shared_cache import SharedCache
 
 SETTINGS = (
@@ -241,8 +240,8 @@ class Recipe:
         does not import `interpreters`.
       call: a `FlatCall` of `interpreters.staging.stage`, with or without the arguments' values.
       options: the options on which planning depends.
-      choices: shard sizes and vectorization of the plan. Another process must not choose them,
-        since it exports nothing, and the rules depend on exported bodies.
+      shard_sizes, vectorizations: those of the plan. Another process must not choose them, since
+        the rules depend on platforms and files.
       unroll: whether loops and branches are unrolled.
       settings: settings of JAX.
     """
@@ -250,7 +249,8 @@ class Recipe:
     make_plan: Callable[..., Any]
     call: Any
     options: Options
-    choices: Choices
+    shard_sizes: Mapping[str, int]
+    vectorizations: Mapping[str, Vectorization]
     unroll: bool = False
     settings: Mapping[str, Any] = field(default_factory=settings)
 
@@ -265,14 +265,13 @@ class Recipe:
         arguments = [_abstract(argument) for argument in self.call.arguments]
         call = replace(self.call, arguments=arguments, structure=skeleton, restore=None)
         options = Options(
-            recompute=self.options.recompute,
-            plan=replace(self.choices, tried=()),
-            platforms=(),
-            on_error=self.options.on_error,
-            on_nonfinite=self.options.on_nonfinite,
+            platforms=(), on_error=self.options.on_error, on_nonfinite=self.options.on_nonfinite
         )
+        chosen = dict(self.shard_sizes), dict(self.vectorizations)
         try:
-            recipe = _dumps((self.make_plan, call, options, self.unroll, dict(self.settings)))
+            recipe = _dumps(
+                (self.make_plan, call, options, self.unroll, chosen, dict(self.settings))
+            )
             nodes = _nodes()
         except Exception as error:  # Objects may raise errors of any type.
             fn = self.call.fn
@@ -383,11 +382,10 @@ def _make_plan(
     call: Any,
     options: Options,
     unroll: bool,
+    chosen: tuple[Mapping[str, int], Mapping[str, Vectorization]],
     values: Mapping[str, Any],
 ) -> Plan:
     restore = functools.partial(jax.tree.unflatten, jax.tree.structure(call.structure))
-    assert isinstance(options.plan, Choices)
-    chosen = options.plan.shard_sizes, options.plan.passes
     with with_settings(values):
         return make_plan(replace(call, restore=restore), options, unroll, *chosen).plan
 

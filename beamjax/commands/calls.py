@@ -217,9 +217,7 @@ def make_call(params: dict[str, Any]) -> Call:
     if beam:
         from beamjax.pipelines.runners.options import check_flags
 
-        # `bench` may have several runners. Their flags are checked again when they run.
-        runner = params.get("runner")
-        check_flags(beam, runner if isinstance(runner, str) else "local", [*names, *parameters])
+        check_flags(beam, params["runner"], [*names, *parameters])
     _check_parameters(fn, texts or flags, is_job=not texts)
     if unchecked:
         from apache_beam.options.pipeline_options import PipelineOptions

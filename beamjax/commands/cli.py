@@ -11,7 +11,7 @@ from beamjax._version import __version__
 from beamjax.commands.answers import WRONG
 from beamjax.commands.clusters import flink, prism
 from beamjax.commands.doctor import doctor
-from beamjax.commands.functions import bench, explain, run, verify
+from beamjax.commands.functions import explain, run, verify
 from beamjax.commands.jobs import cache, jobs
 
 
@@ -21,7 +21,7 @@ def beamjax() -> None:
     """Run JAX programs on Apache Beam."""
 
 
-for command in (run, verify, explain, bench, jobs, cache, doctor, flink, prism):
+for command in (run, verify, explain, jobs, cache, doctor, flink, prism):
     beamjax.add_command(command)
 
 

@@ -62,17 +62,15 @@ class Finding:
     help="Fail if this runner can't be used on this machine.",
 )  # fmt: skip
 @click.option("--work-folder", help="Check this folder or URL for the option work_folder.")
-@click.option("--measure", is_flag=True, help="Measure and save the speed of this machine.")
 @answers
 def doctor(
-    require_platform: str | None, require_runner: Sequence[str], work_folder: str | None,
-    measure: bool,
+    require_platform: str | None, require_runner: Sequence[str], work_folder: str | None
 ) -> Answer:  # fmt: skip
     """Check what this machine can run, and what is missing."""
     # JAX would otherwise take the memory of a device that another process may be using.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     findings = []
-    for finding in examine(require_platform, require_runner, work_folder, measure):
+    for finding in examine(require_platform, require_runner, work_folder):
         echo(finding)
         findings.append(finding)
     missing = [finding.name for finding in findings if finding.status == MISSING]
@@ -82,15 +80,13 @@ def doctor(
 
 
 def examine(
-    platform: str | None, runners: Sequence[str], work_folder: str | None, measure: bool
+    platform: str | None, runners: Sequence[str], work_folder: str | None
 ) -> Iterator[Finding]:
     """Checks this machine; yields each finding as soon as it is known."""
     yield check_python()
     yield from check_packages()
     yield check_platform(platform)
     yield from map(check_probe, PROBES)
-    if measure:
-        yield check_speed()
     yield check_folder(tempfile.gettempdir(), "temporary folder")
     if work_folder is not None:
         yield check_folder(work_folder, "work folder")
@@ -194,19 +190,6 @@ def check_probe(name: str) -> Finding:
     except Exception as error:  # a broken installation raises anything
         return Finding(name, MISSING, f"{type(error).__name__}: {error}", remedy)
     return Finding(name, OK, f"{time.perf_counter() - start:.1f} s")
-
-
-def check_speed() -> Finding:
-    """The rates of this machine, which are measured if that was not done before."""
-    from beamjax.commands.measure import calibrated
-
-    known = calibrated()
-    rates = known.rates
-    found = (
-        f"{rates.flops / 1e9:.3g} GFLOP/s in bodies, {rates.nbytes / 1e9:.3g} GB/s, "
-        f"{1e6 * rates.shard:.3g} us a shard, merges {known.merge / 1e6:.3g} MB/s"
-    )
-    return Finding("speed", OK, found)
 
 
 # --- folders and runners

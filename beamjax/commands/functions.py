@@ -1,4 +1,4 @@
-"""The commands on a function: `run`, `verify`, `explain` and `bench`."""
+"""The commands on a function: `run`, `verify` and `explain`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import functools
 import os
 import shlex
 import signal
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from beamjax._text import aligned
 from beamjax.commands.answers import DONE, FAILED, INTERRUPTED, Answer, error_data
 from beamjax.commands.calls import Call, Command, call_command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
@@ -88,7 +85,6 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     lines += [f"{len(job.dropped)} members were dropped"] * bool(job.dropped)
     lines += [f"written to {out}"] * bool(out)
     lines.append(f"{job.name} on {job.runner}: {seconds:.2f} s")
-    lines += filter(None, [job.progress().advice])
     return Answer(data, "\n".join(lines))
 
 
@@ -146,21 +142,14 @@ def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> A
 @click.option(
     "--html", type=click.Path(), help="Write a page with a graph of the steps to this file."
 )
-@click.option(
-    "--save", type=click.Path(), help="Write shard sizes and loops to a file, for --plan of runs."
-)
-def explain(
-    call: Call, runner: str, stage: str, mermaid: bool, html: str | None, save: str | None
-) -> Answer:
-    """Show the plan of a function: steps, passes, bytes, memory, predicted time."""
+def explain(call: Call, runner: str, stage: str, mermaid: bool, html: str | None) -> Answer:
+    """Show the plan of a function: steps, passes, operations, bytes, memory."""
     from beamjax import explanation
 
     fn, args = call.load_for_workers() if stage == "plan" else call.load()
     found = explanation.explain(fn, *args, stage=stage, runner=runner, options=call.options)
     if html:
         save_page(found, html)
-    if save:
-        found.save_choices(save)
     data: dict[str, object] = {"stage": found.stage}
     data |= {"text": found.text} if found.facts is None else {"plan": found.to_json()}
     if mermaid:
@@ -174,75 +163,3 @@ def save_page(page: Any, path: str) -> None:
         page.save(path)
     except SourceError as error:
         raise OptionsError(f"--html {error}") from error
-
-
-@call_command
-@runner_option(
-    multiple=True, default=("local", "DirectRunner"), show_default=True,
-    help="A runner to measure; repeatable.",
-)  # fmt: skip
-@click.option(
-    "--repeat", type=click.IntRange(min=1), default=5, show_default=True, metavar="K",
-    help="Number of calls after the first.",
-)  # fmt: skip
-@click.option("--no-jit", is_flag=True, help="Do not measure jax.jit of the whole arrays.")
-def bench(call: Call, runner: tuple[str, ...], repeat: int, no_jit: bool) -> Answer:
-    """Measure the time of a function on runners and under jax.jit."""
-    import jax
-
-    from beamjax.diagnostics.text import human_seconds
-    from beamjax.execution import run
-    from beamjax.ops.leaves import name_of
-    from beamjax.verification import whole_arguments
-
-    options = replace(call.options, progress=False)
-    if options.checkpoint is not None or options.job_folder is not None:
-        raise OptionsError("bench: found a folder of a job or of checkpoints, expected neither")
-    fn, args = call.load()
-    reason = "--no-jit" if no_jit else _too_big(fn, args)
-    rows = []
-    if reason is None:
-        whole, jitted = whole_arguments(fn, args), jax.jit(fn)
-        rows.append(_measured("jit", lambda: jax.block_until_ready(jitted(*whole)), repeat))
-    fn, args = call.load_for_workers()
-    for name in dict.fromkeys(runner):
-        once = functools.partial(run, fn, *args, runner=name, options=options)
-        rows.append(_measured(name, once, repeat))
-    for row in rows:
-        row["times_jit"] = None if reason else row["median"] / rows[0]["median"]
-    cells = [("", "first call", "compiling", "best", "median", "median / jit")]
-    for row in rows:
-        times = [human_seconds(row[key]) for key in ("first", "once", "best", "median")]
-        cells.append((row["runner"], *times, "-" if reason else f"{row['times_jit']:.2f}"))
-    lines = [f"{name_of(fn)}, {repeat} calls after the first"]
-    lines += [f"  {line}" for line in aligned(cells)] + [f"without jit: {reason}"] * bool(reason)
-    return Answer({"program": name_of(fn), "runs": rows, "without_jit": reason}, "\n".join(lines))
-
-
-def _measured(name: str, call: Callable[[], Any], repeat: int) -> dict[str, Any]:
-    """Measures calls. The first one compiles: `once` is the time by which it takes longer."""
-    seconds = []
-    for number in range(repeat + 1):
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-        click.echo(f"beamjax: {name}, call {number}: {seconds[-1]:.3f} s", err=True)
-    first, rest = seconds[0], seconds[1:]
-    median = statistics.median(rest)
-    return {
-        "runner": name, "first": first, "once": max(0.0, first - median), "best": min(rest),
-        "median": median, "seconds": rest,
-    }  # fmt: skip
-
-
-def _too_big(fn: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """Why the arguments can't all be arrays in memory; None if they can."""
-    from beamjax.interpreters.staging.stage import flatten_call
-
-    call = flatten_call(fn, args)
-    if call.has_streams:
-        return "a source is a stream of unknown length"
-    need = sum(aval.size * aval.dtype.itemsize for aval in call.avals)
-    if need > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4:
-        return f"the arguments have {need / 2**30:.1f} GiB, more than a quarter of the memory"
-    return None

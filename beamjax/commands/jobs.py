@@ -154,29 +154,22 @@ def show(job: str, html: str | None) -> Answer:
         rows.append(("page", html))
     lines = aligned(rows)
     if found["state"] == "done":
-        lines += _add_result(folder, progress, found)
+        lines += _add_result(folder, found)
     return Answer({"job": found}, "\n".join(lines))
 
 
-def _add_result(folder: JobFolder, progress: Progress, found: dict[str, Any]) -> list[str]:
-    """Adds predicted and measured times and the result of a job to `found`; returns their text."""
+def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
+    """Adds the result of a job to `found`; returns its text."""
     from beamjax.commands.output import result_data, result_text
-    from beamjax.jobs.display import compared
     from beamjax.jobs.results import read_result
 
-    found["predicted"] = {
-        "seconds": dict(progress.predicted),
-        "measured": progress.measured,
-        "factors": progress.factors,
-    }
-    lines = [*aligned(compared(progress)), *filter(None, [progress.advice])]
     try:
         result = read_result(folder)
     except BeamjaxError as error:
         found["result"] = {"error": str(error)}
-        return [*lines, f"the result: {error}"]
+        return [f"the result: {error}"]
     found["result"] = result_data(result)
-    return [*lines, result_text(result)]
+    return [result_text(result)]
 
 
 @jobs.command()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from beamjax._text import Bytes
+from beamjax.plan.cost import Cost
 from beamjax.plan.merging import FanOut
 
 # --- values and steps
@@ -114,6 +115,7 @@ class StepFact:
     partial_bytes: int = 0  # sent by each shard to the reductions
     saved_bytes: int = 0  # of these, by compression
     merge: FanOut | None = None  # of the accumulators of a pass
+    cost: Cost | None = None  # of a member in a pass, or of a server step
     rounds: int | None = None  # of a loop; None while a condition holds
     reverse: bool = False  # whether a loop begins with the last entries
     handed: tuple[HandedFact, ...] = ()
@@ -160,89 +162,17 @@ class MemoryFact:
     devices: tuple[DeviceFact, ...] = ()  # one for each platform of accelerators in the plan
 
 
-# --- choices and seconds
-
-
-@dataclass(frozen=True)
-class WayFact:
-    """An alternative. Its seconds follow from fixed rates, the same on all machines."""
-
-    what: str
-    seconds: float | None = None
-    nbytes: int | None = None
+# --- choices
 
 
 @dataclass(frozen=True)
 class ChoiceFact:
-    """A choice of the planner, and the alternatives that it was compared with."""
+    """A choice of the planner."""
 
     what: str
     chosen: str
     why: str
     option: str  # that fixes it, or ""
-    seconds: float | None = None  # as for `WayFact`
-    nbytes: int | None = None
-    others: tuple[WayFact, ...] = ()
-
-
-@dataclass(frozen=True)
-class TriedFact:
-    """A measurement of a probe."""
-
-    step: str
-    shard_size: int
-    member_loop: str
-    member_seconds: float
-    is_chosen: bool
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """The predicted seconds of a step, over all rounds, workers and threads together."""
-
-    step: str
-    rounds: int  # how often the step runs
-    read: float = 0.0
-    compute: float = 0.0
-    merge: float = 0.0
-    source: str = "counted"  # where `compute` comes from: "counted" or "probe"
-    guessed: bool = False  # whether a number of rounds depends on data
-    workers: int = 1  # processes that share the step
-    gain: float = 1.0  # the speed-up by the threads of a worker
-    shards: int = 1  # in a round
-    cores: float = 1.0  # that XLA keeps busy in one thread
-
-    @property
-    def busy(self) -> float:
-        """Seconds of all workers and threads together."""
-        return self.read + self.compute + self.merge
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start of the step to its end."""
-        return (self.read + self.compute / self.gain + self.merge) / self.workers
-
-
-@dataclass(frozen=True)
-class PredictionFact:
-    """The predicted seconds of a plan on a runner, without compilation."""
-
-    runner: str
-    steps: tuple[StepSeconds, ...]  # steps that compute, in order
-    pipelines: int  # of Beam
-    overhead: float  # seconds of the runner itself
-    compile: float  # seconds to compile the executables, once in a process
-    seconds: float  # from start to end, with the overhead
-    guessed: bool  # whether a number of rounds depends on data
-    calibrated: bool  # whether the rates of this machine were measured
-    is_small: bool = False  # whether this process is clearly faster than the runner
-    advice: str = ""  # a sentence that advises to use it, if that saves enough time
-    local: float = 0.0  # `seconds` with `runner="local"`
-
-    def by_name(self) -> dict[str, float]:
-        """Returns the seconds of each step over all workers, "(runner)" and "(total)"."""
-        steps = {step.step: step.busy for step in self.steps}
-        return steps | {"(runner)": self.overhead, "(total)": self.seconds}
 
 
 # --- the plan
@@ -280,8 +210,6 @@ class PlanFacts:
     notes: tuple[str, ...] = ()  # how sources of unknown length are read, and similar notes
     memory: MemoryFact | None = None  # of a run on the runner of `explain`
     choices: tuple[ChoiceFact, ...] = ()
-    tried: tuple[TriedFact, ...] = ()  # the measurements behind the choices
-    predicted: PredictionFact | None = None  # None if the number of members is unknown
 
 
 _LINE = re.compile(r"(.+):(\d+)(?: \(|$)")

@@ -1,9 +1,9 @@
-"""Makes the facts of a plan: steps, types, bytes, memory, choices and predicted seconds."""
+"""Makes the facts of a plan: steps, types, operations, bytes, memory and choices."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,22 +24,17 @@ from beamjax.diagnostics.fact_types import (
     PlanFacts,
     ReductionFact,
     StepFact,
-    TriedFact,
     ValueFact,
-    WayFact,
     walk_facts,
 )
-from beamjax.diagnostics.forecast import prediction
 from beamjax.diagnostics.memory import device_estimates, estimate
 from beamjax.diagnostics.topology import Workers
-from beamjax.interpreters.cutting.remat import Crossing, crossings
 from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.lowering.buckets import padding_notes
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import Argument
-from beamjax.interpreters.tuning.buckets import padding_notes
-from beamjax.interpreters.tuning.search import named_passes
 from beamjax.options import Options
-from beamjax.plan.merging import MERGE_RATE, FanOut, fan_out, workers_of
+from beamjax.plan.merging import FanOut, fan_out, workers_of
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -88,8 +83,6 @@ def facts_of(
     edges = list(dict.fromkeys(edge for fact in every for edge in _edges(fact, makers)))
     edges += [Edge(o.source, o.path, o.value, o.nbytes) for o in outputs if o.value]
     platforms = dict.fromkeys(p for fact in every for p in fact.executables)
-    crossed = crossings(planned.placed, named_passes(planned.stages))
-    known = all(n is not None for n in plan.sizes.values())
     return PlanFacts(
         program=plan.name, jax_version=plan.jax_version, x64=plan.x64, passes=plan.passes(),
         placements=tuple(
@@ -105,9 +98,7 @@ def facts_of(
         executable_bytes={p: sum(f.executables.get(p, 0) for f in every) for p in platforms},
         notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
         memory=_memory(plan, arguments, options, runner),
-        choices=tuple(_choices(plan, steps, options, runner, crossed)),
-        tried=tuple(_tried(plan)),
-        predicted=prediction(plan, options, runner) if known else None,
+        choices=tuple(_choices(plan, steps, options, runner)),
     )  # fmt: skip
 
 
@@ -182,6 +173,7 @@ def step_fact(plan: Plan, step: Step, options: Options) -> StepFact:
         tuple(value for value in read if value.member_bytes is not None),
         tuple(value_fact(plan, name) for name in made),
         lines=tuple(lines),
+        cost=plan.costs.get(step.name),
         **more,
     )
 
@@ -191,7 +183,7 @@ def _pass_facts(plan: Plan, step: Map, options: Options) -> dict[str, Any]:
     reductions = tuple(_reduction_facts(plan, step, options.reduction))
     shards = plan.shards(step.placement).count
     workers = workers_of(options.beam)
-    merge = fan_out(step, shards, workers, options.reduction, options.merge_fan_out)
+    merge = fan_out(step, shards, workers, options.reduction)
     ways = []
     if step.loop_reason:
         how = "sequentially" if step.vectorization.kind == "loop" else f"in {step.vectorization}"
@@ -390,18 +382,14 @@ def _output_facts(
 
 
 def _choices(
-    plan: Plan,
-    steps: Sequence[StepFact],
-    options: Options,
-    runner: str,
-    crossed: Iterable[Crossing],
+    plan: Plan, steps: Sequence[StepFact], options: Options, runner: str
 ) -> Iterator[ChoiceFact]:
-    """Yields the choices of a plan; `crossed` are values that cross from a pass to later ones."""
+    """Yields the choices of a plan."""
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
-    sizes = dict.fromkeys(step.placement for step in passes.values())
-    for placement in sizes:
-        fixed = options.shard_size is not None and options.plan is None
-        why = "the option shard_size" if fixed else plan.choices.why
+    for placement in dict.fromkeys(step.placement for step in passes.values()):
+        why = "by bytes and operations of a member"
+        if options.shard_size is not None:
+            why = "the option shard_size"
         cut = ", cut at files" if placement in plan.file_starts else ""
         chosen = f"{plan.shard_sizes[placement]} members{cut}"
         yield ChoiceFact(f"shards of {placement}", chosen, why, "shard_size")
@@ -411,60 +399,21 @@ def _choices(
         yield ChoiceFact(f"members in {name}", str(step.vectorization), why, "member_loop")
     for fact in walk_facts(steps):
         if fact.merge is not None:
-            yield _merged(plan, passes[fact.name], fact, fact.merge)
-    for crossing in crossed:
-        yield _crossing(crossing, options)
+            yield _merged(fact, fact.merge)
+    for name, step in passes.items():
+        readers = [x for x, other in passes.items() if set(step.results) & set(other.operands)]
+        if readers:
+            nbytes = sum(value_fact(plan, value).nbytes for value in step.results)
+            chosen, why = f"{human_bytes(nbytes)} stored", f"read by {', '.join(readers)}"
+            yield ChoiceFact(f"results of {name}", chosen, why, "")
     yield from _rounds(plan, options, runner)
 
 
-def _merged(plan: Plan, step: Map, fact: StepFact, merge: FanOut) -> ChoiceFact:
-    """Returns how the partials of a pass are merged, with the alternatives."""
-    chosen, others = _groups(merge.groups), []
-    if merge.other:
-        others.append(WayFact(_groups(merge.other), merge.other_seconds, merge.merged))
-    n = plan.sizes[step.placement]
-    if n is not None:
-        nbytes = n * fact.partial_bytes
-        others.append(WayFact("each member separately", nbytes / MERGE_RATE, nbytes))
-    return ChoiceFact(
-        f"reduction of {fact.name}",
-        f"{human_bytes(fact.partial_bytes)} a shard, merged in {chosen}",
-        merge.why,
-        "merge_fan_out",
-        merge.seconds,
-        merge.merged,
-        tuple(others),
-    )
-
-
-def _groups(count: int) -> str:
-    return f"{count} groups" if count > 1 else "one step"
-
-
-def _crossing(crossing: Crossing, options: Options) -> ChoiceFact:
-    """Returns how later passes get the values of a pass: stored, or rematerialized."""
-    times, later = crossing.predicted, ", ".join(crossing.later)
-    stored = WayFact(f"{human_bytes(times.nbytes)} stored", times.stored, times.nbytes)
-    again = None if times.recomputed is None else WayFact("rematerialized", times.recomputed, 0)
-    if crossing.is_stored:
-        what, chosen, other = f"results of {crossing.step}", stored, again
-        why = f"read by {later}"
-        if again is None:
-            why += "; the later pass cannot rematerialize them from its inputs"
-    else:
-        assert again is not None
-        what, chosen, other = f"values of {crossing.step} in {later}", again, stored
-        why = "they are results of elementwise operations"
-        if not crossing.is_elementwise:
-            why = "they take little time to compute"
-    if options.recompute is not None:
-        why = f"the option recompute={options.recompute!r}; {why}"
-    elif options.plan is not None:
-        why = f"by the saved plan; {why}"
-    elif times.is_clear(recompute=not crossing.is_stored):
-        why = f"clearly faster; {why}"
-    others = () if other is None else (other,)
-    return ChoiceFact(what, chosen.what, why, "recompute", chosen.seconds, chosen.nbytes, others)
+def _merged(fact: StepFact, merge: FanOut) -> ChoiceFact:
+    """Returns how the partials of a pass are merged."""
+    groups = f"{merge.groups} groups" if merge.groups > 1 else "one step"
+    chosen = f"{human_bytes(fact.partial_bytes)} a shard, merged in {groups}"
+    return ChoiceFact(f"reduction of {fact.name}", chosen, merge.why, "")
 
 
 def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
@@ -474,15 +423,3 @@ def _rounds(plan: Plan, options: Options, runner: str) -> Iterator[ChoiceFact]:
     for loop in walk(plan.steps):
         if isinstance(loop, Loop):
             yield ChoiceFact(f"rounds of {loop.name}", chosen, why, "")
-
-
-def _tried(plan: Plan) -> Iterator[TriedFact]:
-    """Yields what a probe measured."""
-    for t in plan.choices.tried:
-        is_chosen = any(
-            (step.name, plan.shard_sizes[step.placement], step.vectorization)
-            == (t.step, t.size, t.vectorization)
-            for step in walk(plan.steps)
-            if isinstance(step, Map)
-        )
-        yield TriedFact(t.step, t.size, str(t.vectorization), t.member_seconds, is_chosen)

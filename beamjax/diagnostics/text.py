@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from beamjax._text import aligned, human_bytes
-from beamjax.diagnostics.fact_types import ChoiceFact, PlanFacts, StepFact, ValueFact, walk_facts
-from beamjax.diagnostics.forecast import GUESSED_ROUNDS
+from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
 from beamjax.interpreters.cutting import stages as cut
+from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS
 
 Row = tuple[str, ...]
 
@@ -82,21 +82,11 @@ def tables(facts: PlanFacts) -> dict[str, Table]:
         ),
         "totals": Table((), list(_totals(facts))),
         "choices": Table(
-            ("what", "chosen", "predicted cost", "because", "option"),
-            [(c.what, c.chosen, cost_text(c), c.why, c.option) for c in facts.choices],
-            (4,),
-        ),
-        "measured by a probe": Table(
-            ("step", "shards", "members", "seconds of one", ""),
-            [
-                (t.step, f"shards of {t.shard_size}", t.member_loop,
-                 human_seconds(t.member_seconds), "chosen" if t.is_chosen else "")
-                for t in facts.tried
-            ],
-            (0,),
+            ("what", "chosen", "because", "option"),
+            [(c.what, c.chosen, c.why, c.option) for c in facts.choices],
+            (3,),
         ),
     }  # fmt: skip
-    found["predicted"] = Table(("what", "seconds", "how"), list(_predicted(facts)))
     return found | dict(_memory(facts))
 
 
@@ -114,30 +104,6 @@ def _totals(facts: PlanFacts) -> Iterator[Row]:
         yield "rounds", "each round of a loop is counted once in these totals"
     for platform, nbytes in facts.executable_bytes.items():
         yield f"code for {platform}", human_bytes(nbytes)
-
-
-_SOURCES = {"counted": "counting operations", "probe": "a probe"}
-
-
-def _predicted(facts: PlanFacts) -> Iterator[Row]:
-    found = facts.predicted
-    if found is None:
-        yield "no prediction: the number of members is unknown", "", ""
-        return
-    for step in found.steps:
-        parts = {"read": step.read, "compute": step.compute, "merge": step.merge}
-        how = ", ".join(f"{name} {human_seconds(each)}" for name, each in parts.items())
-        rounds = f", {step.rounds} rounds" if step.rounds > 1 else ""
-        yield step.step, human_seconds(step.busy), f"{how}, by {_SOURCES[step.source]}{rounds}"
-    what = count(found.pipelines, "pipeline") if found.pipelines else "the runner"
-    yield f"overhead of {what}", human_seconds(found.overhead), ""
-    guess = f"assuming {GUESSED_ROUNDS} rounds while a condition holds" if found.guessed else ""
-    yield f"total on {found.runner}", human_seconds(found.seconds), guess
-    if found.runner != "local":
-        yield "total on local", human_seconds(found.local), found.advice
-    yield "compilation, in the first run", human_seconds(found.compile), ""
-    defaults = "defaults; `beamjax doctor --measure` measures them"
-    yield "rates of this machine", "", "measured" if found.calibrated else defaults
 
 
 def _memory(facts: PlanFacts) -> Iterator[tuple[str, Table]]:
@@ -175,20 +141,6 @@ def parts_text(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{what} {human_bytes(parts[what])}" for what in largest)
 
 
-def cost_text(choice: ChoiceFact) -> str:
-    """Returns the cost of a choice and of its alternatives: `3 ms, 64 B; 2 groups: 5 ms, 64 B`."""
-    if choice.seconds is None and choice.nbytes is None:
-        return ""
-    ways = [("", choice.seconds, choice.nbytes)]
-    ways += [(way.what, way.seconds, way.nbytes) for way in choice.others]
-    texts = []
-    for what, seconds, nbytes in ways:
-        parts = [] if seconds is None else [human_seconds(seconds)]
-        parts += [human_bytes(nbytes)] if nbytes else []
-        texts.append(": ".join(filter(None, (what, ", ".join(parts)))))
-    return "; ".join(texts)
-
-
 # --- steps
 
 
@@ -223,6 +175,11 @@ def step_notes(step: StepFact, facts: PlanFacts) -> Iterator[Row]:
         yield "merges", step.merge.text(human_bytes(step.merge.nbytes))
     if step.functions:
         yield "functions", ", ".join(step.functions)
+    if step.cost is not None:
+        each = "a member: " if step.kind == "Map" else ""
+        guess = f", if loops have {GUESSED_ROUNDS} rounds" if step.cost.guessed else ""
+        nbytes = human_bytes(round(step.cost.nbytes))
+        yield "computes", f"{each}{step.cost.flops:,.0f} operations, {nbytes} moved{guess}"
     if step.reason:
         yield "why", step.reason
     for line in filter(None, step.lines):
@@ -255,8 +212,6 @@ def step_title(step: StepFact, facts: PlanFacts) -> str:
 def plan_text(facts: PlanFacts) -> str:
     """Returns a plan as text."""
     shown = tables(facts)
-    if not facts.tried:
-        del shown["measured by a probe"]
     lines = [
         f"plan of {facts.program}",
         f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
@@ -282,15 +237,11 @@ def _section(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _choices(rows: Sequence[Row]) -> list[str]:
-    """Returns choices, with the cost of each on a line of its own."""
     short = [
         (what, chosen, why + (f" (option {option})" if option else ""))
-        for what, chosen, _, why, option in rows
+        for what, chosen, why, option in rows
     ]
-    title, blank, *lines = _section("choices", short)
-    costs = [f"    cost: {cost}" if cost else "" for _, _, cost, _, _ in rows] or [""]
-    pairs = itertools.chain(*zip(lines, costs, strict=True))
-    return [title, blank, *filter(None, pairs)]
+    return _section("choices", short)
 
 
 def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:

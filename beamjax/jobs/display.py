@@ -159,16 +159,6 @@ class NotebookBar(Bar):
             self._handle.update(shown, raw=True)
 
 
-def compared(progress: Progress) -> list[tuple[str, str, str, str]]:
-    """Rows of predicted seconds, measured seconds, and their ratio."""
-    measured, factors = progress.measured, progress.factors
-    rows = [
-        (name, f"{progress.predicted[name]:.3g} s", f"{measured[name]:.3g} s", f"x {factor:.2g}")
-        for name, factor in sorted(factors.items(), key=lambda pair: pair[0].startswith("("))
-    ]
-    return [("", "PREDICTED", "MEASURED", "FACTOR"), *rows] if rows else []
-
-
 def made_in_words(done: Tally) -> str:
     """A line on executables, bodies and broadcasts; "" if there are none."""
     parts = []

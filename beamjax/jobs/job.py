@@ -314,13 +314,7 @@ class JobRun:
             parent = options.work_folder or tempfile.gettempdir()
             self._folder = JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}"))
         letters = DeadLetters(options.drop_limit, options.dead_letters)
-        seconds, advice = {}, ""
-        if self._folder is not None:
-            predicted = call.prediction()
-            seconds, advice = predicted.by_name(), predicted.advice
-        self.monitor = Monitor(
-            call.plan, self._folder, letters, seconds, advice, strict=options.strict
-        )
+        self.monitor = Monitor(call.plan, self._folder, letters, strict=options.strict)
         self._recording: Recording | None = None
         if self._folder is not None:
             self._recording = Recording(self._folder, self.monitor, call, display, reports)

@@ -49,12 +49,12 @@ def run_page(report: Report) -> Page:
         "states": STATES,
         "tiles": list(_tiles(report)),
         "error": _error(report.error or {}),
-        "warnings": [*report.warnings, *filter(None, [report.progress.advice])],
+        "warnings": report.warnings,
         "over_time": over_time,
         "curves": curves,
         "second_kinds": SECONDS,
         "shares": list(_shares(report)),
-        "step_head": (*STEP_HEAD, "predicted"),
+        "step_head": STEP_HEAD,
         "step_rows": list(_step_rows(report)),
         "reasons": [(count, *key) for key, count in report.reasons.items()],
         "dropped": [
@@ -77,9 +77,6 @@ def run_page(report: Report) -> Page:
 def _tiles(report: Report) -> Iterator[Tile]:
     progress, done = report.progress, report.progress.done
     yield human_seconds(progress.seconds), "in total", False
-    predicted = progress.predicted.get("(total)")
-    if predicted is not None:
-        yield human_seconds(predicted), "predicted, without compilation", False
     yield f"{done.members:,}", _of("members", progress.members), False
     yield f"{progress.members_per_second:,.0f}", "members/s", False
     yield f"{done.shards:,}", _of("shards", progress.shards), False
@@ -252,13 +249,11 @@ def _shares(report: Report) -> Iterator[tuple[str, dict[str, float], str]]:
 
 
 def _step_rows(report: Report) -> Iterator[tuple[Any, ...]]:
-    predicted = report.progress.predicted
     for name, tally in report.progress.steps.items():
         yield (
             name, tally.members, tally.shards, tally.retries, human_bytes(tally.bytes_read),
             human_bytes(tally.bytes_padding), tally.executables,
             *map(human_seconds, seconds_by_kind(tally).values()),
-            human_seconds(predicted[name]) if name in predicted else "",
         )  # fmt: skip
 
 

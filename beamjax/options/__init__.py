@@ -14,7 +14,6 @@ from typing import Any
 
 from beamjax.errors import OptionsError
 from beamjax.options import rules
-from beamjax.options.choices import MEMBER_LOOPS, RECOMPUTE, Choices
 from beamjax.options.rules import REQUIRED as REQUIRED
 from beamjax.options.rules import Rule
 from beamjax.storage import files
@@ -37,16 +36,9 @@ class Options:
 
     Attributes:
       shard_size: number of members in a shard, a multiple of 8. None chooses it by the bytes of a
-        member, or by `probe`.
+        member.
       member_loop: how the members of a shard are computed: "vmap" all at once, "loop" sequentially,
-        "batches" some at a time. None chooses by the bodies, or by `probe`.
-      member_batch: number of members computed at a time with "batches", a multiple of 8 that
-        divides the shard size. None chooses it by the bytes of a member.
-      probe: whether to choose shard size and loop by timing the bodies on made-up data. None does
-        so for long passes, where it pays; True also for short ones; False never. The results are
-        remembered, by program, machine and version of JAX.
-      plan: a file that `explain(...).save_choices(path)` wrote. The run takes its shard sizes and
-        loops, and so computes the same bits.
+        "batches" some at a time. None chooses by the bodies.
       reduction: how floats are added: "exact" rounds sums and means correctly, with the same bits
         in any order, "fast" adds in float64, and the last bits depend on the order.
       platforms: platforms of the workers: "cpu", "cuda", "rocm", "tpu". None means
@@ -58,15 +50,6 @@ class Options:
       work_folder: folder for values that are too large for a Beam element while a pipeline runs. It
         is a path or URL that this process and all workers can reach. None makes a temporary folder
         on this machine.
-      recompute: which placed values later passes rematerialize instead of reading stored ones:
-        "elementwise" the results of elementwise operations, "nothing" none, "everything" all that
-        can be rematerialized. Then bodies of `map_fn` run again. None is "elementwise", except
-        where the other way is predicted to be clearly faster.
-      merge_fan_out: number of groups in which the partials of a pass are merged in parallel, before
-        the results of the groups are merged. 1 merges them in one step. None chooses the number
-        with the least predicted time, from bytes and workers.
-      small_work: where a short program runs: "here" takes this process if the predicted work is a
-        small part of the overhead of a pipeline, "runner" always the runner.
       gather_limit: largest number of bytes of a placed value that staging gathers to the server.
         None sets no limit. `explain` shows what is gathered, and why.
       job_folder: folder for the records of the job and its result, from which `open_job` reads them
@@ -143,13 +126,7 @@ class Options:
     """
 
     shard_size: int | None = _option(None, rules.eights, planning=True)
-    member_loop: str | None = _option(None, rules.one_of(*MEMBER_LOOPS), planning=True)
-    member_batch: int | None = _option(None, rules.eights, planning=True)
-    probe: bool | None = _option(None, rules.boolean, planning=True)
-    plan: Choices | str | None = _option(None, rules.saved_plan, planning=True)
-    recompute: str | None = _option(None, rules.one_of(*RECOMPUTE), planning=True)
-    merge_fan_out: int | None = _option(None, rules.at_least_1)
-    small_work: str = _option("runner", rules.one_of("runner", "here"))
+    member_loop: str | None = _option(None, rules.one_of(*rules.MEMBER_LOOPS), planning=True)
     reduction: str = _option("exact", rules.one_of("exact", "fast"))
     platforms: tuple[str, ...] | None = _option(None, rules.platforms, planning=True)
     work_folder: str | None = _option(None, rules.path("folder"))
@@ -318,17 +295,6 @@ def _checked(options: Options) -> Options:
 
 def _check_together(options: Options) -> None:
     """Raises OptionsError for options that exclude each other."""
-    batch, size = options.member_batch, options.shard_size
-    if batch is not None and options.member_loop != "batches":
-        raise OptionsError(
-            f"member_batch: found {batch}, but members don't come in batches; add "
-            "member_loop='batches'"
-        )
-    if batch is not None and size is not None and (size % batch or size == batch):
-        raise OptionsError(
-            f"member_batch: found {batch} with shard_size={size}, expected a smaller number that "
-            "divides the shard size"
-        )
     if options.dead_letters and "drop" not in (options.on_error, options.on_nonfinite):
         raise OptionsError(
             "dead_letters: found a file, but no members are dropped; add on_error='drop' or "

@@ -10,8 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from beamjax.options.choices import MULTIPLE, Choices, read_choices
 from beamjax.storage import files
+
+MEMBER_LOOPS = ("vmap", "batches", "loop")
+"""How a shard is computed: all members at once, some at once, or sequentially."""
+MULTIPLE = 8
+"""Shard sizes and batches are multiples of this, so that the bits of a member do not depend on its
+row in the batch."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,3 @@ def _platforms(found: Any) -> tuple[str, ...]:
 
 
 platforms = Rule(f"a list of {', '.join(PLATFORMS)}", _platforms)
-
-
-def _saved_plan(found: Any) -> Choices:
-    return found if isinstance(found, Choices) else read_choices(path("file").read(found))
-
-
-saved_plan = Rule("the path of a file", _saved_plan, is_path=True)

@@ -16,7 +16,6 @@ class Cost:
       guessed: whether it includes a loop whose number of rounds depends on data and was guessed.
       extra: time by which these operations are slower than matrix products of as many operations,
         in operations of a matrix product.
-      shared: the part of `weight` that XLA runs on all cores, even inside a loop.
     """
 
     flops: float = 0.0
@@ -24,7 +23,6 @@ class Cost:
     calls: float = 0.0
     guessed: bool = False
     extra: float = 0.0
-    shared: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -33,15 +31,12 @@ class Cost:
             self.calls + other.calls,
             self.guessed or other.guessed,
             self.extra + other.extra,
-            self.shared + other.shared,
         )
 
     def times(self, count: float) -> Cost:
         """The cost of doing this work `count` times."""
         flops, nbytes, calls = count * self.flops, count * self.nbytes, count * self.calls
-        return Cost(
-            flops, nbytes, calls, self.guessed, count * self.extra, count * self.shared
-        )  # fmt: skip
+        return Cost(flops, nbytes, calls, self.guessed, count * self.extra)
 
     @property
     def weight(self) -> float:
@@ -79,38 +74,3 @@ class Rates:
 
 USUAL = Rates()
 """Rates of a typical machine. Decisions based on them are the same on all machines."""
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """The overhead of a runner.
-
-    Attributes:
-      pipeline: seconds per pipeline.
-      step: seconds per step of a pipeline.
-      shard: seconds per shard, for the Beam elements of its range and partials.
-    """
-
-    pipeline: float
-    step: float
-    shard: float = 2e-4
-
-
-RUNNERS = {
-    "local": Fixed(0.0, 3e-4, 0.0),
-    "DirectRunner": Fixed(0.025, 0.05, 5e-5),
-    "PrismRunner": Fixed(0.5, 0.1),
-    "FlinkRunner": Fixed(3.0, 0.2),
-    "SparkRunner": Fixed(4.0, 0.3),
-    "DataflowRunner": Fixed(240.0, 5.0),
-}
-"""Overheads of runners, measured with a warm job server and running workers."""
-ELSEWHERE = Fixed(3.0, 0.2)
-RESIDENT = Fixed(0.0, 6e-3, 8e-5)
-"""The overhead of a pass on resident workers, which is about the same on all runners. Measured with
-64 shards a pass on the DirectRunner: 9.3 to 10.6 ms."""
-
-
-def runner_overhead(runner: str) -> Fixed:
-    """The overhead of a runner, by its name."""
-    return RUNNERS.get("DirectRunner" if runner == "FnApiRunner" else runner, ELSEWHERE)

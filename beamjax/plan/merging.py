@@ -48,10 +48,6 @@ class FanOut:
       in_files: whether partials are stored in files and travel as references to them.
       groups: number of parallel merges of each range before the last merge; 1 for none.
       why: the reason for the number of groups, as text.
-      seconds: predicted time of the merges.
-      other: number of groups of the alternative, 0 for none.
-      other_seconds: predicted time with `other` groups.
-      merged: total bytes that are merged.
     """
 
     pieces: int
@@ -59,10 +55,6 @@ class FanOut:
     in_files: bool
     groups: int
     why: str
-    seconds: float = 0.0
-    other: int = 0
-    other_seconds: float = 0.0
-    merged: int = 0
 
     def text(self, size: str) -> str:
         """A line for the user; `size` is `nbytes` as text."""
@@ -72,9 +64,7 @@ class FanOut:
         return f"{size} of accumulators in {where}, merged in {pieces}{groups}: {self.why}"
 
 
-def fan_out(
-    step: Map, shards: int | None, workers: int | None, mode: str, fixed: int | None = None
-) -> FanOut:
+def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
     """Chooses how the reductions of a pass are merged.
 
     Args:
@@ -82,25 +72,11 @@ def fan_out(
       shards: its number of shards, None if unknown.
       workers: the number of workers that merge at the same time, None if unknown.
       mode: of the accumulators, "exact" or "fast".
-      fixed: the number of groups, if the user chose it.
     """
     nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
     pieces = len(file_ranges(step) if in_files else accumulator_ranges(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     each = nbytes // pieces if pieces else 0
-
-    def predicted(groups: int) -> FanOut:
-        """The result for a number of groups, with predicted times for it and an alternative."""
-        other = 1 if groups > 1 else 2 if partials > 3 else 0
-        seconds, others = (
-            _seconds(g, pieces, partials, each, workers or 1) if g else 0.0 for g in (groups, other)
-        )
-        merged = partials * nbytes
-        return FanOut(pieces, nbytes, in_files, groups, why, seconds, other, others, merged)
-
-    if fixed is not None:
-        why = f"the option merge_fan_out={fixed}"
-        return predicted(min(fixed, max(partials, 1)))
     groups = _groups(pieces, partials, each, workers or 1)
     workers_text = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
@@ -109,7 +85,7 @@ def fan_out(
         why = f"too few bytes to divide among {workers_text}"
     else:
         why = "on one worker" if 1 in (pieces, workers) else f"in parallel on {workers_text}"
-    return predicted(groups)
+    return FanOut(pieces, nbytes, in_files, groups, why)
 
 
 def is_in_files(step: Map, mode: str) -> bool:

@@ -17,10 +17,26 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-from beamjax.options.choices import Choices, Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shards
+
+
+@dataclass(frozen=True)
+class Vectorization:
+    """How a pass computes the members of a shard.
+
+    Attributes:
+      kind: "vmap" all at once, "batches" some at a time, or "loop" sequentially.
+      batch: number of members that are computed at once, for "batches"; otherwise 0.
+    """
+
+    kind: str = "vmap"
+    batch: int = 0
+
+    def __str__(self) -> str:
+        return f"batches of {self.batch}" if self.kind == "batches" else self.kind
+
 
 VMAP = Vectorization()
 
@@ -473,7 +489,6 @@ class Plan:
       x64: whether 64-bit types were enabled when the program was staged.
       recipe: a `python_bodies.Recipe` of the plan, if a body runs as Python.
       costs: cost per member of each pass, and of each server step, by name of the step.
-      choices: shard sizes and the like, with the reason for them.
     """
 
     name: str
@@ -490,7 +505,6 @@ class Plan:
     constants: tuple[Any, ...] = field(default=(), repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
-    choices: Choices = field(default_factory=Choices, compare=False, repr=False)
 
     def shards(self, placement: str) -> Shards:
         """The shards of a placement."""
@@ -517,6 +531,11 @@ class Plan:
     def passes(self) -> int:
         """Number of passes over placed data; a pass in a loop counts once."""
         return sum(isinstance(step, Map) for step in walk(self.steps))
+
+    @property
+    def vectorizations(self) -> dict[str, Vectorization]:
+        """How each pass computes its shards, by name of the pass."""
+        return {step.name: step.vectorization for step in walk(self.steps) if isinstance(step, Map)}
 
     def nbytes(self, name: str) -> int:
         """Bytes of a value, with all members."""

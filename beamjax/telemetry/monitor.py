@@ -42,8 +42,6 @@ class Monitor(Listener):
       plan: the plan of the run.
       folder: the folder of the job, through which other processes follow it, or None.
       letters: records the members that are dropped.
-      predicted: predicted seconds by step, see `Progress`.
-      advice: a sentence on a faster way to run the job, or "".
       strict: the option `strict`.
 
     Attributes:
@@ -60,8 +58,6 @@ class Monitor(Listener):
         plan: Plan,
         folder: JobFolder | None = None,
         letters: DeadLetters | None = None,
-        predicted: Mapping[str, float] | None = None,
-        advice: str = "",
         strict: bool = False,
     ):
         super().__init__(HERE, traces=folder is not None)  # nothing else reads the events
@@ -72,7 +68,7 @@ class Monitor(Listener):
         self.round_ends: Moments[float] = Moments()
         self.checkpoints: Moments[float] = Moments()
         self.checksums = Checksums(enabled=folder is not None)
-        self._plan, self._predicted, self._advice = plan, predicted or {}, advice
+        self._plan = plan
         self._began = time.monotonic()
         self._rounds = 0
         self._resumed: list[Step] = []
@@ -242,8 +238,6 @@ class Monitor(Listener):
                 whole,
                 members=_less(whole.members, resumed.members),
                 shards=_less(whole.shards, resumed.shards),
-                predicted=self._predicted,
-                advice=self._advice,
                 done=sum(steps.values(), Tally()),
                 steps=steps,
                 rounds=self._rounds + (resumed.rounds_total or 0),

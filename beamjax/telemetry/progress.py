@@ -99,9 +99,6 @@ class Progress:
       workers: the number of processes that have written records.
       seconds: seconds since the job began.
       steps: the work so far for each step, by name, in all of its rounds together.
-      predicted: predicted seconds for each step by name, for the runner itself as "(runner)" and in
-        total as "(total)", without compilation. Empty without a prediction.
-      advice: a sentence if another runner is predicted to be clearly faster; otherwise "".
     """
 
     done: Tally = field(default_factory=Tally)
@@ -115,8 +112,6 @@ class Progress:
     workers: int = 0
     seconds: float = 0.0
     steps: Mapping[str, Tally] = field(default_factory=dict)
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    advice: str = ""
 
     def __repr__(self) -> str:
         return f"<Progress {in_words(self)}>"
@@ -124,28 +119,6 @@ class Progress:
     def _repr_html_(self) -> str:
         done = "" if self.fraction is None else f' value="{self.fraction:.3f}"'
         return f"<progress{done}></progress> {html.escape(in_words(self))}"
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """Measured seconds for the entries of `predicted`, by the same names.
-
-        The time of a step is that of reading, transfers, computing and merging on all workers
-        together. The total is the time since the job began. Compilation is not included.
-        """
-        found = {name: _busy(tally) for name, tally in self.steps.items()}
-        total = max(self.seconds - self.done.compile, 0.0)
-        rest = max(total - _busy(self.done), 0.0)
-        return found | {"(runner)": rest, "(total)": total}
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """The ratio of measured to predicted seconds, for names that have both."""
-        measured = self.measured
-        return {
-            name: measured[name] / seconds
-            for name, seconds in self.predicted.items()
-            if name in measured and seconds > 0
-        }
 
     @property
     def members_per_second(self) -> float:
@@ -169,11 +142,6 @@ class Progress:
         """Returns the progress as JSON values."""
         found: dict[str, Any] = to_plain(self)
         return found
-
-
-def _busy(tally: Tally) -> float:
-    """Returns the seconds of a tally without those of compiling."""
-    return tally.read + tally.transfer + tally.compute + tally.merge
 
 
 # --- what there is to do

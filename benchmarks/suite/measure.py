@@ -72,7 +72,6 @@ def measure(case: str, folder: Path, settings: Settings) -> dict[str, Any]:
     for row in rows:
         seconds = row.get("seconds")
         row["x_loop"] = seconds / loop if seconds and loop else None
-        row["predicted"] = planned["predicted"].get(row["way"])
     title = CASES[case].text(size)
     return {"title": title, "size": size, "plan": planned, "rows": rows}
 

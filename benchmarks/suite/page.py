@@ -35,8 +35,6 @@ that of the first way.
   rounds, and before the first call.
 - *differs*: the largest difference of a leaf from the result of the first way, divided by the
   largest number of the leaf.
-- *predicted*: seconds that `bj.explain` predicts on a machine that was not measured. Its constants
-  were fitted to workloads like these.
 - *~*: extrapolated linearly, from the part of the workload in the last column and a quarter of it.
 
 The other tools:
@@ -155,8 +153,6 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     ratio = "" if row.get("x_loop") is None else f"{mark}{row['x_loop']:.2f}"
     unit = "".join(name for name in about or {} if name != "seconds")
     note = f"from {about[unit]:,} {'members' if unit == 'n' else unit}" if about else ""
-    if row.get("predicted") is not None:
-        note = f"predicted {row['predicted']:.3f}"
     return [
         row["title"], f"{mark}{row['seconds']:.3f}", ratio, f"{mark}{row['first_seconds']:.2f}",
         f"{row['peak_mib']:.0f}", f"{row['start_mib']:.0f}", f"{row['difference']:.1e}", note,

@@ -9,8 +9,6 @@ An answer may be {"missing": package} or {"error": text} instead.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import logging
 import os
@@ -19,7 +17,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.suite.cases import CASES
-from benchmarks.suite.ways import ALL, DIRECT, LOCAL, Call, Job, Way
+from benchmarks.suite.ways import ALL, Call, Job, Way
 
 
 class Served:
@@ -89,19 +86,17 @@ class Served:
 
 
 def plan(job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """What beamjax plans: members in a shard, and the seconds that it predicts, if it does."""
+    """What beamjax plans: members in a shard, passes and bytes."""
     import beamjax as bj
 
     problem = job.open()
     program, source = problem.program(bj), problem.source(bj)
-    explain = functools.partial(bj.explain, program, problem.server, source, options=options)
-    facts = explain().to_json()
+    facts = bj.explain(program, problem.server, source, options=options).to_json()
     return {
         "shard_size": facts["placements"][0]["shard_size"], "at_once": at_once(facts),
         "nbytes": problem.nbytes,
         "passes": facts["passes"], "partial_bytes": facts["partial_bytes"],
         "broadcast_bytes": facts["broadcast_bytes"],
-        "predicted": predictions(explain),
     }  # fmt: skip
 
 
@@ -110,15 +105,6 @@ def at_once(facts: dict[str, Any]) -> int:
     ways = (choice["chosen"] for choice in facts["choices"] if choice["option"] == "member_loop")
     batches = [int(way.split()[-1]) for way in ways if way.startswith("batches")]
     return min(batches, default=facts["placements"][0]["shard_size"])
-
-
-def predictions(explain: Callable[..., Any]) -> dict[str, float | None]:
-    """Seconds that beamjax predicts on its runners, in versions that do."""
-    if "runner" not in inspect.signature(explain).parameters:
-        return {}
-    runners = {LOCAL: "local", DIRECT: "DirectRunner"}
-    told = {way: explain(runner=runner) for way, runner in runners.items()}
-    return {way: getattr(each, "predicted_seconds", None) for way, each in told.items()}
 
 
 def tally(job: Job) -> dict[str, Any]:

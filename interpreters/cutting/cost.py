@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
-from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn, with_nested
+from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
@@ -29,9 +29,6 @@ of the arithmetic.
 Measured as about 2 ns on a CPU core, for kernels of 5 x 5 from 1 to 6 and from 6 to 16 channels, in
 the layout of `lowering/convolutions.py`. For 3 x 3 from 1 to 32 channels it is less than 1 ns. With
 more channels it is small compared with the arithmetic, which is as fast as in matrix products."""
-SHARED_PRODUCT, SHARED_CONVOLUTION = 1e7, 1e6
-"""Arithmetic operations above which XLA's libraries use all cores for a matrix product and for a
-convolution, even inside loops; measured by the number of busy cores."""
 
 _OPERATIONS = dict.fromkeys(
     """exp exp2 expm1 log log1p sin cos tan tanh sinh cosh asin acos atan atan2 asinh acosh atanh
@@ -54,8 +51,6 @@ _FREE = frozenset(
 """Primitives without a cost, because XLA fuses them into the operations that read them."""
 _FUSED = 0.25
 """Share of the results of elementwise operations that XLA writes to memory; it fuses the others."""
-_SHARED = ("dot_general", "conv_general_dilated")
-"""Primitives that XLA's libraries may run on all cores."""
 _CUBIC = {"cholesky": 1 / 3, "triangular_solve": 1.0, "lu": 2 / 3, "eigh": 10.0, "svd": 20.0}
 _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 3}
 """Arithmetic operations of linear algebra on an n x n matrix, in units of n**3."""
@@ -126,12 +121,6 @@ def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
     return total
 
 
-def stage_waits_for_data(stage: MapStage) -> bool:
-    """Whether a pass holds a loop whose number of rounds depends on data."""
-    eqns = (eqn for emission in stage.emissions for eqn in with_nested(emission.eqn))
-    return any(eqn.primitive.name == "while" for eqn in eqns)
-
-
 def _operation(
     name: str,
     params: dict[str, Any],
@@ -158,10 +147,7 @@ def _operation(
     if dense is not None:
         convolves = name == "conv_general_dilated"
         extra = GATHERED * _places(params, ins, outs) if convolves else 0.0
-        least = SHARED_CONVOLUTION if convolves else SHARED_PRODUCT
-        shared = dense + extra if dense >= least and name in _SHARED else 0.0
-        moved = float(_bytes(read) + _bytes(outs))
-        return Cost(dense, moved, 1, extra=extra, shared=shared)
+        return Cost(dense, float(_bytes(read) + _bytes(outs)), 1, extra=extra)
     made = sum(map(_size, outs))
     if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
         flops = float(max(sum(map(_size, ins)), made))

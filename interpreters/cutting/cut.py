@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from beamjax import _compat
-from beamjax.interpreters.cutting.remat import CHEAP, Decisions, by_cost
+from beamjax.interpreters.cutting.remat import CHEAP, by_cost
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,
@@ -36,17 +36,11 @@ from beamjax.interpreters.program import Atom, BranchEqn, Eqn, FlatBlock, LoopEq
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 
-def split(program: PlacedProgram, decisions: Decisions | None = None) -> list[Stage]:
-    """Cuts a program into stages, in an order in which they can run.
-
-    Args:
-      program: the placed program.
-      decisions: which placed values later passes rematerialize. The decisions for this program are
-        recorded in it.
-    """
+def split(program: PlacedProgram) -> list[Stage]:
+    """Cuts a program into stages, in an order in which they can run."""
     flat = program.flat
     places = tuple(program.place(atom) for atom in flat.outputs)
-    return _Splitter(program, flat, places, None, None, decisions or Decisions()).stages()
+    return _Splitter(program, flat, places, None, None).stages()
 
 
 class _Splitter:
@@ -65,9 +59,7 @@ class _Splitter:
         outputs: tuple[Place, ...],
         around: _Splitter | None,
         user: Eqn | None,
-        decisions: Decisions,
     ):
-        self.decisions = decisions
         self.program = program
         self.block = block
         self.outputs = outputs
@@ -241,20 +233,13 @@ class _Splitter:
         return ServerStage(eqns[::-1], [var for var in read if var not in made])
 
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
-        return _Splitter(self.program, block, places, self, user, self.decisions)
+        return _Splitter(self.program, block, places, self, user)
 
     def _cheap(self) -> set[Var]:
         """The placed values that later passes rematerialize."""
-        recompute = self.decisions.recompute
-        if recompute == "nothing":
-            return set()
         possible = self._from_given(lambda eqn: not eqn.effects)
-        if recompute == "everything":
-            return possible
         default = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
-        if recompute == "elementwise":
-            return default
-        return by_cost(self.program, self.block, self.levels, default, possible, self.decisions)
+        return by_cost(self.program, self.block, self.levels, default, possible)
 
     def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
         """The values that equations with `may(eqn)` alone compute from what every pass can read."""

@@ -1,7 +1,7 @@
 """Decides which placed values are stored for later passes, and which are rematerialized.
 
 A value that one pass computes and a later pass reads is either written and read, or computed anew
-from the inputs of the program. The predicted times of both depend only on counted costs and fixed
+from the inputs of the program. The estimated times of both depend only on counted costs and fixed
 rates, so that a program is cut in the same way on all machines and for all runners.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from beamjax.interpreters.cutting.cost import member_cost
 from beamjax.interpreters.cutting.stages import Emission, MapStage
@@ -17,7 +16,6 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
 from beamjax.interpreters.rules.factors import ELEMENTWISE
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
 from beamjax.interpreters.staging.flatten import host_call
 from beamjax.plan.cost import USUAL
 
@@ -34,87 +32,37 @@ INPUT_RATE = 1e9
 USUAL_SHARD = 64
 """Assumed shard size: the number of members that share the overhead of starting an operation."""
 CLEARLY = 3.0
-"""Factor by which the other way must be faster than the default. Predictions are rough, and a
+"""Factor by which the other way must be faster than the default. Estimates are rough, and a
 small difference must not change which passes a program has."""
 WORTH_SECONDS = 1.0
-"""Predicted seconds that the other way must also save."""
+"""Estimated seconds that the other way must also save."""
 
 
-@dataclass(frozen=True)
-class RematerializationTimes:
-    """Predicted times for values that later passes read.
-
-    Attributes:
-      nbytes: bytes of the values, for all members.
-      stored: seconds to write them once and to read them in each later pass.
-      recomputed: seconds to rematerialize them in each later pass; None if that is impossible.
-    """
-
-    nbytes: int
-    stored: float
-    recomputed: float | None
-
-    def is_clear(self, recompute: bool) -> bool:
-        """Whether rematerializing, or else storing, clearly takes less time than the other way."""
-        if self.recomputed is None:
-            return not recompute
-        less, more = self.stored, self.recomputed
-        if recompute:
-            less, more = more, less
-        return more - less >= WORTH_SECONDS and more >= CLEARLY * less
-
-
-@dataclass
-class Decisions:
-    """For each value that a later pass reads, in program order, whether it is rematerialized.
-
-    Attributes:
-      recompute: the option of that name, see `Options`.
-      saved: decisions of a saved plan; None if costs decide.
-      made: decisions for this program, as far as it has been cut.
-    """
-
-    recompute: str | None = None
-    saved: tuple[bool, ...] | None = None
-    made: list[bool] = field(default_factory=list)
-
-    def decide(self, recompute: bool) -> bool:
-        """Whether to rematerialize the next value; `recompute` is the decision by cost."""
-        if self.saved is not None and len(self.made) < len(self.saved):
-            recompute = self.saved[len(self.made)]
-        self.made.append(recompute)
-        return recompute
-
-
-def rematerialization_times(
-    program: PlacedProgram,
-    values: Sequence[Var],
-    emissions: Sequence[Emission] | None,
-    placement: str,
-    reads: float,
-    writes: float = 1.0,
-) -> RematerializationTimes:
-    """Predicts the times to store values for later passes and to rematerialize them.
+def _seconds(
+    program: PlacedProgram, var: Var, chain: Sequence[Emission], placement: str, readers: int
+) -> tuple[float, float]:
+    """Estimated seconds to store a value for later passes, and to rematerialize it in each.
 
     Args:
       program: the program.
-      values: the values; their sizes must be known.
-      emissions: equations that compute them from inputs of the program; None if there are none.
-      placement: the placement of the values.
-      reads: how often later passes read them.
-      writes: how often they would be written.
+      var: the value; its size must be known.
+      chain: equations that compute it from inputs of the program.
+      placement: its placement.
+      readers: how many later passes read it.
     """
     n = program.sizes[placement]
-    nbytes = sum(map(_nbytes, values))
-    stored = nbytes * (writes + reads) / STORE_RATE
-    if emissions is None:
-        return RematerializationTimes(nbytes, stored, None)
-    cost = member_cost(MapStage(placement, list(emissions), [], [], []), n)
-    made = {var for emission in emissions for var in emission.eqn.outputs}
-    given = {var for emission in emissions for var in _read(program, emission)} - made
+    stored = _nbytes(var) * (1 + readers) / STORE_RATE
+    cost = member_cost(MapStage(placement, list(chain), [], [], []), n)
+    made = {var for emission in chain for var in emission.eqn.outputs}
+    given = {var for emission in chain for var in _read(program, emission)} - made
     each = USUAL.seconds(cost) + cost.calls * USUAL.call / USUAL_SHARD
     once = n * each + sum(map(_nbytes, given)) / INPUT_RATE
-    return RematerializationTimes(nbytes, stored, None if cost.guessed else reads * once)
+    # The rounds of a loop that depend on data can't be estimated.
+    return stored, math.inf if cost.guessed else readers * once
+
+
+def _is_clear(less: float, more: float) -> bool:
+    return more - less >= WORTH_SECONDS and more >= CLEARLY * less
 
 
 def by_cost(
@@ -123,7 +71,6 @@ def by_cost(
     levels: Mapping[Eqn | Var, int],
     default: set[Var],
     possible: set[Var],
-    decisions: Decisions,
 ) -> set[Var]:
     """The values of a block that later passes rematerialize.
 
@@ -133,7 +80,6 @@ def by_cost(
       levels: levels of its equations and values.
       default: values that are rematerialized by default.
       possible: values that can be rematerialized.
-      decisions: saved decisions; those of this program are recorded in it.
     """
     makers = {var: eqn for eqn in block.eqns for var in eqn.outputs}
     chosen = set(default)
@@ -144,13 +90,11 @@ def by_cost(
         chain = ancestors(program, [var], makers)
         if any(host_call(emission.eqn) for emission in chain):
             continue
-        predicted = rematerialization_times(program, [var], chain, placement, readers)
-        recompute = var in default
-        if predicted.is_clear(not recompute):
-            recompute = not recompute
-        if not decisions.decide(recompute):
-            chosen.discard(var)
-        elif var not in default:
+        stored, recomputed = _seconds(program, var, chain, placement, readers)
+        if var in default:
+            if math.isinf(recomputed) or _is_clear(stored, recomputed):
+                chosen.discard(var)
+        elif _is_clear(recomputed, stored):
             # A pass needs all that the value is computed from as well.
             chosen.update(v for emission in chain for v in emission.eqn.outputs)
     return chosen
@@ -208,91 +152,6 @@ def _crossing(
         for var, found in readers.items()
         if var not in stored and makers[var] in program.rules and not makers[var].blocks
     }
-
-
-# --- for reports
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Values that later passes read or rematerialize.
-
-    Attributes:
-      step: name of the pass that computes them first.
-      later: names of the passes that need them.
-      is_stored: whether they are stored.
-      predicted: predicted times of storing and of rematerializing.
-      is_elementwise: whether cheap, elementwise operations compute them.
-    """
-
-    step: str
-    later: tuple[str, ...]
-    is_stored: bool
-    predicted: RematerializationTimes
-    is_elementwise: bool = False
-
-
-def crossings(
-    program: PlacedProgram, named: Iterable[tuple[str, MapStage, float]]
-) -> Iterator[Crossing]:
-    """The values that cross from one pass of a program to others.
-
-    Args:
-      program: the placed program.
-      named: its passes, with their names and how often they run.
-    """
-    passes = [p for p in named if not is_unknown(program.sizes[p[1].placement])]
-    readers: dict[Var, list[tuple[str, float]]] = {}
-    for name, stage, rounds in passes:
-        for var, _ in stage.operands:
-            readers.setdefault(var, []).append((name, rounds))
-    stored = {var for _, stage, _ in passes for var in stage.results}
-    # For each equation, the first pass that evaluates it, and how often that pass runs.
-    first: dict[Eqn, tuple[str, float]] = {}
-    for name, stage, rounds in passes:
-        yield from _rematerialized(program, name, stage, rounds, first)
-        values = [var for var in stage.results if var in readers]
-        if values:
-            makers = {var: e.eqn for e in stage.emissions for var in e.eqn.outputs}
-            chain = ancestors(program, values, makers)
-            made = {var for e in chain for var in e.eqn.outputs}
-            given = {var for e in chain for var in _read(program, e)} - made
-            possible = set(values) <= made and not given & stored
-            possible = possible and not any(e.eqn.effects or host_call(e.eqn) for e in chain)
-            later = dict(reader for var in values for reader in readers[var])
-            predicted = rematerialization_times(
-                program, values, chain if possible else None, stage.placement,
-                sum(later.values()), rounds,
-            )  # fmt: skip
-            yield Crossing(name, tuple(later), True, predicted)
-        first |= {
-            e.eqn: (name, rounds)
-            for e in stage.emissions
-            if e.eqn not in first and e.eqn in program.rules
-        }
-
-
-def _rematerialized(
-    program: PlacedProgram,
-    name: str,
-    stage: MapStage,
-    rounds: float,
-    first: Mapping[Eqn, tuple[str, float]],
-) -> Iterator[Crossing]:
-    """The values that a pass rematerializes, grouped by the pass that computes them first."""
-    shared = [e for e in stage.emissions if e.eqn in first and isinstance(e.rule, MemberwiseRule)]
-    read = {var for e in stage.emissions if e.eqn not in first for var in _read(program, e)}
-    for other, times in dict.fromkeys(first[e.eqn] for e in shared):
-        mine = [e for e in shared if first[e.eqn] == (other, times)]
-        front = [var for e in mine for var in e.eqn.outputs if var in read]
-        makers = {var: e.eqn for e in shared for var in e.eqn.outputs}
-        if front:
-            chain = ancestors(program, front, makers)
-            predicted = rematerialization_times(
-                program, front, chain, stage.placement, rounds, times
-            )
-            cheap = all(e.eqn.primitive.name in CHEAP for e in chain)
-            yield Crossing(other, (name,), False, predicted, cheap)
 
 
 def _read(program: PlacedProgram, emission: Emission) -> Iterator[Var]:

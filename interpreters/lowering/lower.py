@@ -30,7 +30,6 @@ from beamjax.interpreters.cutting.stages import (
     ScatterStage,
     ServerStage,
     Stage,
-    walk,
 )
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import callbacks
@@ -60,7 +59,6 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.options import Options
-from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import (
     Block,
@@ -79,6 +77,7 @@ from beamjax.plan.steps import (
     Sliced,
     Step,
     ValueType,
+    Vectorization,
     View,
 )
 
@@ -115,21 +114,6 @@ def lower(
         sizes = shard_sizes(program, stages, options, platforms_of(options))
     sizes = with_whole_blocks(program, stages, sizes)
     return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
-
-
-def lower_passes(
-    program: PlacedProgram,
-    stages: Sequence[Stage],
-    placement: str,
-    options: Options,
-    size: int,
-    vectorizations: Mapping[str, Vectorization],
-) -> Plan:
-    """A plan of only the passes over one placement, with the given shard size."""
-    sizes = dict.fromkeys(program.sizes, size)
-    lowering = _Lowering(program, stages, options, sizes, vectorizations)
-    passes = [p for p in walk(stages) if isinstance(p, MapStage) and p.placement == placement]
-    return lowering.with_steps([lowering.map(stage) for stage in passes], "passes")
 
 
 class _Lowering:

@@ -27,14 +27,12 @@ from beamjax.interpreters.lowering.map_bodies import can_run_sequentially
 from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
 from beamjax.options import Options
-from beamjax.options.choices import Vectorization
+from beamjax.options.rules import MULTIPLE
 from beamjax.plan.cost import USUAL, Cost
-from beamjax.plan.steps import FusedBuffer
+from beamjax.plan.steps import VMAP, FusedBuffer, Vectorization
 
 CACHE_BYTES = 1 << 20
 """Assumed size of the second-level cache of a core, in bytes."""
-MULTIPLE = 8
-"""Shard sizes are multiples of this, so that the bits of a member do not depend on its row."""
 USUAL_LIMIT = 64
 """Largest number of members per shard, unless they are tiny."""
 TINY_MEMBER_BYTES = 1 << 10
@@ -385,23 +383,7 @@ def batch_size(stage: MapStage, n: Any) -> int:
     return max(MULTIPLE, power_of_two(members))
 
 
-def largest_size(stage: MapStage, n: int, limit: int) -> int:
-    """The largest shard size to try for a pass over n members, a power of two.
-
-    Args:
-      stage: the pass.
-      n: the number of members.
-      limit: working memory for all members of a shard, in bytes.
-    """
-    moved = _moved(stage, n)
-    size = min(limit / max(moved + _used(stage, n), 1), MAX_SHARD_BYTES / max(moved, 1))
-    size = min(size, max(n // TINY_SHARDS, MULTIPLE), TINY_LIMIT)
-    return max(MULTIPLE, power_of_two(size))
-
-
 # --- how a shard is computed
-
-VMAP = Vectorization()
 
 
 def choose_vectorization(
@@ -420,17 +402,17 @@ def choose_vectorization(
       buffers: the fused buffers of its reductions.
       n: the number of members.
       size: members per shard.
-      options: `member_loop` and `member_batch` take precedence.
+      options: `member_loop` takes precedence.
       platforms: platforms of the executable.
-      chosen: a saved or probed choice, which comes second; None to choose by rules.
+      chosen: that of another plan of the program, which comes second; None to choose by rules.
     """
     if not can_run_sequentially(stage, buffers):
         return VMAP, ""
     if options.member_loop is not None:
-        found = Vectorization(options.member_loop, options.member_batch or 0)
+        found = Vectorization(options.member_loop)
         why = f"the option member_loop={options.member_loop!r}"
     elif chosen is not None:
-        found, why = chosen, "a saved or probed choice"
+        found, why = chosen, "as in the plan of the launching process"
     else:
         found, why = _by_rule(stage, n, options, platforms)
     if found.kind == "batches":

@@ -88,8 +88,7 @@ class StepTasks:
     def fan_out(self, step: Map) -> FanOut:
         """How the partials of a pass are merged."""
         shards = self.plan.shards(step.placement).count
-        fixed = self.options.merge_fan_out
-        return fan_out(step, shards, self.workers, self.options.reduction, fixed)
+        return fan_out(step, shards, self.workers, self.options.reduction)
 
     def _body(self, key: str) -> StoredBody:
         if key not in self.bodies:

@@ -47,8 +47,6 @@ WRONG = [
     (["run", "--direct_num_workers", "2", *LOSS], 2, "as TARGET, which comes before the flags"),
     (["verify", *LOSS, "--out=x.npz"], 2, "found 'out', expected an option"),
     (["explain", *LOSS, "--html=there/x.html"], 2, "--html there/x.html: cannot write it"),
-    (["bench", *LOSS, "--repeat=0"], 2, "'--repeat': 0 is not in the range x>=1"),
-    (["bench", *LOSS, "--checkpoint=c"], 2, "found a folder of a job or of checkpoints"),
     (["jobs", "list", "none"], 2, "none: found no such folder"),
     (["jobs", "list", "gs://bucket/jobs"], 2, "folders at URLs can't be listed"),
     (["run", f"{HERE}broken", "--arg=x=1"], 1, "KeyError: 'nobody'"),
@@ -75,7 +73,7 @@ def test_wrong_command_lines(folder, capsys):
     assert faults == []
 
 
-@pytest.mark.parametrize("command", ["run", "verify", "explain", "bench"])
+@pytest.mark.parametrize("command", ["run", "verify", "explain"])
 def test_errors_as_json_and_help(folder, command, capsys):
     status, found, _ = json_of(capsys, command, f"{HERE}broken", "--arg=x=1")
     assert (status, found["ok"], found["error"]["type"]) == (1, False, "KeyError")
@@ -85,7 +83,7 @@ def test_errors_as_json_and_help(folder, command, capsys):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert [name for name in OWN if f"--{name} " not in text] == []
-    for choices in ("reduction [exact|fast]", "on_error [raise|drop]", "probe [true|false]"):
+    for choices in ("reduction [exact|fast]", "on_error [raise|drop]", "progress [true|false]"):
         assert f"--{choices}" in text
     assert "exit codes: 0 success; 1 the run failed" in text
     assert ".parquet" in text
@@ -308,7 +306,7 @@ def completed(*words):
 
 
 def test_completion():
-    assert completed("") >= {"run", "verify", "explain", "bench", "jobs", "doctor", "flink"}
+    assert completed("") >= {"run", "verify", "explain", "jobs", "doctor", "flink"}
     assert completed("run", "--shard") >= {"--shard_size", "--shard_timeout"}
     assert completed("run", "--runner", "Pri") == {"PrismRunner"}
     assert completed("run", "--on_error", "") == {"raise", "drop"}

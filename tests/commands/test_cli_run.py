@@ -1,5 +1,5 @@
 # ruff: noqa: F811
-"""`beamjax run`, `verify`, `explain` and `bench`, against the functions that they call."""
+"""`beamjax run`, `verify` and `explain`, against the functions that they call."""
 
 import json
 import re
@@ -144,22 +144,6 @@ def test_explain(folder, capsys):
         status, found, _ = json_of(capsys, "explain", *LOSS, "--stage", stage)
         assert (status, found["stage"]) == (0, stage)
         assert "reduce" in found["text"]
-
-
-def test_bench(folder, capsys):
-    status, found, _ = json_of(capsys, "bench", *LOSS, "--runner=local", "--repeat=2")
-    assert status == 0
-    assert [row["runner"] for row in found["runs"]] == ["jit", "local"]
-    for row in found["runs"]:
-        assert len(row["seconds"]) == 2
-        assert row["best"] == min(row["seconds"])
-        assert row["once"] == pytest.approx(max(0, row["first"] - row["median"]))
-    assert found["runs"][0]["times_jit"] == 1
-    argv = ["bench", *LOSS, "--runner=local", "--runner=DirectRunner", "--repeat=1", "--no-jit"]
-    assert cli.main(argv) == 0
-    text = capsys.readouterr().out
-    assert "without jit: --no-jit" in text
-    assert all(f"\n  {name}" in text for name in ("local", "DirectRunner"))
 
 
 @pytest.mark.long

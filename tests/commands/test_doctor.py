@@ -107,7 +107,7 @@ def test_what_is_printed(monkeypatch, capsys):
     found.append(Finding("devices", MISSING, "cpu", "install a driver"))
     flags = ["--require-platform=gpu", "--require-runner=flinkrunner", "--work-folder=gs://b/x"]
     assert cli.main(["doctor", *flags]) == 1
-    assert asked[-1] == ("gpu", ("FlinkRunner",), "gs://b/x", False)
+    assert asked[-1] == ("gpu", ("FlinkRunner",), "gs://b/x")
     end = "FAILED   devices: cpu\n         -> install a driver\n\n1 to fix: devices\n"
     assert capsys.readouterr().out == f"{LINES}{end}"
     assert cli.main(["doctor", "--json"]) == 1
@@ -119,9 +119,8 @@ def test_what_is_printed(monkeypatch, capsys):
 
 def test_all_is_looked_at(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "check_probe", lambda name: Finding(name, OK, ""))
-    monkeypatch.setattr(doctor, "check_speed", lambda: Finding("speed", OK, ""))
-    names = [f.name for f in doctor.examine("gpu", ["PrismRunner"], str(tmp_path), True)]
+    names = [f.name for f in doctor.examine("gpu", ["PrismRunner"], str(tmp_path))]
     assert names == [
-        "Python", "beamjax", "JAX", *doctor.PROBES, "speed", "temporary folder", "work folder",
+        "Python", "beamjax", "JAX", *doctor.PROBES, "temporary folder", "work folder",
         *doctor.RUNNERS,
     ]  # fmt: skip

@@ -329,7 +329,7 @@ def test_steps_say_their_shards_and_how_members_are_computed():
     for more, words in (
         ({"member_loop": "loop"}, "members sequentially: "),
         (
-            {"member_loop": "batches", "member_batch": 8, "shard_size": 16},
+            {"member_loop": "batches", "shard_size": 16},
             "members in batches of 8: ",
         ),
     ):

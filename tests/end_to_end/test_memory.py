@@ -412,14 +412,13 @@ def test_a_value_is_dropped_before_the_passes_that_do_not_read_it():
 
     @bj.program(clients=n)
     def three_passes(x):
-        y = bj.map_fn(lambda v: jnp.full(width, v), x)
+        y = bj.map_fn(lambda v: jnp.cumsum(jnp.full(width, v)), x)  # a later pass reads it
         squares = bj.map_fn(lambda v, m: ((v - m) ** 2).sum(), (y, bj.broadcast(bj.reduce_mean(y))))
         spread = bj.broadcast(bj.reduce_sum(bj.map_fn(looked, squares)))
         return bj.reduce_sum(bj.map_fn(lambda v, s: looked(v * s), (x, spread)))
 
     def run():
-        options = {"shard_size": n, "recompute": "nothing"}
-        bj.run(three_passes, np.arange(n, dtype="f4"), runner="local", options=options)
+        bj.run(three_passes, np.arange(n, dtype="f4"), runner="local", options={"shard_size": n})
 
     run()  # Allocates what the plan and its executables need.
     held.clear()

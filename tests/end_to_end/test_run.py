@@ -110,14 +110,14 @@ WAYS = {
     "fast in files, locally": Way(FAST, replaced=IN_FILES, runner="local"),
     "loop": Way(LOOP),
     "batches": Way({"member_loop": "batches"}),
-    "batches of 16": Way({"member_loop": "batches", "member_batch": 16, "shard_size": 32}),
+    "batches of 16": Way({"member_loop": "batches", "shard_size": 32}),
     "large members": Way(planned=LARGE),
     "large members, no short shard": Way(planned=LARGE, n=80),
     "one large member": Way(planned=LARGE, n=1),
     "full shards apart": Way(planned=APART),
     "full shards apart, in a loop": Way(LOOP, planned=APART, n=21),
     "full shards apart, in batches": Way(
-        {"member_loop": "batches", "member_batch": 8, "shard_size": 16}, planned=APART
+        {"member_loop": "batches", "shard_size": 16}, planned=APART
     ),
     "no short shard": Way(planned=APART, n=24),
     "one short shard": Way(planned=APART, n=7),

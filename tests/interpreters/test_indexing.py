@@ -332,7 +332,6 @@ def test_guarded_loops():
     for guard in ({}, {"on_nonfinite": "raise"}, {"on_nonfinite": "drop"}, {"on_error": "drop"}):
         for loop in ("vmap", "loop", "batches"):
             options = {"shard_size": 16, "member_loop": loop, **guard}
-            options |= {"member_batch": 8} if loop == "batches" else {}
             found = wrong(ops, 40, indices, options)
             lines += [f"{guard} {loop}: {line}" for line in found]
     assert not lines

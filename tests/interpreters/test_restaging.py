@@ -47,7 +47,8 @@ def host_sin(v):
 def plan_and_inputs(fn, args):
     found, options = planned(fn, *args, shard_size=8), Options(shard_size=8)
     call = flatten_call(fn, args)
-    recipe = restaging.Recipe(planning.make_plan, call, options, found.plan.choices)
+    chosen = found.plan.shard_sizes, found.plan.vectorizations
+    recipe = restaging.Recipe(planning.make_plan, call, options, *chosen)
     plan = dataclasses.replace(found.plan, recipe=recipe)
     return plan, bind_inputs(plan, call.arguments)
 

@@ -302,17 +302,14 @@ def test_what_a_page_shows():
         Dropped("clients", i, "map_clients_0", ("error", "nonfinite")[i % 2], EVIL)
         for i in range(30)
     )
-    progress = dataclasses.replace(
-        example_report().progress, predicted={"(total)": 12.0, "server_0": 0.25}, advice="do less"
-    )
-    given = example_report(dropped=dropped, warnings=("a warning",), progress=progress, plan=None)
+    given = example_report(dropped=dropped, warnings=("a warning",), plan=None)
     found = html_checks.parsed(document(run_page(given)))
     for text in (
         "run of train", "✓ done", "Members done", "Members per second", "Rounds done",
         "Shards retried", "Members dropped", "result['loss']", "Where the time went", "a warning",
         "Rounds and checkpoints", "after 20 s", "/there", "/letters", "10 more are not shown",
         "round 5: 0.5", "6,000 members at 30 s", "time per round", "last checkpoint",
-        "predicted, without compilation", "250 ms", "do less", "read 20%, transfer 2%",
+        "read 20%, transfer 2%",
     ):  # fmt: skip
         assert text in found.text, text
     assert found.data["run"]["curves"][0]["values"][3] is None

@@ -384,7 +384,7 @@ import beamjax
 found = {"version": beamjax.__version__, "at import": loaded("jax", "numpy", "apache_beam")}
 from beamjax.commands import cli
 with contextlib.redirect_stdout(io.StringIO()):
-    for argv in (["--help"], ["--version"], ["run", "--help"], ["bench", "--help"]):
+    for argv in (["--help"], ["--version"], ["run", "--help"], ["explain", "--help"]):
         assert cli.main(argv) == 0
 found["after help"] = loaded("jax", "numpy", "apache_beam")
 before = set(vars())

@@ -308,7 +308,6 @@ def test_options_are_refused_by_every_front_door():
     ways = {
         **runs,
         "launch": functools.partial(bj.launch, total, X, runner="local"),
-        "small work": lambda options: bj.run(total, X, options={"small_work": "here", **options}),
         "transform": functools.partial(bj.transform, total, X),
         "explain": functools.partial(bj.explain, total, X, runner="local"),
         "verify": functools.partial(bj.verify, total, X, runner="local"),
@@ -320,8 +319,6 @@ def test_options_are_refused_by_every_front_door():
     for way, call in ways.items():
         rows = [*FLAGS, *VALUES, *(UNKNOWN if way not in elsewhere else ())]
         for options, message in rows:
-            if way == "small work" and not isinstance(options, dict):
-                continue
             calls = {(way, str(options)): functools.partial(call, options=options)}
             wrong += faults_of(calls, OptionsError, message)
             if (options, message) in FLAGS:

@@ -30,10 +30,8 @@ READ = [
     ({"shard_size": 64, "platforms": ["cpu", "cuda"]}, CPU_CUDA),
     (["--shard_size=64", "--platforms=cpu,cuda"], CPU_CUDA),
     (["--shard_size", "64", "--platforms", "cpu,cuda"], CPU_CUDA),
-    (["--callbacks=false", "--small_work=here", "--probe=true"],
-     Options(callbacks=False, small_work="here", probe=True)),
-    (["--member_loop=batches", "--member_batch=8", "--shard_size=16"],
-     Options(member_loop="batches", member_batch=8, shard_size=16)),
+    (["--member_loop=batches", "--overwrite=true", "--shard_size=16"],
+     Options(member_loop="batches", overwrite=True, shard_size=16)),
     (["--checkpoint=bjtest://b/c", "--checkpoint_every=1"],
      Options(checkpoint="bjtest://b/c", checkpoint_every=1)),
     ({"checkpoint": pathlib.Path("a/b")}, Options(checkpoint=os.path.abspath("a/b"))),
@@ -61,13 +59,7 @@ REFUSED = [
     ({"checkpoint": 3}, "checkpoint: found 3, expected the path or URL of a folder"),
     (["--shard_timeout=soon"], "shard_timeout: found 'soon', expected a number of seconds"),
     ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
-    ({"member_loop": "loop", "member_batch": 8}, "members don't come in batches"),
-    ({"member_loop": "batches", "member_batch": 12}, "found 12, expected a positive multiple"),
-    ({"member_loop": "batches", "member_batch": 16, "shard_size": 24}, "16 with shard_size=24"),
-    ({"member_loop": "batches", "member_batch": 16, "shard_size": 16}, "16 with shard_size=16"),
-    ({"probe": "maybe"}, "probe: found 'maybe', expected one of True, False, or None"),
-    ({"plan": 3}, "plan: found 3, expected the path of a file"),
-    ({"plan": "/no/such/file"}, "plan: cannot read /no/such/file"),
+    ({"progress": "maybe"}, "progress: found 'maybe', expected one of True, False, or None"),
     *[
         ({name: "nofs://a.html"}, f"{name}: found 'nofs://a.html', but Beam has no file system")
         for name in ("cache", "checkpoint", "job_folder")
@@ -96,9 +88,6 @@ LIMITS = {
     "shard_size": ([8, 64, None], [-8, 0, 4, 12]),
     "shard_timeout": ([0.1, 60, None], [0, -1, inf, nan, True]),
     "strict": ([True, False], [1, 0, None]),
-    "merge_fan_out": ([1, None], [0]),
-    "recompute": (["elementwise", "nothing", None], ["all"]),
-    "small_work": (["runner", "here"], ["there"]),
     "xla_threads": ([1, 2], [0, 1.0, True, None]),
 }
 """What options with a limit may be, and what they may not be."""

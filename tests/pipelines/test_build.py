@@ -144,7 +144,8 @@ def test_accumulators_are_neither_pickled_nor_large(monkeypatch):
 
         monkeypatch.setattr(buffers, "append", measure)
     # A folder that is kept: no accumulator stays in memory.
-    flags = ["--shard_size=8", "--merge_fan_out=4", "--keep_folder=failed", *THREADS]
+    monkeypatch.setattr("beamjax.plan.merging._groups", lambda *_: 4)
+    flags = ["--shard_size=8", "--keep_folder=failed", *THREADS]
     assert_same_bits(bj.run(outer, w, x, options=flags), expected)
     assert nbytes
     assert max(nbytes) < 1 << 20

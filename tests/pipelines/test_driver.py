@@ -251,7 +251,8 @@ def test_files_are_read_where_their_worker_has_died(monkeypatch):
 @pytest.mark.parametrize(("groups", "merges"), [(1, 1), (2, 2)])
 def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, merges):
     monkeypatch.setattr("beamjax.pipelines.driver.WORKER_MERGE_BYTES", 0)
-    options = {**OPTIONS, **PROCESSES, "merge_fan_out": groups}
+    monkeypatch.setattr("beamjax.plan.merging._groups", lambda *_: groups)
+    options = {**OPTIONS, **PROCESSES}
     assert_same_bits(
         bj.run(until, X, W, 2, options=options), bj.run(until, X, W, 2, runner="local")
     )

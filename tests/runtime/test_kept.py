@@ -289,7 +289,7 @@ def test_a_full_disk_is_an_error_on_every_runner(tmp_path):
             text = str(caught.value)
             assert text.startswith(f"{folder}/result/part-")
             assert re.search(r"npy: cannot write 2000\d{3} bytes of a result \(.*No space", text)
-        options = {"work_folder": str(tmp_path), "recompute": "nothing"}
+        options = {"work_folder": str(tmp_path)}
         with pytest.raises(bj.BeamjaxError, match=r"cannot write 180000000 bytes of .*No space"):
             bj.run(twice_over, x, runner="local", options=options)
         assert list(tmp_path.rglob("*")) == []

@@ -138,14 +138,11 @@ def test_steps_and_workers_are_added_up():
 def test_what_progress_says_of_time():
     done = Tally(members=30, read=1.0, compile=1.0, compute=5.0, transfer=0.5, merge=0.5)
     steps = {"a": Tally(read=1.0, compute=2.0, merge=0.5, transfer=0.5, compile=1.0)}
-    predicted = {"a": 2.0, "(total)": 3.0, "(runner)": 4.0, "b": 1.0, "none": 0.0}
-    found = Progress(done, steps=steps, predicted=predicted, members=40, seconds=10.0)
+    found = Progress(done, steps=steps, members=40, seconds=10.0)
     shares = {"read": 0.125, "transfer": 0.0625, "compile": 0.125, "compute": 0.625}
     assert found.shares == shares | {"merge": 0.0625}
     assert found.members_per_second == 3.0
     assert found.fraction == 0.75
-    assert found.measured == {"a": 4.0, "(runner)": 2.0, "(total)": 9.0}
-    assert found.factors == {"a": 2.0, "(total)": 3.0, "(runner)": 0.5}
     assert from_plain(Progress, json.loads(json.dumps(found.to_json())), "here") == found
     nothing = Progress()
     assert set(nothing.shares.values()) == {0.0}

@@ -50,7 +50,7 @@ def plan_graph(
 
     Args:
       facts: the facts of the plan.
-      seconds: the `predicted` and `measured` seconds and the `share` of steps, by their names.
+      seconds: the `measured` seconds and the `share` of steps, by their names.
       sources: the text of the user's lines, by `file:line (function)`.
     """
     return _Graph(facts, seconds, sources).outermost()
@@ -90,11 +90,9 @@ class _Graph:
         """Returns the box of a step."""
         words = [[step.name, "name"], *self._words(step)]
         times = self.seconds.get(step.name, {})
-        for kind in ("predicted", "measured"):
-            if times.get(kind) is not None:
-                share = times["share"] if kind == "measured" else None
-                part = "" if share is None else f", {share:.0%}"
-                words.append([f"{kind} {human_seconds(times[kind])}{part}", "time"])
+        if times:
+            part = "" if times["share"] is None else f", {times['share']:.0%}"
+            words.append([f"measured {human_seconds(times['measured'])}{part}", "time"])
         blocks = [
             self.block(step, block, (*home, (step.name, i))) for i, block in enumerate(step.blocks)
         ]

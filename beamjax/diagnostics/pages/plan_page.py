@@ -111,25 +111,21 @@ def seconds_by_kind(tally: Tally) -> dict[str, float]:
 def seconds_of(
     facts: PlanFacts, spent: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float | None]]:
-    """Returns the predicted and measured seconds of each step that has any, and its share."""
+    """Returns the measured seconds of each step that has any, and its share."""
     measured = {name: sum(kinds.values()) for name, kinds in spent.items()}
     total = sum(measured.values())
-    predicted = {s.step: s.busy for s in facts.predicted.steps} if facts.predicted else {}
     return {
         step.name: {
-            "predicted": predicted.get(step.name),
-            "measured": measured.get(step.name),
-            "share": measured[step.name] / total if step.name in measured and total else None,
+            "measured": measured[step.name],
+            "share": measured[step.name] / total if total else None,
         }
         for step in walk_facts(facts.steps)
-        if step.name in predicted or step.name in measured
+        if step.name in measured
     }
 
 
 def _notes(step: StepFact, facts: PlanFacts, seconds: Mapping[str, float | None]) -> Iterator[Row]:
     """Yields rows of the table of a step: a label, and a text."""
-    if (predicted := seconds.get("predicted")) is not None:
-        yield "predicted", human_seconds(predicted)
     if (measured := seconds.get("measured")) is not None:
         yield "measured", f"{human_seconds(measured)}, the sum over all workers"
     if step.kind == "Map":
@@ -167,9 +163,6 @@ def _tiles(facts: PlanFacts, steps: Mapping[str, Tally], wall: float | None) -> 
         yield human_bytes(facts.gathered_bytes), "gathered to the server", True
     else:
         yield "nothing", "is gathered", False
-    if facts.predicted is not None:
-        label = f"predicted on {facts.predicted.runner}, without compilation"
-        yield human_seconds(facts.predicted.seconds), label, False
     if wall is not None:
         yield human_seconds(wall), "measured, in total", False
     if steps:

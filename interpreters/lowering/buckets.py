@@ -17,7 +17,6 @@ from beamjax.bodies.export import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.stage import Argument
-from beamjax.options.choices import Vectorization
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import (
     Block,
@@ -28,6 +27,7 @@ from beamjax.plan.steps import (
     Map,
     PaddingCheck,
     Plan,
+    Vectorization,
     walk,
 )
 from beamjax.sources.padding import MORE_PADDING, bucket_shares, padding_text

@@ -1,1 +1,0 @@
-"""Chooses shard sizes and how passes vectorize over a shard, by timing them."""
