@@ -190,10 +190,3 @@ def unused_transform(transform: Any) -> Any:
     if isinstance(own, _ChainedPTransform):
         own._parts = tuple(map(unused_transform, own._parts))
     return own
-
-
-def has_file_options() -> bool:
-    """Whether a pipeline has set options of file systems; without it, URLs ignore or lack them."""
-    from apache_beam.io.filesystems import FileSystems
-
-    return FileSystems._pipeline_options is not None

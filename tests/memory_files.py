@@ -1,67 +1,54 @@
-"""A file system of Beam that is in the memory of this process."""
+"""A file system of fsspec that is in the memory of this process."""
 
 import io
 
-from apache_beam.io.filesystem import BeamIOError, FileMetadata, FileSystem
+import fsspec
 
 FILES = {}
 """The content of each file, by URL."""
 
 
-class InMemory(FileSystem):
+class InMemory(fsspec.AbstractFileSystem):
     """Files of this process, `inmemory://folder/name`."""
 
+    protocol = "inmemory"
+
     @classmethod
-    def scheme(cls):
-        return "inmemory"
+    def _strip_protocol(cls, path):
+        return path
 
-    def join(self, basepath, *paths):
-        return "/".join([basepath.rstrip("/"), *paths])
+    def ls(self, path, detail=True, **kwargs):
+        found = [self.info(name) for name in list(FILES) if name.startswith(f"{path}/")]
+        return found if detail else [entry["name"] for entry in found]
 
-    def split(self, path):
-        return tuple(path.rsplit("/", 1))
+    def info(self, path, **kwargs):
+        if path not in FILES:
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(FILES[path]), "type": "file"}
 
-    def mkdirs(self, path):
+    def pipe_file(self, path, value, **kwargs):
+        FILES[path] = bytes(value)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        if path not in FILES:
+            raise FileNotFoundError(path)
+        return FILES[path][start:end]
+
+    def open(self, path, mode="rb", **kwargs):
+        return io.BytesIO(self.cat_file(path))
+
+    def makedirs(self, path, exist_ok=False):
         pass
 
-    def has_dirs(self):
-        return False
-
-    def _list(self, dir_or_prefix):
-        for path, data in list(FILES.items()):
-            if path.startswith(dir_or_prefix):
-                yield FileMetadata(path, len(data))
-
-    def create(self, path, mime_type="", compression_type=None):
-        class File(io.BytesIO):
-            def close(self):
-                if not self.closed:
-                    FILES[path] = self.getvalue()
-                super().close()
-
-        return File()
-
-    def open(self, path, mime_type="", compression_type=None):
-        if path not in FILES:
-            raise BeamIOError(path)
-        return io.BytesIO(FILES[path])
-
-    def exists(self, path):
-        return path in FILES
-
-    def size(self, path):
-        return len(FILES[path])
-
-    def delete(self, paths):
+    def rm(self, paths, **kwargs):
         for path in paths:
             FILES.pop(path, None)
 
-    def rename(self, sources, destinations):
-        for old, new in zip(sources, destinations, strict=True):
-            FILES[new] = FILES.pop(old)
+    def rm_file(self, path):
+        del FILES[path]
 
-    def metadata(self, path):
-        return FileMetadata(path, self.size(path))
+    def mv(self, old, new, **kwargs):
+        FILES[new] = FILES.pop(old)
 
 
-InMemory.__abstractmethods__ = frozenset()  # `copy` and the like are never called.
+fsspec.register_implementation("inmemory", InMemory, clobber=True)

@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import tfrecords
-import url_files  # noqa: F401 - makes bjtest:// known to Beam
+import url_files  # noqa: F401 - makes bjtest:// known
 from helpers import assert_same_bits
 
 import beamjax as bj

@@ -275,12 +275,13 @@ def _checked(options: Options) -> Options:
                 f"{name}: found {found!r}, expected {rule.expected}{optional}"
             ) from None
     for name, value in values.items():
-        if isinstance(value, str) and files.is_url(value) and not files.remote().is_known(value):
-            raise OptionsError(
-                f"{name}: found {value!r}, but Beam has no file system here for such URLs; "
-                "expected a path, or a URL whose file system is installed (apache-beam[gcp] for "
-                "gs://, apache-beam[aws] for s3://)"
-            )
+        if isinstance(value, str) and files.is_url(value):
+            reason = files.remote().missing(value)
+            if reason is not None:
+                raise OptionsError(
+                    f"{name}: found {value!r}, which {reason}; expected a path, or a URL that "
+                    "fsspec reaches here and on the workers"
+                )
     # Read during and after a run, when the working directory may have changed.
     for name in ("cache", "checkpoint", "compile_cache", "dead_letters", "report"):
         if name in values and not files.is_url(values[name]):

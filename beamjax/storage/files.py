@@ -1,4 +1,4 @@
-"""Small whole files on a local path or any URL that Beam's FileSystems knows.
+"""Small whole files on a local path or any URL that fsspec knows.
 
 A file is written atomically: readers see the whole file or none. Large local files are mapped to
 memory.
@@ -216,7 +216,7 @@ def sync(paths: Iterable[str]) -> None:
 
 
 def remote() -> ModuleType:
-    """The module with the functions for URLs. It imports Beam, which local files do not need."""
+    """The module with the functions for URLs, which need packages of their own."""
     from beamjax.storage import remote_files
 
     return remote_files

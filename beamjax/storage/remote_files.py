@@ -1,85 +1,132 @@
-"""Small whole files at URLs, by Beam's FileSystems; `files` is for paths and URLs alike.
+"""Small whole files at URLs, by fsspec; `files` is for paths and URLs alike.
 
-On object stores a file appears when it is closed, and replaces another file of its name atomically.
-On other file systems it is written under a temporary name and renamed. If a file system does not
-replace files when it renames, the old file is renamed first.
+Each process has one client for a store, which all threads share and which keeps its connections. So
+an operation costs a request or two. On object stores a file appears when its request ends, and
+replaces another file of its name atomically. On other file systems it is written under a temporary
+name and renamed. If a file system does not replace files when it renames, the old file is renamed
+first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import errno
+import os
 import random
 import shutil
+import socket
+import threading
 import time
 import uuid
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
-from apache_beam.io.filesystem import CompressionTypes
-from apache_beam.io.filesystems import FileSystems
-from apache_beam.options.pipeline_options import PipelineOptions
-
-from beamjax._beam_compat import has_file_options
+from beamjax.errors import OptionsError
 
 TEMPORARY = ".tmp"
 """The same as in `files`, which imports this module."""
-OBJECT_STORES = ("gs", "s3", "azfs")
+OBJECT_STORES = ("gs", "s3", "az", "abfs")
 """Schemes of URLs at which files are written atomically."""
+INSTALL = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+"""The packages with which fsspec reaches a store."""
+VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "gs": ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"),
+}
+"""Environment variables from which clients take addresses and keys, for messages."""
 _ATTEMPTS = 5
 """Attempts to rename a file to a name that other processes may be writing too."""
-_RAW = CompressionTypes.UNCOMPRESSED
+_COMPARED_BYTES = 2**20
+"""Bytes of a file from which on a writer asks first whether the same file is already there. Smaller
+ones are simply written again, as that is a single request too."""
+_READ_AHEAD_BYTES = 4 * 2**20
+"""Bytes that a file open for reading fetches beyond what was asked for."""
+_SETTINGS = {"s3": {"max_concurrency": 1}}
+"""Settings of clients. With more, s3fs asks for the size of each file before it reads it."""
+_CHANGED = ("LastModified", "updated", "mtime", "last_modified", "created")
+_CHECKSUMS = ("ETag", "etag", "md5Hash", "crc32c", "content_md5")
+"""Keys under which the file systems of fsspec report the time of the last change, and checksums."""
+
+_systems: dict[tuple[int, str], Any] = {}
+"""Clients, by the process and the store. A client does not work in a forked process."""
+_lock = threading.Lock()
 
 
-def is_known(path: str) -> bool:
-    """Whether Beam has a file system for the scheme of a URL."""
+def missing(path: str) -> str | None:
+    """Why this process can't reach the store of a URL; None if it has the packages."""
+    scheme = path.partition("://")[0]
     try:
-        _known().get_filesystem(path)
+        import fsspec
+
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        package = INSTALL.get(scheme, "fsspec")
+        return f"needs a package that is not installed ({error}); run pip install {package}"
     except ValueError:
-        return False
-    return True
+        return f"has the scheme {scheme}://, which no file system of fsspec has"
+    return None
 
 
 def join(folder: str, name: str) -> str:
     """URL of a file in a folder."""
-    return _known().join(folder, name)
+    return f"{folder.rstrip('/')}/{name}"
 
 
 def write(path: str, data: bytes, keep: bool) -> None:
     """Writes a file, so that readers see all of it or nothing; see `files.write`."""
-    systems = _known()
-    if keep and _has_size(path, len(data)):
-        return
-    if systems.get_scheme(path) in OBJECT_STORES:
-        with systems.create(path, compression_type=_RAW) as file:
-            file.write(data)
-        return
-    temporary = _temporary(path)
-    with systems.create(temporary, compression_type=_RAW) as file:
-        file.write(data)
-    _replace(temporary, path, reusable_bytes=len(data) if keep else None)
+    with _requests(path) as system:
+        if _is_object_store(path):
+            if not (keep and len(data) >= _COMPARED_BYTES and _has_size(system, path, len(data))):
+                system.pipe_file(path, data)
+            return
+        if keep and _has_size(system, path, len(data)):
+            return
+        _make_parent(system, path)
+        temporary = _temporary(path)
+        system.pipe_file(temporary, data)
+        _replace(system, temporary, path, reusable_bytes=len(data) if keep else None)
 
 
 def read(path: str) -> memoryview:
-    """The whole content."""
-    with _known().open(path, compression_type=_RAW) as file:
-        return memoryview(file.read())
+    """The whole content.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+    """
+    with _requests(path) as system:
+        return memoryview(system.cat_file(path))
 
 
-def _has_size(path: str, nbytes: int) -> bool:
-    """Whether there is a file of this size."""
-    return exists(path) and size(path) == nbytes
+def read_all(paths: Sequence[str]) -> list[bytes]:
+    """The content of files of one store, all of which are there. They are read at the same time."""
+    with _requests(paths[0]) as system:
+        found = system.cat(list(paths))
+        return [found[system._strip_protocol(path)] for path in paths]
+
+
+def write_all(data: Mapping[str, bytes]) -> None:
+    """Writes files to one store, at the same time on an object store."""
+    first = next(iter(data))
+    if not _is_object_store(first):
+        for path, content in data.items():
+            write(path, content, keep=False)
+        return
+    with _requests(first) as system:
+        system.pipe(dict(data))
 
 
 def size(path: str) -> int:
     """Bytes of a file."""
-    return _known().get_filesystem(path).size(path)
+    with _requests(path) as system:
+        return int(system.info(path)["size"])
 
 
 def status(path: str) -> tuple[int, str]:
     """Bytes of a file, and the time of its last change as its file system reports it."""
-    system = _known().get_filesystem(path)
-    metadata = system.metadata(path)
-    return metadata.size_in_bytes, str(metadata.last_updated_in_seconds)
+    with _requests(path) as system:
+        found = system.info(path)
+        return int(found["size"]), str(_first(found, _CHANGED))
 
 
 def content_mark(path: str) -> str:
@@ -87,21 +134,27 @@ def content_mark(path: str) -> str:
 
     Only object stores have checksums that do not require reading the file.
     """
-    systems = _known()
-    if systems.get_scheme(path) in OBJECT_STORES:
-        return f"{size(path)} bytes, {systems.checksum(path)}"
-    return "{} bytes, {}".format(*status(path))
+    with _requests(path) as system:
+        found = system.info(path)
+        mark = _first(found, _CHECKSUMS) or _first(found, _CHANGED)
+        return f"{found['size']} bytes, {mark}"
 
 
 def match(pattern: str) -> list[str]:
     """URLs of the files that match a pattern, in the order of their names."""
-    return sorted(file.path for file in _known().match([pattern])[0].metadata_list)
+    with _requests(pattern) as system:
+        found = system.glob(pattern, detail=True)
+        names = [name for name, entry in found.items() if entry["type"] == "file"]
+        # File systems name files without the scheme, and some without the host.
+        origin = pattern.removesuffix(system._strip_protocol(pattern))
+        return sorted(origin + name for name in names)
 
 
 def open_file(path: str) -> BinaryIO:
     """A file as it is, for reading in any order."""
-    file: BinaryIO = _known().open(path, compression_type=_RAW)
-    return file
+    with _requests(path) as system:
+        file: BinaryIO = system.open(path, "rb", block_size=_READ_AHEAD_BYTES)
+        return file
 
 
 def names(folder: str) -> list[str]:
@@ -111,114 +164,204 @@ def names(folder: str) -> list[str]:
 
 def listed(folder: str) -> list[tuple[str, int, float]]:
     """Name, bytes and time of the last change of each file in a folder; none if it is not there."""
-    systems = _known()
-    found = systems.match([systems.join(folder, "*")])[0].metadata_list
-    return [
-        (systems.split(file.path)[1], file.size_in_bytes, file.last_updated_in_seconds or 0.0)
-        for file in found
-    ]
+    with _requests(folder) as system:
+        try:
+            entries = system.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        return [
+            (entry["name"].rpartition("/")[2], int(entry["size"] or 0), _seconds(entry))
+            for entry in entries
+            # Some stores list an empty object for the folder itself.
+            if entry["type"] == "file" and not entry["name"].endswith("/")
+        ]
 
 
 def exists(path: str) -> bool:
     """Whether there is a file."""
-    return bool(_known().exists(path))
+    with _requests(path) as system:
+        return bool(system.exists(path))
 
 
 def remove_files(folder: str, gone: Sequence[str]) -> None:
     """Removes files from a folder; some may already be gone."""
-    if gone:
-        systems = _known()
-        systems.delete([systems.join(folder, name) for name in gone])
+    if not gone:
+        return
+    paths = [join(folder, name) for name in gone]
+    with _requests(folder) as system:
+        if _is_object_store(folder):  # in one request for many files
+            with contextlib.suppress(FileNotFoundError):
+                system.rm(paths)
+            return
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                system.rm_file(path)
 
 
 def copy(source: str, target: str) -> None:
     """Copies a file from or to a URL, by the file system itself if it can."""
-    systems = _known()
-    scheme = systems.get_scheme(target)
-    final = target if scheme in OBJECT_STORES else _temporary(target)
-    if not (systems.get_scheme(source) == scheme and _copied(source, final)):
-        with (
-            systems.open(source, compression_type=_RAW) as file,
-            systems.create(final, compression_type=_RAW) as made,
-        ):
-            shutil.copyfileobj(file, made, 2**20)
-    if final != target:
-        _replace(final, target)
+    remote = target if "://" in target else source
+    with _requests(remote) as system:
+        if remote is source:
+            temporary = _temporary(target)
+            system.get_file(source, temporary)
+            os.replace(temporary, target)
+            return
+        final = target if _is_object_store(target) else _temporary(target)
+        if final != target:
+            _make_parent(system, target)
+        if "://" not in source:
+            system.put_file(source, final)
+        elif _store(source) == _store(target):
+            system.cp_file(source, final)
+        else:
+            with open_file(source) as file, system.open(final, "wb") as copied:
+                shutil.copyfileobj(file, copied, 2**20)
+        if final != target:
+            _replace(system, final, target)
 
 
-def _copied(source: str, target: str) -> bool:
-    """Copies a file by the file system itself; False if it can't."""
-    try:
-        _known().copy([source], [target])
-    except Exception:
-        return False
-    return True
+# --- names that other processes may be writing too
 
 
-def _replace(temporary: str, path: str, reusable_bytes: int | None = None) -> None:
+def _replace(system: Any, temporary: str, path: str, reusable_bytes: int | None = None) -> None:
     """Renames a file, while other processes may rename others to the same name.
 
     A file of `reusable_bytes` that another process has written meanwhile is left as it is: readers
     may have it open.
     """
-    systems = _known()
     for attempt in range(_ATTEMPTS):
         try:
-            if reusable_bytes is not None and _has_size(path, reusable_bytes):
-                systems.delete([temporary])
+            if reusable_bytes is not None and _has_size(system, path, reusable_bytes):
+                system.rm_file(temporary)
                 return
-            _rename(temporary, path, set_aside=attempt > 0)
+            _rename(system, temporary, path, set_aside=attempt > 0)
             return
         except Exception:
             if attempt + 1 == _ATTEMPTS:
                 with contextlib.suppress(Exception):
-                    systems.delete([temporary])
+                    system.rm_file(temporary)
                 raise
             # A random time, so that processes that write the same name do not retry together.
             time.sleep(random.uniform(0, 0.1 * 2**attempt))
 
 
-def _rename(temporary: str, path: str, set_aside: bool) -> None:
+def _rename(system: Any, temporary: str, path: str, set_aside: bool) -> None:
     """Renames a file to a name that may be taken. If that fails, the file of that name remains.
 
     Args:
+      system: the file system.
       temporary: the old name.
       path: the new name.
       set_aside: whether to rename a file of the new name first, if it can't be replaced, as in
         HDFS.
     """
-    systems = _known()
     try:
-        systems.rename([temporary], [path])
+        system.mv(temporary, path)
         return
     except Exception:
-        if not set_aside or not systems.exists(path):
+        if not set_aside or not system.exists(path):
             raise
     old = _temporary(path)
-    systems.rename([path], [old])
+    system.mv(path, old)
     try:
-        systems.rename([temporary], [path])
+        system.mv(temporary, path)
     except Exception:
-        if not systems.exists(path):
-            systems.rename([old], [path])
+        if not system.exists(path):
+            system.mv(old, path)
             raise
         # Another writer was first: remove the old file that was set aside.
         with contextlib.suppress(Exception):
-            systems.delete([old])
+            system.rm_file(old)
         raise
     with contextlib.suppress(Exception):
-        systems.delete([old])
+        system.rm_file(old)
 
 
 def _temporary(path: str) -> str:
     return f"{path}.{uuid.uuid4().hex}{TEMPORARY}"
 
 
-def _known() -> type[FileSystems]:
-    """Beam's FileSystems, with default options if none are set: some file systems need options.
+def _make_parent(system: Any, path: str) -> None:
+    system.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    Pipelines and workers set options of their own.
-    """
-    if not has_file_options():
-        FileSystems.set_options(PipelineOptions([]))
-    return FileSystems
+
+# --- file systems
+
+
+@contextlib.contextmanager
+def _requests(path: str) -> Iterator[Any]:
+    """A context with the file system of a URL, in which errors say what the store needs."""
+    try:
+        yield _system(path)
+    except OptionsError:
+        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, f"{error}", path) from error
+    except Exception as error:  # clients raise errors of many kinds
+        scheme = path.partition("://")[0]
+        hint = ""
+        if scheme in VARIABLES:
+            unset = [name for name in VARIABLES[scheme] if name not in os.environ]
+            hint = (
+                f"; on host {socket.gethostname()}, not set are {', '.join(unset)}" if unset else ""
+            ) + (
+                "; if the store needs such variables, set the same ones for the launcher and, "
+                "before they start, for the workers or pools on each host"
+            )
+        raise OSError(f"{_store(path)}: {type(error).__name__}: {error}{hint}") from error
+
+
+def _system(path: str) -> Any:
+    """The client of this process for the store of a URL."""
+    key = os.getpid(), _client(path)
+    with _lock:
+        if key not in _systems:
+            if (reason := missing(path)) is not None:
+                raise OptionsError(f"{path}: {reason}")
+            import fsspec
+
+            # fsspec's own cache has a client for each thread. Listings must not be cached, as
+            # other processes write to the same folders.
+            settings = _SETTINGS.get(path.partition("://")[0], {})
+            _systems[key], _ = fsspec.core.url_to_fs(
+                path, skip_instance_cache=True, use_listings_cache=False, **settings
+            )
+        return _systems[key]
+
+
+def _store(path: str) -> str:
+    """The scheme and the host, or the bucket, of a URL."""
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def _client(path: str) -> str:
+    """What URLs of one client have in common. All buckets of an object store have the same one."""
+    return path.partition("://")[0] if _is_object_store(path) else _store(path)
+
+
+def _is_object_store(path: str) -> bool:
+    return path.partition("://")[0] in OBJECT_STORES
+
+
+def _has_size(system: Any, path: str, nbytes: int) -> bool:
+    """Whether there is a file of this size."""
+    try:
+        return bool(system.info(path)["size"] == nbytes)
+    except FileNotFoundError:
+        return False
+
+
+def _first(found: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next((found[key] for key in keys if found.get(key) is not None), None)
+
+
+def _seconds(entry: dict[str, Any]) -> float:
+    """The time of the last change of a file, in seconds since the epoch; 0 if it is unknown."""
+    changed = _first(entry, _CHANGED)
+    if isinstance(changed, str):
+        changed = datetime.datetime.fromisoformat(changed)
+    if isinstance(changed, datetime.datetime):
+        return changed.timestamp()
+    return float(changed or 0.0)

@@ -14,7 +14,7 @@
     result-0.arrays   ... and its leaves
 
 Files are written atomically, with checksums that readers verify. The folder may be at a local path
-or any URL that Beam's FileSystems knows.
+or any URL that fsspec knows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -12,17 +13,23 @@ import psutil
 
 
 def this_process() -> dict[str, Any]:
-    """A record that identifies this process: its host, the boot of the host, its pid and start."""
+    """A record that identifies this process: where its pid means something, its pid and start.
+
+    The name of the host is for messages only: several hosts may have the same.
+    """
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "started": started(pid)}
+    return {"host": socket.gethostname(), "boot": _place(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a record is alive; None if it runs on another machine."""
-    if process.get("host") != socket.gethostname():
+    """Whether the process of a record is alive; None if its pid means nothing in this process.
+
+    It then runs on another machine or in another container, or ran before this machine was started.
+    """
+    if process.get("boot") != _place():
         return None
     pid = process.get("pid")
-    if process.get("boot") != _boot() or type(pid) is not int or pid < 1:
+    if type(pid) is not int or pid < 1:
         return False
     found = started(pid)
     return found is not None and process.get("started") == found
@@ -51,8 +58,11 @@ def started(pid: int) -> str | None:
         return None
 
 
-def _boot() -> str:
+@functools.cache
+def _place() -> str:
+    """The boot of this machine and the namespace of its pids; its name if there is no /proc."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        return socket.gethostname()

@@ -100,7 +100,7 @@ class CheckpointFolder:
     """The checkpoints of one run.
 
     Args:
-      path: a local path, or a URL that Beam's FileSystems knows.
+      path: a local path, or a URL that fsspec knows.
     """
 
     def __init__(self, path: str):

@@ -134,6 +134,7 @@ class ResidentJob:
             ) from attempt.failure
         reason = attempt.failure or "it had ended"
         _log.warning("beamjax: starting the job of the resident workers again: %s", reason)
+        self._mailbox.open()
         self._start()
 
     def _is_abandoned(self, attempt: _Attempt) -> bool:
@@ -232,6 +233,9 @@ COPY_SECONDS = 0.25
 COPY_RATIO = 3.0
 """A task is late if it takes this many times the median of the finished tasks of the pass."""
 
+MORE_COPIES = 4.0
+"""Each further copy of a task is made after so many times the wait for the one before it."""
+
 UNKNOWN_SECONDS = 5.0
 """Seconds after which a task is late if no task of the pass is finished. Workers may still compile
 the body."""
@@ -247,6 +251,10 @@ class _Flight:
     task: WorkerTask
     peer: Peer
     since: float
+
+
+def _since(flight: _Flight) -> float:
+    return flight.since
 
 
 @dataclass
@@ -273,6 +281,8 @@ class Pool:
     """Numbers of passes. They tell replies to an earlier pass from those to the current one."""
     _seconds: dict[str, float] = field(default_factory=dict)
     """Seconds for each element in the last pass of a program."""
+    _dead: list[Peer] = field(default_factory=list)
+    """Workers that are dead, or whose heartbeats do not arrive."""
     _died: bool = False
     """Whether a worker has died since the last one joined."""
 
@@ -338,7 +348,11 @@ class Pool:
         self, left: collections.deque[WorkerTask], tasks: Sequence[WorkerTask], done: dict[int, Any]
     ) -> None:
         """Sends tasks to idle workers: those that are left, then those that are late."""
-        if joined := self.mailbox.joined():
+        joined = self.mailbox.joined()
+        # A host that was out of reach for a while is there again.
+        joined += [peer for peer in self._dead if not peer.is_dead]
+        if joined:
+            self._dead = [peer for peer in self._dead if peer not in joined]
             self._peers += joined
             self._died = False
         free = [peer for peer in self._peers if peer.name not in self._flights]
@@ -362,7 +376,7 @@ class Pool:
         return task
 
     def _late(self, tasks: Sequence[WorkerTask], done: dict[int, Any]) -> WorkerTask | None:
-        """The oldest late task that only one worker has; None if there is none."""
+        """The late task with the fewest copies; None if there is none."""
         if not tasks:
             return None
         number = tasks[0].current.number
@@ -376,13 +390,17 @@ class Pool:
         if done:
             usual = statistics.median(reply.seconds for reply in done.values())
             limit = max(COPY_SECONDS, COPY_RATIO * usual)
-        oldest = min(
-            (flight for flight in flights if copies[flight.task.number] == 1),
-            key=lambda flight: flight.since,
-            default=None,
-        )
-        if oldest is None or time.monotonic() - oldest.since < limit:
+        now = time.monotonic()
+        latest = {flight.task.number: flight.since for flight in sorted(flights, key=_since)}
+        late = [
+            flight
+            for flight in sorted(flights, key=_since)
+            if now - latest[flight.task.number]
+            > limit * MORE_COPIES ** (copies[flight.task.number] - 1)
+        ]
+        if not late:
             return None
+        oldest = min(late, key=lambda flight: copies[flight.task.number])
         self._suspects.add(oldest.peer.name)
         return oldest.task
 
@@ -416,6 +434,7 @@ class Pool:
         lost = {}
         for peer in [peer for peer in self._peers if peer.is_dead]:
             self._peers.remove(peer)
+            self._dead.append(peer)
             self._died = True
             self._suspects.discard(peer.name)
             flight = self._flights.pop(peer.name, None)

@@ -1,22 +1,27 @@
 """Carries messages between the launcher and resident workers: in memory, or as files of a folder.
 
-Each worker has a unique name and gets tasks one at a time. These are the files of a folder:
+Each worker has a unique random name and gets tasks one at a time. These are the files of a folder:
 
-    worker-W            worker W has joined; the file identifies its process
+    worker-W            worker W has joined; its heartbeat
     program-P           program P, signed
     task-W-K, reply-W-K task number K of worker W, and its reply; the launcher removes both
     launcher            the heartbeat of the launcher
     stop                all workers end, including those that join later
 
-Each file is written once, under a temporary name that is then renamed, so a reader never sees part
-of a message. `launcher` is rewritten with each heartbeat. No file has two writers. So there are no
-locks, and both sides poll.
+A file appears whole: it is written under a temporary name that is then renamed, or by one request.
+Only heartbeats are rewritten. No file has two writers, except that any worker whose launcher is
+dead may write `stop`. So there are no locks, and both sides poll.
+
+In a local folder, a reader opens the file that it expects. At a URL each operation is a request.
+There, the launcher lists the folder once per poll, which shows new workers, replies and heartbeats,
+and it writes and reads the messages of all workers at once. Pauses grow with the time since the
+last message, so the number of requests grows with its logarithm.
 """
 
 from __future__ import annotations
 
 import abc
-import json
+import contextlib
 import logging
 import queue
 import threading
@@ -27,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from beamjax.errors import ArrayFormatError
+from beamjax.pipelines.resident.heartbeats import BEAT_SECONDS, Heart, Pulse
 from beamjax.pipelines.resident.messages import (
     NO_PASS,
     Program,
@@ -38,24 +44,30 @@ from beamjax.pipelines.resident.messages import (
     encode_task,
 )
 from beamjax.storage import files
-from beamjax.telemetry import process_ids
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
 """Pairs of seconds: until this time since the last message, the folder is polled at this interval.
 Short intervals at first keep rounds short. Longer ones keep an idle worker below 1 % of a core."""
 
-REMOTE_PAUSE = 0.1
-"""Seconds between two polls of a URL, each of which is a request."""
+REMOTE_PAUSES = (0.03, 2.0)
+"""The shortest and the longest pause in seconds between two polls of a URL. In between, a pause is
+a tenth of the time since the last message."""
 
-LAUNCHER_SECONDS = 2.0
-"""Seconds between two heartbeats of the launcher."""
+STOP_SECONDS, REMOTE_STOP_SECONDS = 0.05, 1.0
+"""Seconds after which an idle worker looks again whether the job has ended."""
 
 MOST_PROGRAMS = 256
 """Largest number of programs that a worker holds. It reads others again when it needs them."""
 
-LOST_SECONDS = 60.0
-"""Seconds without a heartbeat after which workers end, since the launcher must be dead. On the same
-machine they end as soon as its process has ended."""
+SILENT_SECONDS = 10.0
+"""Seconds without a heartbeat after which a worker on another host counts as dead."""
+
+LOST_SECONDS = 30.0
+"""Seconds without a heartbeat of the launcher after which workers end. On the same machine they end
+as soon as its process has ended."""
+
+ORPHANED = b"orphaned"
+"""The content of `stop` if workers wrote it, since their launcher was dead."""
 
 _log = logging.getLogger("beamjax")
 
@@ -66,18 +78,18 @@ class Peer:
 
     Attributes:
       name: the unique name of the worker.
-      process: identifies its process; None if it is a thread of this process.
+      pulse: its heartbeats; None if it is a thread of this process.
       sent: the number of tasks that were sent to it.
     """
 
     name: str
-    process: dict[str, object] | None = None
+    pulse: Pulse | None = None
     sent: int = 0
 
     @property
     def is_dead(self) -> bool:
-        """Whether its process has ended. False for a process on another machine."""
-        return self.process is not None and process_ids.is_alive(self.process) is False
+        """Whether its process has ended, or is silent. A silent one may be heard again."""
+        return self.pulse is not None and self.pulse.is_dead(SILENT_SECONDS)
 
 
 class Mailbox(Protocol):
@@ -97,6 +109,9 @@ class Mailbox(Protocol):
 
     def wait(self, since: float) -> None:
         """Waits for a short time, or until a reply may be there; `since` is when waiting began."""
+
+    def open(self) -> None:
+        """Lets workers join again after `stop`, which orphaned workers write as well."""
 
     def stop(self) -> None:
         """Ends all workers, including those that join later."""
@@ -168,6 +183,9 @@ class MemoryMailbox:
         self._arrived.wait(0.1)
         self._arrived.clear()
 
+    def open(self) -> None:
+        self.stopped.clear()
+
     def stop(self) -> None:
         self.stopped.set()
         for tasks in list(self._tasks.values()):
@@ -226,33 +244,29 @@ class FileMailbox:
     def __init__(self, folder: str, secret: bytes):
         self.folder = folder
         self.secret = secret
-        self._known: set[str] = set()
+        self._peers: dict[str, Peer] = {}
+        """All workers that have ever joined, by the names of their files."""
         self._published: set[str] = set()
-        self._looked = float("-inf")
-        self._stopped = threading.Event()
-        self._beats = 0
-        self._beat()
-        threading.Thread(target=self._keep_beating, name="beamjax launcher", daemon=True).start()
+        self._listed = self._listened = float("-inf")
+        self._heart = Heart(files.join(folder, "launcher"))
 
     def joined(self) -> list[Peer]:
-        if time.monotonic() - self._looked < 0.02:  # listing a folder is slow
+        now = time.monotonic()
+        if now - self._listened > BEAT_SECONDS:
+            self._listened = now
+            self._listen()
+        if now - self._listed < 0.02:  # listing a folder is slow
             return []
-        self._looked = time.monotonic()
-        found = []
-        for name in files.names(self.folder):
-            if name.startswith("worker-") and name not in self._known:
-                self._known.add(name)
-                process = json.loads(bytes(files.read(files.join(self.folder, name))))
-                found.append(Peer(name.removeprefix("worker-"), process))
-        return found
+        self._listed = now
+        return self._new(files.names(self.folder))
 
     def publish(self, program: Program) -> None:
         if program.name not in self._published:
-            self._write(f"program-{program.name}", program.encode(self.secret))
+            _write(self.folder, f"program-{program.name}", program.encode(self.secret))
             self._published.add(program.name)
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
-        self._write(f"task-{peer.name}-{peer.sent}", encode_task(task))
+        _write(self.folder, f"task-{peer.name}-{peer.sent}", encode_task(task))
         peer.sent += 1
 
     def reply(self, peer: Peer) -> Reply | None:
@@ -267,30 +281,87 @@ class FileMailbox:
     def wait(self, since: float) -> None:
         time.sleep(_pause(self.folder, since))
 
+    def open(self) -> None:
+        files.remove_files(self.folder, ["stop"])
+
     def stop(self) -> None:
-        self._stopped.set()
-        self._write("stop", b"stop")  # Beam cannot write an empty file to S3.
+        self._heart.stop()
+        _write(self.folder, "stop", b"stop")
 
-    def _keep_beating(self) -> None:
-        while not self._stopped.wait(LAUNCHER_SECONDS):
-            try:
-                self._beat()
-            except Exception as error:  # whatever a file system raises
-                # Workers miss a heartbeat, but not the next ones.
-                _log.warning("beamjax: can't write the heartbeat to %s: %s", self.folder, error)
+    def _new(self, names: list[str]) -> list[Peer]:
+        """The workers among these files that have not been seen before."""
+        found = []
+        for name in names:
+            if name.startswith("worker-") and name not in self._peers:
+                # A worker that has joined and ended is no worker.
+                with contextlib.suppress(FileNotFoundError):
+                    pulse = Pulse(bytes(files.read(files.join(self.folder, name))))
+                    self._peers[name] = Peer(name.removeprefix("worker-"), pulse)
+                    found.append(self._peers[name])
+        return found
 
-    def _beat(self) -> None:
-        # Workers notice that the number changes: clocks of machines may differ.
-        self._beats += 1
-        record = {"beats": self._beats, "process": process_ids.this_process()}
-        self._write("launcher", json.dumps(record).encode())
+    def _listen(self) -> None:
+        """Reads the heartbeats of workers on other hosts."""
+        for name, peer in self._peers.items():
+            if peer.pulse is not None and peer.pulse.needs_looks:
+                peer.pulse.look(_read(self.folder, name))
 
-    def _write(self, name: str, data: bytes) -> None:
-        files.write(files.join(self.folder, name), data, make=False)
+
+class RemoteMailbox(FileMailbox):
+    """A mailbox at a URL. See the top of this module."""
+
+    def __init__(self, folder: str, secret: bytes):
+        super().__init__(folder, secret)
+        self._outbox: dict[str, bytes] = {}
+        self._inbox: dict[str, bytes] = {}
+        self._awaited: dict[str, str] = {}
+        """The names of the tasks whose replies have not arrived, by the names of the replies."""
+        self._gone: list[str] = []
+        """Files that were read. They are removed while the launcher waits anyway."""
+        self._files: list[files.Listed] | None = None
+
+    def joined(self) -> list[Peer]:
+        if self._files is None:
+            self._exchange()
+        assert self._files is not None
+        return self._new([file.name for file in self._files])
+
+    def send(self, peer: Peer, task: WorkerTask) -> None:
+        name = f"{peer.name}-{peer.sent}"
+        self._outbox[files.join(self.folder, f"task-{name}")] = encode_task(task)
+        self._awaited[f"reply-{name}"] = f"task-{name}"
+        peer.sent += 1
+
+    def reply(self, peer: Peer) -> Reply | None:
+        data = self._inbox.pop(f"reply-{peer.name}-{peer.sent - 1}", None)
+        return None if data is None else decode_reply(data)
+
+    def wait(self, since: float) -> None:
+        begun = time.monotonic()
+        if self._outbox:
+            files.remote().write_all(self._outbox)
+            self._outbox = {}
+        files.remove_files(self.folder, self._gone)
+        self._gone = []
+        time.sleep(max(0.0, _pause(self.folder, since) - (time.monotonic() - begun)))
+        self._files = None
+
+    def _exchange(self) -> None:
+        """Lists the folder; reads the replies and heartbeats that have arrived."""
+        self._files = files.listed(self.folder)
+        for file in self._files:
+            peer = self._peers.get(file.name)
+            if peer is not None and peer.pulse is not None:
+                peer.pulse.look((file.time, file.nbytes))
+        arrived = [file.name for file in self._files if file.name in self._awaited]
+        if arrived:
+            paths = [files.join(self.folder, name) for name in arrived]
+            self._inbox |= dict(zip(arrived, files.remote().read_all(paths), strict=True))
+            self._gone += [*arrived, *(self._awaited.pop(name) for name in arrived)]
 
 
 class FileWorker(WorkerEnd):
-    """The worker's end of a `FileMailbox`.
+    """The worker's end of a mailbox in a folder.
 
     Args:
       folder: the folder of the mailbox.
@@ -301,54 +372,78 @@ class FileWorker(WorkerEnd):
         super().__init__(secret)
         self.folder = folder
         self._next = 0
-        # The last heartbeat, and when it was first seen.
-        self._heard: tuple[object, float] = None, time.monotonic()
-        self._write(f"worker-{self.name}", json.dumps(process_ids.this_process()).encode())
+        self._launcher: Pulse | None = None
+        # When it joined, and when the folder could be read.
+        self._joined = self._reached = time.monotonic()
+        self._heart = Heart(files.join(folder, f"worker-{self.name}"))
 
     def tasks(self) -> Iterator[WorkerTask]:
         since = looked = time.monotonic()
-        while True:
-            data = _read(self.folder, f"task-{self.name}-{self._next}")
-            if data is not None:
-                try:
-                    task = decode_task(data)
-                except ArrayFormatError as error:
-                    self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
-                else:
-                    yield task
-                since = time.monotonic()
-                continue
-            if time.monotonic() - looked > 0.05:
-                looked = time.monotonic()
-                if _read(self.folder, "stop") is not None or self._is_orphaned():
-                    return
-            time.sleep(_pause(self.folder, since))
+        every = REMOTE_STOP_SECONDS if files.is_url(self.folder) else STOP_SECONDS
+        try:
+            while True:
+                data = self._look_for(f"task-{self.name}-{self._next}")
+                if data is not None:
+                    try:
+                        task = decode_task(data)
+                    except ArrayFormatError as error:
+                        self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
+                    else:
+                        yield task
+                    since = time.monotonic()
+                    continue
+                if time.monotonic() - looked > every:
+                    looked = time.monotonic()
+                    if self._look_for("stop") is not None or self._is_orphaned():
+                        return
+                time.sleep(_pause(self.folder, since))
+        finally:
+            self._heart.stop()
 
     def _encoded(self, name: str) -> bytes:
         return bytes(files.read(files.join(self.folder, f"program-{name}")))
 
     def reply(self, reply: Reply) -> None:
-        self._write(f"reply-{self.name}-{self._next}", encode_reply(reply))
+        _write(self.folder, f"reply-{self.name}-{self._next}", encode_reply(reply))
         self._next += 1
 
-    def _is_orphaned(self) -> bool:
-        """Whether the launcher is dead, or its folder is gone."""
-        beat, since = self._heard
-        if time.monotonic() - since < LAUNCHER_SECONDS and beat is not None:
-            return False
-        data = _read(self.folder, "launcher")
-        if data is None:
-            # The file is gone after it was seen, so the job has ended. If it was never seen, this
-            # machine may see new files late, as on NFS.
-            return beat is not None or time.monotonic() - since > LOST_SECONDS
-        if data != beat:
-            self._heard = data, time.monotonic()
-        elif time.monotonic() - since > LOST_SECONDS:
-            return True
-        return process_ids.is_alive(json.loads(data)["process"]) is False
+    def _look_for(self, name: str) -> bytes | None:
+        """As `_read`. A folder out of reach has no news for a while, and then is an error.
 
-    def _write(self, name: str, data: bytes) -> None:
-        files.write(files.join(self.folder, name), data, make=False)
+        Raises:
+          OSError: it has been out of reach as long as a dead launcher is waited for.
+        """
+        try:
+            found = _read(self.folder, name)
+        except OSError:
+            if time.monotonic() - self._reached > LOST_SECONDS:
+                raise
+            return None
+        self._reached = time.monotonic()
+        return found
+
+    def _is_orphaned(self) -> bool:
+        """Whether the launcher is dead, or its folder is gone; then all workers of the job end."""
+        looked = time.monotonic()
+        data = self._look_for("launcher")
+        if data is None:
+            if self._reached < looked:  # The folder is out of reach.
+                return False
+            # If the file is gone after it was seen, the job has ended. If it was never seen, this
+            # machine may see new files late, as on NFS.
+            return self._launcher is not None or looked - self._joined > LOST_SECONDS
+        if self._launcher is None:
+            self._launcher = Pulse(data)
+        self._launcher.look(data)
+        if not self._launcher.is_dead(LOST_SECONDS):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            _write(self.folder, "stop", ORPHANED)
+        return True
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    files.write(files.join(folder, name), data, make=False)
 
 
 def _read(folder: str, name: str) -> bytes | None:
@@ -358,15 +453,16 @@ def _read(folder: str, name: str) -> bytes | None:
         if not files.is_url(path):
             with open(path, "rb") as file:
                 return file.read()
-        return bytes(files.read(path)) if name in files.names(folder) else None
+        return bytes(files.read(path))
     except FileNotFoundError:
         return None
 
 
 def _pause(folder: str, since: float) -> float:
-    if files.is_url(folder):
-        return REMOTE_PAUSE
     waited = time.monotonic() - since
+    if files.is_url(folder):
+        shortest, longest = REMOTE_PAUSES
+        return min(max(shortest, 0.1 * waited), longest)
     return next(pause for limit, pause in PAUSES if waited < limit)
 
 
@@ -382,7 +478,7 @@ def open_mailbox(folder: str, secret: bytes, shared: bool) -> Mailbox:
       shared: whether workers are threads of this process.
     """
     if not shared:
-        return FileMailbox(folder, secret)
+        return (RemoteMailbox if files.is_url(folder) else FileMailbox)(folder, secret)
     _here[folder] = mailbox = MemoryMailbox()
     return mailbox
 

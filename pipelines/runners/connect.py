@@ -9,7 +9,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import (
+    DirectOptions,
+    PipelineOptions,
+    S3Options,
+    StandardOptions,
+)
 
 from beamjax._beam_compat import (
     INTERACTIVE,
@@ -46,6 +51,16 @@ CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
     SparkRunner: spark.connected,
 }
 """Functions that add the address of a job server to the options of a runner."""
+
+_S3_VARIABLES = {
+    "s3_endpoint_url": "AWS_ENDPOINT_URL",
+    "s3_access_key_id": "AWS_ACCESS_KEY_ID",
+    "s3_secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "s3_session_token": "AWS_SESSION_TOKEN",
+    "s3_region_name": "AWS_DEFAULT_REGION",
+    "s3_verify": "AWS_CA_BUNDLE",
+}
+"""Options of Beam's own client for s3://, and the variables that every client reads."""
 
 IN_PROCESS = (EmbeddedPythonEnvironment, EmbeddedPythonGrpcEnvironment)
 
@@ -105,6 +120,7 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     _check_ipython()
     runner = make_runner(runner)
     flags = beam_options(options, runner)
+    _check_stores(flags)
     if dataflow.is_dataflow(runner):
         options, flags = dataflow.prepare(options, flags)
         if not dry:
@@ -178,6 +194,18 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
         if isinstance(runner, kind):
             return connected(found)
     return found
+
+
+def _check_stores(flags: PipelineOptions) -> None:
+    """Raises OptionsError for addresses and keys that workers would not get."""
+    given = flags.view_as(S3Options).get_all_options(drop_default=True)
+    for name, variable in _S3_VARIABLES.items():
+        if name in given:
+            raise OptionsError(
+                f"{name}: found in the options of a run, but keys do not travel with a pipeline; "
+                f"set {variable} in the environment of this process, and of each pool of workers "
+                "before it starts, on every host"
+            )
 
 
 def _check_ipython() -> None:

@@ -58,7 +58,7 @@ class Store:
     """A folder of values.
 
     Attributes:
-        root: a local path (made absolute), or any URL that Beam's FileSystems knows; the launcher
+        root: a local path (made absolute), or any URL that fsspec knows; the launcher
             and the workers must see the same files there.
         piece_bytes: the largest size of a file in bytes; larger arrays are cut.
         persistent: whether `write` creates a missing folder. Not for the folder of a run: a worker

@@ -18,7 +18,7 @@ import time
 import jax
 import numpy as np
 import pytest
-import url_files  # noqa: F401 - makes bjtest:// known to Beam
+import url_files  # noqa: F401 - makes bjtest:// known
 from helpers import assert_same_bits, assert_same_types
 
 import beamjax as bj
@@ -494,10 +494,11 @@ def test_processes_are_told_apart(tmp_path):
     for change, alive in (
         ({}, True),
         ({"started": "1"}, False),
-        ({"boot": "another"}, False),
+        ({"boot": "another"}, None),
         ({"pid": 0}, False),
         ({"pid": "1"}, False),
-        ({"host": "another"}, None),
+        ({"host": "another"}, True),  # Hosts may have the same name, and change it.
+        ({"boot": here["boot"].split()[0] + " pid:[1]"}, None),  # A container on this machine.
     ):
         assert process_ids.is_alive(here | change) is alive, change
     child = subprocess.Popen([sys.executable, "-c", "pass"])
@@ -519,7 +520,7 @@ def test_processes_are_told_apart(tmp_path):
     folder = JobFolder(str(tmp_path / "elsewhere"))
     folder.begin("f", "local")
     for age, state in ((55, JobState.RUNNING), (65, JobState.LOST)):
-        process = here | {"host": "elsewhere"}
+        process = here | {"boot": "another"}
         record = dataclasses.replace(folder.describe(), process=process, time=time.time() - age)
         folder.write("job", to_plain(record))
         assert bj.open_job(tmp_path / "elsewhere").state is state

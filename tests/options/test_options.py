@@ -7,7 +7,7 @@ import os
 import pathlib
 
 import pytest
-import url_files  # noqa: F401  (registers bjtest:// with Beam)
+import url_files  # noqa: F401  (makes bjtest:// known)
 from apache_beam.options.pipeline_options import (
     DebugOptions,
     DirectOptions,
@@ -61,7 +61,7 @@ REFUSED = [
     ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
     ({"progress": "maybe"}, "progress: found 'maybe', expected one of True, False, or None"),
     *[
-        ({name: "nofs://a.html"}, f"{name}: found 'nofs://a.html', but Beam has no file system")
+        ({name: "nofs://a.html"}, f"{name}: found 'nofs://a.html', which has the scheme nofs://")
         for name in ("cache", "checkpoint", "job_folder")
     ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),

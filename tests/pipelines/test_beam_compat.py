@@ -126,8 +126,6 @@ USED = [
     ("apache_beam.pipeline:Pipeline.__init__", names("local_tempdir")),
     ("apache_beam.options.pipeline_options:PipelineOptions._add_argparse_args", takes("parser")),
     ("apache_beam.options.pipeline_options:StandardOptions._add_argparse_args", takes("parser")),
-    ("apache_beam.io.filesystems:FileSystems._pipeline_options", is_a(object)),
-    ("apache_beam.io.filesystems:FileSystems.set_options", takes("pipeline_options")),
     ("apache_beam.utils.interactive_utils:is_in_ipython", takes()),
     ("apache_beam.io.gcp.internal.clients.bigquery", holds(_beam_compat.MISSING_PACKAGES)),
 ]  # fmt: skip

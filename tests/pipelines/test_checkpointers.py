@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import url_files  # noqa: F401 - makes bjtest:// known to Beam
+import url_files  # noqa: F401 - makes bjtest:// known
 from helpers import assert_same_bits
 
 import beamjax as bj

@@ -75,6 +75,13 @@ def test_options_of_beam(monkeypatch):
     beam_options(parse_options(["--flag_of_a_job_server=1"]), BundleBasedDirectRunner())
 
 
+def test_keys_of_a_store_belong_in_the_environment():
+    for name, variable in (("endpoint_url", "ENDPOINT_URL"), ("access_key_id", "ACCESS_KEY_ID")):
+        options = parse_options([f"--s3_{name}=x"])
+        with pytest.raises(OptionsError, match=f"s3_{name}: found .* set AWS_{variable} in the"):
+            connect("DirectRunner", options)
+
+
 @pytest.mark.parametrize("how", [PipelineOptions, list])
 def test_the_runner_may_be_named_twice(how):
     for name in ("DirectRunner", "FnApiRunner", "fnapirunner"):

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import requests
 from apache_beam.internal import pickler
-from apache_beam.io.filesystem import BeamIOError
-from apache_beam.io.filesystems import FileSystems
 from apache_beam.options.pipeline_options import (
     DebugOptions,
     GoogleCloudOptions,
@@ -38,6 +36,7 @@ from beamjax.pipelines.runners.dataflow import is_dataflow, prepare
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import MapShards
 from beamjax.pipelines.worker.merge import FinishPieces
+from beamjax.storage import remote_files
 
 with_dataflow = pytest.mark.dataflow
 
@@ -172,11 +171,11 @@ def test_a_run_without_credentials_says_so_at_once(file, offline, tmp_path, monk
 
 
 def test_the_error_of_a_run_is_not_hidden_by_one_of_its_end(bucket, monkeypatch):
-    def fail(self, *args):
-        raise BeamIOError("no connection")
+    def fail(self, *args, **kwargs):
+        raise OSError("no connection")
 
-    monkeypatch.setattr(InMemory, "create", fail)
-    monkeypatch.setattr(FileSystems, "match", fail)
+    monkeypatch.setattr(InMemory, "pipe_file", fail)
+    monkeypatch.setattr(InMemory, "ls", fail)
     with pytest.raises(SourceError, match=r"cannot write .*no connection") as caught:
         bj.run(regression, W, X, runner=DataflowRunner(), options=FAKE)
     assert ["cannot remove stored values" in note for note in caught.value.__notes__] == [True]
@@ -205,14 +204,14 @@ class DataflowRunner(PipelineRunner):
 def bucket(offline, monkeypatch):
     """gs:// in the memory of this process: what is in it, in the end, and was ever."""
     ever = []
-    create = InMemory.create
-    monkeypatch.setattr(InMemory, "create", lambda *a, **k: [ever.append(a[1]), create(*a, **k)][1])
-    real = FileSystems.get_filesystem
-
-    def get_filesystem(path):
-        return InMemory(PipelineOptions([])) if path.startswith("gs://") else real(path)
-
-    monkeypatch.setattr(FileSystems, "get_filesystem", staticmethod(get_filesystem))
+    pipe = InMemory.pipe_file
+    monkeypatch.setattr(InMemory, "pipe_file", lambda *a: [ever.append(a[1]), pipe(*a)][1])
+    real = remote_files._system
+    system = InMemory(skip_instance_cache=True)
+    monkeypatch.setattr(
+        remote_files, "_system", lambda path: system if path.startswith("gs://") else real(path)
+    )
+    monkeypatch.setattr(remote_files, "missing", lambda path: None)
     # With the packages of Google it asks the service, and again and again.
     asks = "_warn_if_soft_delete_policy_enabled"
     monkeypatch.setattr(GoogleCloudOptions, asks, lambda *_: None, raising=False)

@@ -1,5 +1,6 @@
 """The job of resident workers: when it is started again."""
 
+import errno
 import subprocess
 import sys
 import threading
@@ -7,10 +8,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax._beam_compat import FlinkRunner
 from beamjax.errors import JobCancelledError, WorkerError
-from beamjax.pipelines.resident import job, mailbox
+from beamjax.pipelines.resident import heartbeats, job, mailbox
+from beamjax.telemetry import process_ids
 
 
 @pytest.fixture
@@ -141,7 +144,7 @@ def test_a_pass_can_be_cancelled_while_replies_arrive(clock):
 
 
 def test_heartbeats_go_on_after_one_that_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(mailbox, "LAUNCHER_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
     (tmp_path / "rounds").mkdir()
     launcher = mailbox.FileMailbox(str(tmp_path / "rounds"), b"secret")
     try:
@@ -167,7 +170,7 @@ time.sleep(600)
 
 
 def test_a_worker_ends_with_its_launcher(monkeypatch, tmp_path):
-    monkeypatch.setattr(mailbox, "LAUNCHER_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.1)
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -182,3 +185,110 @@ def test_a_worker_ends_with_its_launcher(monkeypatch, tmp_path):
         launcher.communicate()
     worker.join(60)
     assert not worker.is_alive()
+    assert (tmp_path / "stop").read_bytes() == mailbox.ORPHANED  # ends all others at once
+    assert mailbox.join(str(tmp_path), b"secret") is None
+
+
+# --- other hosts
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Heartbeats of other hosts, at a time that the test sets."""
+    found = SimpleNamespace(now=0.0)
+
+    def sleep(seconds):
+        found.now += seconds
+
+    times = SimpleNamespace(monotonic=lambda: found.now, sleep=sleep)
+    monkeypatch.setattr(heartbeats, "time", times)
+    monkeypatch.setattr(mailbox, "time", times)
+    monkeypatch.setattr(heartbeats.Heart, "_keep_beating", lambda self: None)
+    monkeypatch.setattr(process_ids, "is_alive", lambda process: None)
+    return found
+
+
+def heartbeat(folder, elsewhere):
+    """Makes a launcher and its only worker; returns a function that lets time go by."""
+    launcher = mailbox.open_mailbox(folder, b"secret", False)
+    worker = mailbox.FileWorker(folder, b"secret")
+    peers = []
+
+    def after(seconds, beats):
+        for _ in range(round(seconds / 2)):
+            elsewhere.now += 2.0001
+            for heart in beats:
+                heart._beat()
+            peers.extend(launcher.joined())
+            launcher.wait(elsewhere.now)
+        return peers
+
+    return launcher, worker, after
+
+
+@pytest.mark.parametrize("where", ["path", "url"])
+def test_a_worker_on_another_host_is_dead_while_it_is_silent(where, elsewhere, tmp_path):
+    folder = str(tmp_path) if where == "path" else f"bjtest:/{tmp_path}"
+    _, worker, after = heartbeat(folder, elsewhere)
+    (peer,) = after(60, [worker._heart])
+    assert not peer.is_dead
+    assert after(8, []) == [peer]
+    assert not peer.is_dead
+    after(6, [])
+    assert peer.is_dead
+    after(2, [worker._heart])  # its network was down
+    assert not peer.is_dead
+    elsewhere.now += 1000  # the launcher was stopped itself
+    after(2, [])
+    assert not peer.is_dead
+
+
+def test_workers_miss_their_launcher(elsewhere, tmp_path):
+    launcher, worker, after = heartbeat(str(tmp_path), elsewhere)
+    other = mailbox.FileWorker(str(tmp_path), b"secret")
+
+    def orphaned(seconds, beats):
+        found = False
+        for _ in range(round(seconds)):
+            after(2, beats)
+            found = found or worker._is_orphaned()
+        return found
+
+    assert not orphaned(60, [launcher._heart])
+    assert not orphaned(14, [])
+    assert not orphaned(1, [launcher._heart])
+    assert orphaned(17, [])
+    assert list(other.tasks()) == []
+    assert mailbox.join(str(tmp_path), b"secret") is None
+    launcher.open()  # it was stopped, and starts the job again
+    assert mailbox.join(str(tmp_path), b"secret") is not None
+
+
+def test_a_folder_out_of_reach_is_no_reason_to_end_at_once(elsewhere, tmp_path, monkeypatch):
+    _, worker, _ = heartbeat(str(tmp_path), elsewhere)
+    assert not worker._is_orphaned()
+
+    def unreachable(*args):
+        raise OSError(errno.ESTALE, "stale handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox, "_read", unreachable)
+        elsewhere.now += 29
+        assert not worker._is_orphaned()
+        elsewhere.now += 2
+        with pytest.raises(OSError, match="stale"):
+            worker._is_orphaned()
+    assert not worker._is_orphaned()
+
+
+def test_a_late_task_gets_further_copies(clock):
+    """Workers whose task never ends, as those that hang."""
+    workers = Workers(clock, {("a", 0), ("b", 0), ("c", 0)})
+    workers.peers = workers.new = [SimpleNamespace(name=name, is_dead=False) for name in "abcd"]
+    pool = job.Pool(workers, lambda died: None)
+    monitor = SimpleNamespace(reported=lambda *_: None)
+    program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
+    assert pool.run(program, current, range(1), lambda: None, monitor) == [0]
+    assert [name for name, _, _ in workers.sent] == list("abcd")
+    waits = [1 * job.UNKNOWN_SECONDS * (1 + 4 + 16), 2 + job.UNKNOWN_SECONDS * (1 + 4 + 16)]
+    assert waits[0] < clock.now < waits[1]

@@ -1,4 +1,4 @@
-"""Placed inputs in a store that workers elsewhere reach: a file system of Beam, here in memory."""
+"""Placed inputs in a store that workers elsewhere reach: one of fsspec, here in memory."""
 
 import jax
 import ml_dtypes

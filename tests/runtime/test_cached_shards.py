@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import url_files  # noqa: F401  (registers bjtest:// with Beam)
+import url_files  # noqa: F401  (makes bjtest:// known)
 
 import beamjax as bj
 from beamjax.commands.cli import main

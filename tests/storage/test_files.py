@@ -7,10 +7,10 @@ import lzma
 import os
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
-import url_files  # noqa: F401 - makes bjtest:// known to Beam
-from apache_beam.io.filesystem import BeamIOError
+import url_files  # noqa: F401 - makes bjtest:// known
 from memory_files import FILES, InMemory
 from source_files import refused
 
@@ -178,32 +178,32 @@ class Flaky(InMemory):
 
     replaces, failing, calls, seen = True, (), 0, set()
 
-    @classmethod
-    def scheme(cls):
-        return "flaky"
+    protocol = "flaky"
 
     def _look(self):
         Flaky.seen.add(FILES.get(PATH))
 
-    def rename(self, sources, destinations):
+    def mv(self, old, new, **kwargs):
         self._look()
-        if destinations == [PATH] and PATH in FILES and not self.replaces:
-            raise BeamIOError("the name is taken")
+        if new == PATH and PATH in FILES and not self.replaces:
+            raise OSError("the name is taken")
         Flaky.calls += 1
         if Flaky.calls in self.failing:
-            raise BeamIOError("no connection")
-        super().rename(sources, destinations)
+            raise OSError("no connection")
+        super().mv(old, new)
         self._look()
 
-    def delete(self, paths):
-        super().delete(paths)
+    def rm_file(self, path):
+        super().rm_file(path)
         self._look()
 
-    def copy(self, sources, destinations):
-        for source, destination in zip(sources, destinations, strict=True):
-            FILES[destination] = FILES[source][:1]  # a reader could see half of it
-            self._look()
-            FILES[destination] = FILES[source]
+    def cp_file(self, old, new, **kwargs):
+        FILES[new] = FILES[old][:1]  # a reader could see half of it
+        self._look()
+        FILES[new] = FILES[old]
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
 
 
 PATH, OTHER = "flaky://folder/file", "flaky://folder/other"
@@ -220,7 +220,7 @@ def test_a_file_at_a_url_is_replaced_without_a_moment_without_it(monkeypatch):
         raised = False
         try:
             files.link(OTHER, PATH) if copies else files.write(PATH, b"new")
-        except BeamIOError:
+        except OSError:
             raised = True
         found = FILES.pop(PATH, None), raised
         # A file is set aside, between two renames, only where replacing it failed twice.

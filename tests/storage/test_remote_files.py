@@ -1,6 +1,6 @@
 """Files at s3:// and gs://, on servers of the test: by name, and as folders of runs.
 
-The servers and the packages that Beam needs are not among those of other tests:
+The servers and their clients are not among those of other tests:
 `uv pip install -e '.[test]' --group object-stores`.
 """
 
@@ -72,14 +72,16 @@ def test_files(folder, tmp_path):
     path = files.join(folder, "x.bin")
     assert files.names(folder) == []
     files.write(path, b"first")
-    files.write(path, b"other", keep=True)
+    files.write(path, b"first", keep=True)
     assert bytes(files.read(path)) == b"first"
     several_parts = np.random.default_rng(0).bytes(12 << 20)
     files.write(path, several_parts)
     assert bytes(files.read(path)) == several_parts
+    files.write(path, bytes(12 << 20), keep=True)  # there is a file of this size
+    assert bytes(files.read(path)) == several_parts
     assert files.size(path) == 12 << 20
     assert files.names(folder) == ["x.bin"]
-    with pytest.raises(Exception, match="nothing"):
+    with pytest.raises(FileNotFoundError, match="nothing"):
         files.read(files.join(folder, "nothing"))
     files.remove(folder, ".txt")
     assert files.names(folder) == ["x.bin"]
@@ -92,7 +94,7 @@ def test_files(folder, tmp_path):
     files.link(files.join(folder, "y"), str(tmp_path / "z"))
     assert (tmp_path / "z").read_bytes() == b"content"
     assert sorted(files.names(folder)) == ["x", "y"]
-    files.remove_files(folder, ["x"])
+    files.remove_files(folder, ["x", "nothing"])
     assert files.names(folder) == ["y"]
 
 

@@ -67,7 +67,7 @@ def _rendered(name: str, page: Page, prefix: str) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes text to a file, or to a URL of Beam's FileSystems.
+    """Writes text to a file, or to a URL of fsspec.
 
     Raises:
       SourceError: the file cannot be written.

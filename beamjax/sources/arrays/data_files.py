@@ -1,6 +1,6 @@
-"""Files that sources read: local paths and globs, and any URL that Beam's FileSystems knows.
+"""Files that sources read: local paths and globs, and any URL that fsspec knows.
 
-Local files need no Beam.
+Local files need no fsspec.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def from_parquet(
 
     Args:
       paths: a path, a pattern such as "data/part-*.parquet", a folder, which stands for its files
-        that end in .parquet or .pq, or a URL that Beam's FileSystems knows (of a folder with a `/`
+        that end in .parquet or .pq, or a URL that fsspec knows (of a folder with a `/`
         at its end); or a list of these. The members are in the order of the files. Files of a
         pattern or a folder are in the order of their names.
       columns: a list of names; None for all. A single name instead of a list gives that column's
