@@ -21,7 +21,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines.values.refs import Ref
-from beamjax.pipelines.values.store import Store, written_members
+from beamjax.pipelines.values.store import Store, members_in
 from beamjax.runtime.fingerprints import source_fingerprint
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.placed import MemberFiles
@@ -45,11 +45,11 @@ class MembersSource(MemberFiles, kind="members"):
         return True  # integers were checked when the files were written
 
     def load(self, path: str) -> np.ndarray:
-        written = written_members(path)
-        if written is not None:
-            return written
-        (array,) = decode_arrays(files.read(path))[0]
-        return array
+        def read() -> np.ndarray:
+            (array,) = decode_arrays(files.read(path))[0]
+            return array
+
+        return members_in(path, read)
 
 
 class EntrySource(PlainSource, kind="entry"):

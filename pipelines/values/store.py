@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import uuid
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -340,10 +340,16 @@ def set_cache_bytes(limit: int) -> None:
     _CACHE.limit = limit
 
 
-def written_members(path: str) -> np.ndarray | None:
-    """What `Store.write_members` wrote to a file, if this process still has it."""
-    found = _CACHE.find(path)
-    return None if found is None else found[0]
+def members_in(path: str, load: Callable[[], np.ndarray]) -> np.ndarray:
+    """The members in a file of a store, which `load` reads unless this process still has them.
+
+    Members at URLs stay in the cache: the next round would download them again. Local files are
+    mapped.
+    """
+    if file_io.is_url(path):
+        return _CACHE.get(path, lambda: [load()], owner=path.rpartition("/")[0])[0]
+    written = _CACHE.find(path)
+    return load() if written is None else written[0]
 
 
 def open_cache(store: Store) -> None:

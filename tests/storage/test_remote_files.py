@@ -107,6 +107,11 @@ def one_round(w, z, x):
     return w + bj.reduce_mean(bj.map_fn(lambda z, v: z * v, (z, x))), z
 
 
+@bj.program(placements={"clients": N})
+def descend(w, x):
+    return w - bj.reduce_mean(bj.map_fn(lambda v, w: v * jnp.tanh(v @ w), (x, bj.broadcast(w))))
+
+
 def rounds(w, z, x):
     return jax.lax.scan(lambda state, _: (one_round(*state, x), state[0]), (w, z), length=3)
 
@@ -126,6 +131,28 @@ def test_values_travel_through_a_folder(folder, expected, flags):
     assert_same_bits(bj.run(rounds, *ARGUMENTS, options=options), expected)
     root, _, name = folder.rpartition("/")
     assert not [path for path in files.names(root) if path.startswith(name)]
+
+
+def test_a_round_costs_a_few_requests(folder, caplog):
+    """Besides polls, whose number depends on the time alone."""
+    if folder.startswith("gs"):
+        pytest.skip("its server does not log requests")
+    caplog.set_level("INFO", "werkzeug")
+    counts = []
+    for rounds in (2, 12):
+        caplog.clear()
+
+        def program(w, x, rounds=rounds):
+            return jax.lax.fori_loop(0, rounds, lambda _, w: descend(w, x), w)
+
+        options = {"work_folder": folder, **PROCESSES}
+        found = bj.run(program, jnp.ones(300), X, options=options)
+        assert_same_bits(found, bj.run(program, jnp.ones(300), X, runner="local"))
+        lines = [record.getMessage() for record in caplog.records]
+        polls = ("list-type", " 404 ", "/launcher ", "/worker-")
+        counts.append(sum(not any(poll in line for poll in polls) for line in lines))
+    # For each of two workers: a task and a reply are written and read. Both are removed at once.
+    assert counts[1] - counts[0] <= 10 * (2 * 4 + 1) + 8
 
 
 def test_a_job_and_its_result(folder, expected):
