@@ -9,11 +9,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is for Beam's FileSystems, rather than the operating system."""
+    """Whether a path is a URL for fsspec, rather than for the operating system."""
     return _URL.match(path) is not None
 
 
 def local_path(path: str) -> str:
     """The path that a URL with `file://` stands for; any other path or URL as it is."""
-    # Beam's FileSystems knows local files by their paths only.
     return unquote(path.removeprefix("file://")) if path.startswith("file://") else path
