@@ -296,7 +296,7 @@ def execute(call: Call, monitor: Monitor) -> Values:
                 how = "error" if folder is None else f"{folder!r}, fn, *args"
                 error.replay_hint = f"To debug it as Python: beamjax.replay({how})"
             raise
-    monitor.letters.warn()
+    monitor.letters.warn(call.planned.placed.undropped)
     return values
 
 

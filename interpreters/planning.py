@@ -26,6 +26,7 @@ from beamjax.interpreters.lowering.buckets import (
 from beamjax.interpreters.lowering.dropped_members import guard_of
 from beamjax.interpreters.lowering.lower import lower, platforms_of
 from beamjax.interpreters.lowering.shard_size import file_groups
+from beamjax.interpreters.placement.divisors import divide_by_members_left
 from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.placement.propagate import place
 from beamjax.interpreters.placement.weights import refuse_unweighted
@@ -221,9 +222,11 @@ def placed_program(
         for var, argument in zip(flat.arguments, arguments, strict=True)
         if argument.comes_by_shards
     }
-    guarded = guard_of(options) is not None
-    placed = place(flat, known, staged.placements, guarded, options.shard_size)
+    guard = guard_of(options)
+    placed = place(flat, known, staged.placements, guard is not None, options.shard_size)
     refuse_unweighted(flat, placed)
+    if guard is not None and guard.drops:
+        divide_by_members_left(placed)
     return placed
 
 

@@ -188,6 +188,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  {count:,} members of {placement} dropped in {step}: {reason}"
     if report.provenance.is_mixed:
         yield f"  {report.provenance.mixture()}"
+    for text in report.warnings:
+        yield f"  warning: {text}"
     if report.error is not None:
         yield f"  {report.error.get('type')}: {report.error.get('message')}"
 

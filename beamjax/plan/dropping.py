@@ -218,12 +218,22 @@ class DeadLetters:
                 "path or URL that this process can write"
             ) from error
 
-    def warn(self) -> None:
-        """Logs how many members were dropped."""
+    def warn(self, undropped: Iterable[tuple[str, str]] = ()) -> None:
+        """Logs how many members were dropped, and what still counts them.
+
+        Args:
+          undropped: as in `PlacedProgram`.
+        """
         dropped = self.dropped
         if dropped:
             where = f"; {self.path} lists them" if self.path else ""
             _LOG.warning("%s%s", _summary(dropped), where)
+        for placement, text in dict.fromkeys(undropped):
+            if count := self._counts[placement]:
+                _LOG.warning(
+                    "%s by the number of all members of %r, including the %d dropped",
+                    text, placement, count,
+                )  # fmt: skip
 
 
 def _summary(dropped: Sequence[Dropped]) -> str:

@@ -135,6 +135,60 @@ def test_every_way_to_run_workers_drops_the_same(way, tmp_path):
     assert set(first) == {"placement", "member", "step", "reason", "message"}
 
 
+@bj.program(placements={"clients": N})
+def averages(x):
+    y = bj.map_fn(lambda v: v * 2, x)
+    return {
+        "mean": jnp.mean(y, axis=0),
+        "of all": jnp.mean(y),
+        "of columns": jnp.mean(y, axis=0, keepdims=True).T,
+        "narrow": jnp.mean(y.astype("float16"), axis=0),
+        "by hand": y.sum(0) / N,
+        "variance": jnp.var(y, axis=0),
+        "spread": jnp.std(x[:, 0]),
+        "moments": x.T @ y / len(x),
+        "share": jnp.mean(y[:, 0] > 3),
+        "twice": jnp.sum(y[:, 2]) / (2 * N),
+    }
+
+
+@HERE
+def test_whatever_divides_by_the_number_of_members_divides_by_those_left(way, caplog):
+    x, kept = values({0, 5, 9, 20}), without({0, 5, 9, 20})
+    found = run(averages, x, way=way, on_nonfinite="drop")
+    rest, wide = x[kept].astype("f8"), 2 * x[kept].astype("f8")
+    expected = {
+        "mean": wide.mean(0),
+        "of all": wide.mean(),
+        "of columns": wide.mean(0)[:, None],
+        "narrow": wide.mean(0),
+        "by hand": wide.mean(0),
+        "variance": wide.var(0),
+        "spread": rest[:, 0].std(),
+        "moments": rest.T @ wide / kept.sum(),
+        "share": (wide[:, 0] > 3).mean(),
+        "twice": wide[:, 2].sum() / (2 * kept.sum()),
+    }
+    for name, want in expected.items():
+        rtol = 1e-3 if name == "narrow" else 1e-5
+        np.testing.assert_allclose(found[name], want, rtol, err_msg=name)
+    assert "divides by" not in caplog.text
+    assert_close(run(averages, values(()), way=way, on_nonfinite="drop"), averages(values(())))
+
+
+@pytest.mark.parametrize("name", ["reduce_mean", "mean"])
+def test_the_report_names_what_divides_by_the_dropped_members_too(name, tmp_path):
+    mean = {"reduce_mean": bj.reduce_mean, "mean": lambda y: jnp.mean(y, axis=0)}[name]
+    loss = bj.program(clients=N)(lambda w, x: mean(jnp.sum((x - w) ** 2, axis=1)))
+    options = {"on_nonfinite": "drop", "job_folder": str(tmp_path / "job"), "drop_limit": 0.9}
+    job = bj.launch(jax.grad(loss), 0.5, values({3}), runner="local", options=options)
+    kept = values({3})[without({3})].astype("f8")
+    np.testing.assert_allclose(job.result(), -2 * (kept - 0.5).sum() / N, 1e-5)
+    report = str(job.report())
+    assert "test_dropping.py" in report
+    assert "by the number of all members of 'clients', including the 1 dropped" in report
+
+
 @EVERYWHERE
 def test_members_for_which_a_body_raises(way, tmp_path):
     x, path, bad = numbered(), tmp_path / "raised.jsonl", {3, 4, 16}
