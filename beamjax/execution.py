@@ -442,7 +442,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
       SourceError: as for `run`. While the pipeline runs, Beam reports it for a member that is
         missing or occurs twice, and for a PCollection without elements.
       OptionsError: as for `run`, or an option does not apply to a transform: `checkpoint`, `keep`,
-        `results_folder`, `job_folder`, `keep_folder`, `report`, `strict`, or "drop" for `on_error`
+        `results_folder`, `job_folder`, `report`, or "drop" for `on_error`
         or `on_nonfinite`.
     """
     from beamjax.pipelines.transform import PlanTransform
@@ -458,7 +458,7 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             "keep: found it in the options of transform, whose results are PCollections; write "
             "them from your own pipeline, or use beamjax.run"
         )
-    for name in ("job_folder", "keep_folder", "report", "strict"):
+    for name in ("job_folder", "report"):
         if value := getattr(parsed, name):
             raise OptionsError(
                 f"{name}: found {value!r} in the options of transform, which records no job: your "

@@ -19,8 +19,6 @@ from beamjax.execution import run as run
 from beamjax.execution import transform as transform
 from beamjax.explanation import Explanation as Explanation
 from beamjax.explanation import explain as explain
-from beamjax.jobs.comparison import Difference as Difference
-from beamjax.jobs.comparison import diff as diff
 from beamjax.jobs.job import Job as Job
 from beamjax.jobs.job import JobState as JobState
 from beamjax.jobs.job import open_job as open_job

@@ -109,14 +109,13 @@ class _Restaged:
 
     def planned(self, found: _Found) -> tuple[Planned, Inputs]:
         """The plan with bodies that are Python functions, and its inputs."""
-        options = self.options
-        if found.cuts is not None:
-            options = replace(options, cut_at_files=bool(found.cuts))
+        options, cut = self.options, None if found.cuts is None else bool(found.cuts)
         if len(set(found.shard_sizes.values())) == 1:
             # Passes over members in order have ranges of this size, where the job had the option.
             options = replace(options, shard_size=next(iter(found.shard_sizes.values())))
+        sizes = found.shard_sizes or None
         with keeping():
-            planned = make_plan(self.call, options, shard_sizes=found.shard_sizes or None)
+            planned = make_plan(self.call, options, shard_sizes=sizes, cut_at_files=cut)
         planned = self._cut(planned, found.cuts)
         plan = planned.plan
         if self.values is None:

@@ -128,57 +128,6 @@ def failed_member() -> None:
     row("the body for each row from the first", took, taken)
 
 
-# --- a result that differs from that of another job
-
-
-def differing_job() -> None:
-    """The first round and client in which the training of 12 rounds differs between two jobs."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(4000, 50, 3)).astype(np.float32)
-    y = (x @ np.float32([1.0, -2.0, 0.5]) + rng.normal(size=(4000, 50))).astype(np.float32)
-    other = y.copy()
-    other[1234, 5] += 1
-    slope = lambda w, x, y: x.T @ (x @ w - y) / len(y)
-
-    @bj.program(placements={"clients": None})
-    def fit(x: Any, y: Any) -> Any:
-        def one_round(w: Any, _: Any) -> Any:
-            slopes = bj.map_fn(functools.partial(slope, w), (x, y))
-            return w - 0.5 * bj.reduce_mean(slopes), None
-
-        return jax.lax.scan(one_round, jnp.zeros(3), length=12)[0]
-
-    @jax.jit
-    def with_slopes(x: Any, y: Any) -> Any:
-        """The fit by hand, which also returns the slopes of each client in each round."""
-
-        def one_round(w: Any, _: Any) -> Any:
-            slopes = jax.vmap(functools.partial(slope, w))(x, y)
-            return w - 0.5 * slopes.mean(0), slopes
-
-        return jax.lax.scan(one_round, jnp.zeros(3), length=12)[1]
-
-    def first() -> tuple[int, int]:
-        here, there = (np.asarray(with_slopes(x, each)) for each in (y, other))
-        round_, client, _ = np.argwhere(here != there)[0]
-        return int(round_), int(client)
-
-    with tempfile.TemporaryDirectory() as name:
-        jobs = [str(Path(name, job)) for job in ("here", "there")]
-        plain, _ = seconds(lambda: bj.run(fit, x, y, runner="local"))
-        for folder, each in zip(jobs, (y, other), strict=True):
-            begun = time.perf_counter()
-            bj.run(fit, x, each, runner="local", options={"job_folder": folder})
-            recorded = time.perf_counter() - begun
-        taken, found = seconds(lambda: bj.diff(*jobs))
-    took, (round_, client) = seconds(first)
-    print("Two trainings of 12 rounds over 4,000 clients, whose inputs differ in one number")
-    row("bj.diff of the folders", taken, taken, f"{found.step}, members {found.members}")
-    row("both fits again, with all slopes, jax.jit", took, taken, f"round {round_}, {client}")
-    row("a fit", plain, taken)
-    row("a fit in a job folder", recorded, taken)
-
-
 # --- data of which a little has changed
 
 
@@ -226,14 +175,12 @@ def changed_data() -> None:
         time.sleep(2.1)
         again = run({"cache": cache})
         whole = run({})
-        plain = run({"cut_at_files": False})
     assert again[1] == whole[1], "the bits differ"
     print(f"A statistic of {FILES} Parquet files after 3 changed, 2 were added and 1 was removed")
     row(
         "with the cache", again[0], again[0], f"{again[2] - again[3]} of {again[2]} shards computed"
     )
     row("without a cache, the same bits", whole[0], again[0])
-    row("without a cache, shards not cut at files", plain[0], again[0])
     row("the first run, which fills the cache", first[0], again[0])
 
 
@@ -269,7 +216,7 @@ def order() -> None:
 
 def main() -> None:
     print(f"jax {jax.__version__}")
-    parts = (standard_errors, failed_member, differing_job, changed_data, order)
+    parts = (standard_errors, failed_member, changed_data, order)
     for part in parts:
         if part.__name__ in (sys.argv[1:] or [each.__name__ for each in parts]):
             part()

@@ -72,7 +72,7 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         for a in call.arguments
     )
     buckets = tuple(buckets_of(call.arguments).values())
-    files = tuple(a.file_rows for a in call.arguments) if options.cut_at_files is not False else ()
+    files = tuple(a.file_rows for a in call.arguments)
     full_key = (
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
@@ -152,6 +152,7 @@ def make_plan(
     unroll: bool = False,
     shard_sizes: Mapping[str, int] | None = None,
     vectorizations: Mapping[str, Vectorization] | None = None,
+    cut_at_files: bool | None = None,
 ) -> Planned:
     """Runs all passes: stage, flatten, place, cut and lower.
 
@@ -161,6 +162,7 @@ def make_plan(
       unroll: whether to unroll loops and branches, for graphs without a driver.
       shard_sizes: members per shard of each placement; by default chosen by rules.
       vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
+      cut_at_files: whether shards are cut at each file; by default chosen by rules.
     """
     staged = stage(call)
     flat = flatten(staged.closed, unroll)
@@ -170,7 +172,7 @@ def make_plan(
     placed = placed_program(staged, flat, call.arguments, options)
     stages = without_scalar_steps(placed, split(placed))
     settle_sizes(placed, stages)
-    groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options)
+    groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options, cut_at_files)
     placed = replace(placed, file_groups=groups)
     paths = _paths(call.arguments, placed)
     plan = lower(placed, stages, paths, staged.name, options, shard_sizes, vectorizations)
@@ -178,11 +180,15 @@ def make_plan(
 
 
 def _groups_to_cut_at(
-    placed: PlacedProgram, arguments: Sequence[Argument], stages: Sequence[Stage], options: Options
+    placed: PlacedProgram,
+    arguments: Sequence[Argument],
+    stages: Sequence[Stage],
+    options: Options,
+    at_each: bool | None,
 ) -> tuple[dict[str, FileGroups], tuple[str, ...]]:
     """The `file_groups` of a placed program, and notes on placements that are cut otherwise."""
     rows: dict[str, int] = {}
-    if options.cut_at_files is not False and not any(map(_is_abstract, arguments)):
+    if at_each is not False and not any(map(_is_abstract, arguments)):
         for var, argument in zip(placed.flat.arguments, arguments, strict=True):
             along, mine = placed.place(var), argument.file_rows
             if along is not None and mine:
@@ -191,15 +197,14 @@ def _groups_to_cut_at(
     groups: dict[str, FileGroups] = {}
     notes = []
     for placement, mine in rows.items():
-        found = file_groups(placed, placement, mine, stages, options, platforms)
+        found = file_groups(placed, placement, mine, stages, options, platforms, bool(at_each))
         if isinstance(found, str):
             notes.append(f"The shards of {placement} are not cut at files, because {found}.")
             continue
         groups[placement] = found
         if found.files > 1:
             notes.append(
-                f"The shards of {placement} end where a group of about {found.files} files ends "
-                "(option cut_at_files)."
+                f"The shards of {placement} end where a group of about {found.files} files ends."
             )
     return groups, tuple(notes)
 

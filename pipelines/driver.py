@@ -177,7 +177,6 @@ class Driver(ControlFlow[Value]):
                 case Scatter(operand=operand, result=result, axis=axis):
                     cut = scattered(self._served(operand), named.name, axis, self.store)
                     self.values[result] = cut
-            self.record(step, prefix)
 
     @contextlib.contextmanager
     def _errors_of(self, step: Server | Map | Gather) -> Iterator[None]:

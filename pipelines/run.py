@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.errors import JobCancelledError, SourceError
+from beamjax.errors import SourceError
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.checkpointer import Checkpointer, LocalCheckpointer
 from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
@@ -256,10 +256,10 @@ def opened_streams(
 
 @contextlib.contextmanager
 def temporary_store(options: Options, job_folder: str | None = None) -> Iterator[Store]:
-    """A store in a new folder for one run, removed at its end unless `keep_folder` says otherwise.
+    """A store in a new folder for one run, removed at its end.
 
     Args:
-      options: `work_folder`, `checkpoint` and `keep_folder`.
+      options: `work_folder` and `checkpoint`.
       job_folder: the parent of the folder if there is no `work_folder`.
     """
     parent = options.work_folder
@@ -267,19 +267,15 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         # In the file system of the checkpoints, which link files of the store.
         parent = work_folder(options.checkpoint)
     store = Store.temporary(parent or job_folder)
-    keep = options.keep_folder == "always"
     try:
         yield store
     except BaseException as error:
-        failed = isinstance(error, Exception) and not isinstance(error, JobCancelledError)
-        if not keep and not (failed and options.keep_folder == "failed"):
-            try:
-                remove_store(store)
-            except SourceError as other:  # report the earlier failure instead
-                error.add_note(str(other))
+        try:
+            remove_store(store)
+        except SourceError as other:  # report the earlier failure instead
+            error.add_note(str(other))
         raise
-    if not keep:
-        remove_store(store)
+    remove_store(store)
 
 
 @contextlib.contextmanager
@@ -297,8 +293,8 @@ def run_store(connection: Connection, job_folder: str | None = None) -> Iterator
 def in_memory(store: Store, connection: Connection) -> Iterator[None]:
     """A context in which the store keeps values in memory, where a run need not write them."""
     options = connection.options
-    if not connection.is_one_process or options.keeps_files:
-        # Checkpoints link files of the store, and with `keep_folder` users want to see them.
+    if not connection.is_one_process or options.checkpoint is not None:
+        # Checkpoints link files of the store.
         yield
         return
     open_memory_store(store.root, store_budget(options.memory_bytes))

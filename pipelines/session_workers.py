@@ -111,11 +111,10 @@ class SessionWorkers:
         # If the job can't be set up, the inner stack removes the store.
         with contextlib.ExitStack() as stack:
             self._store: Store = stack.enter_context(run_store(self.connection))
-            if self._options.keep_folder != "always":
-                # For a process that ends without `close`.
-                remove = functools.partial(remove_store, self._store)
-                atexit.register(remove)
-                stack.callback(atexit.unregister, remove)
+            # For a process that ends without `close`.
+            remove = functools.partial(remove_store, self._store)
+            atexit.register(remove)
+            stack.callback(atexit.unregister, remove)
             self._job = stack.enter_context(resident_job(self.connection, self._store.root))
             self._known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
             self._uploads: Uploads = collections.OrderedDict()

@@ -13,7 +13,6 @@ from pathlib import Path
 _DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What runs on this machine took before must not show in tests.
 
 import browser  # noqa: E402
 import cluster_runners  # noqa: E402

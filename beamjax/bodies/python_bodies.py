@@ -215,13 +215,9 @@ def python_function(key: str, body: Body) -> PythonFunction:
             "function to another program than the launching process. Let the function depend on "
             "its arguments and closure alone, do not change what it closes over after its first "
             "run, and have the same versions of your modules on the workers; or take out what runs "
-            f"as Python, see {WITHOUT}"
+            "as Python"
         )
     return found.function
-
-
-WITHOUT = 'options={"callbacks": False}'
-"""The option that refuses bodies that run as Python; the message then names their lines."""
 
 
 def digest(data: bytes) -> str:
@@ -280,7 +276,7 @@ class Recipe:
                 f"travel by cloudpickle, but {_culprit(fn)} can't be pickled "
                 f"({type(error).__name__}: {error}). Make it where it is used, or import it from a "
                 'module; or run with runner="local", or on a DirectRunner in this process, where '
-                f"nothing is pickled; {WITHOUT} says which step it is"
+                "nothing is pickled; beamjax.explain says which step runs as Python, and why"
             ) from error
         # The nodes are separate, because they must be registered before the recipe is read.
         return b"\n".join([json.dumps(versions()).encode(), base64.b64encode(nodes), recipe])

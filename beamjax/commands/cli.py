@@ -12,7 +12,7 @@ from beamjax.commands.answers import WRONG
 from beamjax.commands.clusters import flink, prism
 from beamjax.commands.doctor import doctor
 from beamjax.commands.functions import explain, run, verify
-from beamjax.commands.jobs import cache, jobs
+from beamjax.commands.jobs import jobs
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -21,7 +21,7 @@ def beamjax() -> None:
     """Run JAX programs on Apache Beam."""
 
 
-for command in (run, verify, explain, jobs, cache, doctor, flink, prism):
+for command in (run, verify, explain, jobs, doctor, flink, prism):
     beamjax.add_command(command)
 
 

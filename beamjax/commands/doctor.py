@@ -18,7 +18,7 @@ import click
 from beamjax._version import __version__
 from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
 from beamjax.errors import OptionsError
-from beamjax.options import REQUIRED
+from beamjax.options.rules import PLATFORMS
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
 """Statuses of a check: every run needs what is `MISSING`; only some runs need what is `ABSENT`."""
@@ -26,6 +26,8 @@ PYTHONS = ((3, 11), (3, 13))
 """Oldest and newest version of Python that beamjax is tested with."""
 FREE_BYTES = 2**30
 """Free space of a folder below which `doctor` warns, in bytes."""
+REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
+"""The values of `--require-platform`, and the platforms that each means."""
 RUNNERS = ("PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 

@@ -1,4 +1,4 @@
-"""The commands on folders that runs write: `jobs` and `cache`."""
+"""The commands on folders of jobs: `jobs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beamjax._text import aligned, hint, human_bytes, listed
+from beamjax._text import aligned, hint, listed
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
 from beamjax.commands.calls import Command, make_call, parsed
 from beamjax.errors import BeamjaxError, JobError, OptionsError
@@ -28,7 +28,7 @@ job_argument = click.argument("job", metavar="JOB", type=click.Path())
 
 @click.group(epilog=f"JOB is the --job_folder of a run, or its name in ${ROOT}.")
 def jobs() -> None:
-    """List, show, cancel, resume, replay or compare jobs."""
+    """List, show, cancel, resume or replay jobs."""
 
 
 # --- list
@@ -196,7 +196,7 @@ def cancel(job: str, timeout: float) -> Answer:
     return Answer({"folder": found.folder, "state": state.value}, text, status)
 
 
-# --- resume, replay and diff
+# --- resume and replay
 
 
 @jobs.command()
@@ -247,18 +247,6 @@ def replay(job: str, debug: bool, **chosen: Any) -> Answer:
     return Answer({"result": result_data(found)}, result_text(found))
 
 
-@jobs.command()
-@job_argument
-@click.argument("other", metavar="OTHER", type=click.Path())
-@answers
-def diff(job: str, other: str) -> Answer:
-    """Compare the results of JOB and OTHER; the exit status is 1 if a bit differs."""
-    from beamjax.jobs import comparison
-
-    found = comparison.diff(find_job(job).path, find_job(other).path)
-    return Answer({"difference": vars(found)}, str(found), FAILED if found else DONE)
-
-
 def read_command(folder: JobFolder) -> Command | None:
     """The command line that started a job; None if another process called beamjax."""
     from beamjax.storage.schema import from_plain
@@ -284,41 +272,3 @@ def _enter(folder: JobFolder) -> list[str]:
         raise OptionsError(f"{command.cwd}: the folder in which the job was started is gone")
     os.chdir(command.cwd)
     return list(command.argv)
-
-
-# --- cache
-
-
-@click.group()
-def cache() -> None:
-    """Show the size of a folder of the option cache, or clear it."""
-
-
-@cache.command()
-@click.argument("folder", type=click.Path())
-@answers
-def info(folder: str) -> Answer:
-    """Show the number of files in FOLDER, and their bytes."""
-    found = _cache(folder).describe()
-    limit = human_bytes(found["limit"])
-    return Answer(
-        found, f"{found['files']:,} files, {human_bytes(found['bytes'])} of at most {limit}"
-    )
-
-
-@cache.command()
-@click.argument("folder", type=click.Path())
-@answers
-def clear(folder: str) -> Answer:
-    """Remove the files of the cache in FOLDER."""
-    found = _cache(folder).clear()
-    return Answer(found, f"removed {found['files']:,} files, {human_bytes(found['bytes'])}")
-
-
-def _cache(folder: str) -> Any:
-    from beamjax.storage.files import is_url
-    from beamjax.storage.partial_cache import PartialCache
-
-    if not is_url(folder) and not os.path.isdir(folder):
-        raise OptionsError(f"{folder}: found no such folder, expected one of the option cache")
-    return PartialCache(folder)

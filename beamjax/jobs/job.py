@@ -234,12 +234,12 @@ class _Launched(Job):
     """A job of this process, with its result in memory."""
 
     def __init__(self, folder: JobFolder, monitor: Monitor, outcome: concurrent.futures.Future[Any],
-                 keep: Callable[[BaseException | None], bool]):  # fmt: skip
+                 is_temporary: bool):  # fmt: skip
         super().__init__(folder)
         self._monitor = monitor
         self._outcome = outcome
         # Removes the folder of a handle that was closed or collected, once the job has ended.
-        ended = functools.partial(_remove, folder, keep)
+        ended = functools.partial(_remove, folder, is_temporary)
         self._release = weakref.finalize(self, outcome.add_done_callback, ended)
 
     @property
@@ -282,11 +282,9 @@ def _cancel(folder: JobFolder, monitor: Monitor) -> None:
 
 
 def _remove(
-    folder: JobFolder,
-    keep: Callable[[BaseException | None], bool],
-    outcome: concurrent.futures.Future[Any],
+    folder: JobFolder, is_temporary: bool, _outcome: concurrent.futures.Future[Any]
 ) -> None:
-    if not keep(outcome.exception()):
+    if is_temporary:
         folder.remove()
 
 
@@ -306,7 +304,7 @@ class JobRun:
         self._call = call
         self._launched = launched
         display = display_for(options, launched)
-        reports = launched or bool(options.job_folder or options.keep_folder or options.report)
+        reports = launched or bool(options.job_folder or options.report)
         self._folder: JobFolder | None = None
         if options.job_folder is not None:
             self._folder = JobFolder(options.job_folder)
@@ -314,17 +312,15 @@ class JobRun:
             parent = options.work_folder or tempfile.gettempdir()
             self._folder = JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}"))
         letters = DeadLetters(options.drop_limit, options.dead_letters)
-        self.monitor = Monitor(call.plan, self._folder, letters, strict=options.strict)
+        self.monitor = Monitor(call.plan, self._folder, letters)
         self._recording: Recording | None = None
         if self._folder is not None:
             self._recording = Recording(self._folder, self.monitor, call, display, reports)
 
-    def keeps_folder(self, error: BaseException | None) -> bool:
-        """Whether the folder stays after a run that ended with this error, or without one."""
-        options = self._call.options
-        if options.job_folder is not None or options.keep_folder == "always":
-            return True
-        return options.keep_folder == "failed" and error is not None and not _is_cancel(error)
+    @property
+    def _is_temporary(self) -> bool:
+        """Whether the folder is removed after the run."""
+        return self._call.options.job_folder is None
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -336,21 +332,19 @@ class JobRun:
                 return
             if not self._launched:
                 self._begin()
-            failed: BaseException | None = None
             try:
                 with recording.going_on():
                     yield
                 folder.write_state("done")
             except BaseException as error:
-                failed = error
                 with contextlib.suppress(Exception):  # the error itself matters more
                     folder.write_state("cancelled" if _is_cancel(error) else "failed", error)
-                if self.keeps_folder(error):
+                if not self._is_temporary:
                     error.add_note(f"The folder of the job is kept: {folder.path}")
                 raise
             finally:
                 save_report(folder, self._call.options)
-                if not self._launched and not self.keeps_folder(failed):
+                if not self._launched and self._is_temporary:
                     folder.remove()
 
     def _begin(self) -> None:
@@ -362,7 +356,7 @@ class JobRun:
         """Records the result of the run, and returns it."""
         if self._recording is not None:
             self._recording.returned(value)
-        if self._folder is not None and (self._launched or self.keeps_folder(None)):
+        if self._folder is not None and (self._launched or not self._is_temporary):
             write_result(self._folder, value, self._call.plan.x64)
         return value
 
@@ -373,7 +367,7 @@ class JobRun:
         folder, monitor = self._folder, self.monitor
         outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
         target = functools.partial(fulfil, outcome, with_settings_of_here(run))
-        job = _Launched(folder, monitor, outcome, self.keeps_folder)
+        job = _Launched(folder, monitor, outcome, self._is_temporary)
         outcome.add_done_callback(functools.partial(_log_late_failure, job.name))
         cancel = functools.partial(_cancel, folder, monitor)
         termination.cancel_at_end(outcome, cancel, lambda: folder.write_state("cancelled"))

@@ -21,7 +21,7 @@ from beamjax._version import __version__
 from beamjax.call import Call
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.jobs.display import Display
-from beamjax.jobs.report import CHECKSUMS, HISTORY, SETUP, Curve, History, Setup, read_report
+from beamjax.jobs.report import HISTORY, SETUP, Curve, History, Setup, read_report
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
 from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
@@ -95,11 +95,6 @@ class Recording:
             if self._reports:
                 _LOG.removeHandler(self._heard)
                 self._write()
-                if checksums := self._monitor.checksums.found:
-                    with contextlib.suppress(Exception):
-                        # A list, because records sort the keys of objects.
-                        values = list(map(list, checksums.items()))
-                        self._folder.write(CHECKSUMS, {"values": values}, make=False)
 
     def _watch(self) -> None:
         if self._reports:  # so that a short run has samples, too

@@ -23,8 +23,8 @@ from beamjax.telemetry.timeline import COLUMNS, Samples
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
 
-SETUP, HISTORY, CHECKSUMS = "about", "course", "checksums"
-"""Names of the records in the folder of a job: a `Setup`, a `History`, and checksums for `diff`."""
+SETUP, HISTORY = "about", "course"
+"""Names of the records in the folder of a job: a `Setup` and a `History`."""
 
 
 @dataclass(frozen=True)

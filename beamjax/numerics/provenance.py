@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from beamjax.errors import ArrayFormatError, WorkerError
+from beamjax.errors import ArrayFormatError
 from beamjax.storage.schema import add_codec
 
 MAX_KINDS = 8
@@ -52,14 +52,6 @@ class Provenance:
     def is_mixed(self) -> bool:
         """Whether another run of the same plan may give other bits."""
         return len(self.kinds) > 1
-
-    def check(self) -> None:
-        """Raises `WorkerError` if it is mixed."""
-        if self.is_mixed:
-            raise WorkerError(
-                f"strict: {self.mixture()}. Run all workers on machines of one type, from one "
-                "image, or leave out strict=True: the results are right but for the last bits"
-            )
 
     def mixture(self) -> str:
         """A sentence on the kinds of machine that were mixed."""

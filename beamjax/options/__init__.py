@@ -14,7 +14,6 @@ from typing import Any
 
 from beamjax.errors import OptionsError
 from beamjax.options import rules
-from beamjax.options.rules import REQUIRED as REQUIRED
 from beamjax.options.rules import Rule
 from beamjax.storage import files
 
@@ -41,12 +40,9 @@ class Options:
         "batches" some at a time. None chooses by the bodies.
       reduction: how floats are added: "exact" rounds sums and means correctly, with the same bits
         in any order, "fast" adds in float64, and the last bits depend on the order.
-      platforms: platforms of the workers: "cpu", "cuda", "rocm", "tpu". None means
-        `require_platform`, or without it the platform of this process.
-      callbacks: whether steps that JAX can't export may run as Python. Most of them call back to
-        the host (`jax.debug.print`, `jax.pure_callback`, ...). The function travels to other
-        processes by cloudpickle. A call is made once per member, but again if Beam retries a
-        bundle. False refuses such steps.
+      platforms: what JAX may compute on in the workers: "cpu", "cuda", "rocm", "tpu". Bodies are
+        exported for all of them, and any other worker fails when it starts, with the reason. None
+        means the platform of this process.
       work_folder: folder for values that are too large for a Beam element while a pipeline runs. It
         is a path or URL that this process and all workers can reach. None makes a temporary folder
         on this machine.
@@ -58,19 +54,11 @@ class Options:
         `work_folder`. None makes a temporary folder where one is needed.
       overwrite: whether the job may replace a finished one in its `job_folder`, with its result.
         Jobs that failed, were cancelled or are lost are always replaced, running jobs never.
-      keep_folder: when to keep a temporary folder with all values in it: "failed" if the job fails,
-        "always" in any case. The error says where it is.
       progress: whether to show the progress of `run` or `launch` on stderr, as a bar in terminals
         and notebooks, and as a line every ten seconds elsewhere. None shows the bar of a `run` of
         more than two seconds in a terminal or a notebook, and nothing else.
       report: file, by path or URL, for an HTML page on the run (`.html`) or a trace of it
         (`.json`). It is written when the run has ended, even if it failed.
-      require_platform: what JAX must compute on in each worker: "cpu", "gpu" (which is "cuda" or
-        "rocm"), "cuda", "rocm" or "tpu". Any other worker fails when it starts, with the reason.
-      device_memory_fraction: share of the memory of each device that JAX may take on a worker, from
-        0 to 1. None leaves the setting of the worker's environment.
-      preallocate: whether JAX takes the memory of a device when it starts. None leaves the setting
-        of the worker's environment.
       local_devices: number of devices of a worker that compute, each a shard at a time. None means
         all accelerators, or one CPU device. The bits do not depend on it.
       local_threads: number of threads that compute shards, for runner="local", and for DirectRunner
@@ -81,20 +69,10 @@ class Options:
         processes of the run. A process with more cores computes several shards at once. The bits
         depend on this number, and not on the cores of a machine, so it is the same on every
         machine. LAPACK computes with one thread.
-      strict: whether a run fails if machines of several kinds computed its results, so that another
-        run may give other bits. Kinds differ in the processor or in the version of JAX. False only
-        reports it.
-      compile_cache: folder, by path or URL, for the compilation cache of JAX in all processes of
-        the run. It holds executables of any size, also those that this process compiles later. No
-        other user may write there, and only machines of one type may share it. None leaves JAX's
-        settings as they are, such as JAX_COMPILATION_CACHE_DIR in the environment.
       cache: folder, by path or URL, for the partials of shards, from which later runs take those of
         unchanged shards. They compute only shards whose members, bodies or server values have
         changed, with the same bits. The folder holds the 10 GiB that were used last. No other user
         may write there. None stores nothing.
-      cut_at_files: whether shards end where a file of a source ends, so that an inserted file moves
-        no members of other files into other shards. The bits of float sums depend on it. None cuts
-        at files, or at groups of small files, where that costs little time, whatever the `cache`.
       shard_timeout: seconds that reading or computing a shard may take. After that, the run fails
         with a `WorkerError`. Compilation does not count. None sets no limit.
       checkpoint: folder, by path or URL, for checkpoints, from which a stopped run continues. They
@@ -130,23 +108,15 @@ class Options:
     reduction: str = _option("exact", rules.one_of("exact", "fast"))
     platforms: tuple[str, ...] | None = _option(None, rules.platforms, planning=True)
     work_folder: str | None = _option(None, rules.path("folder"))
-    callbacks: bool = _option(True, rules.boolean, planning=True)
     gather_limit: int | None = _option(None, rules.nbytes, planning=True)
     job_folder: str | None = _option(None, rules.path("folder"))
     overwrite: bool = _option(False, rules.boolean)
-    keep_folder: str | None = _option(None, rules.one_of("failed", "always"))
     progress: bool | None = _option(None, rules.boolean)
     report: str | None = _option(None, rules.path("file", ".html", ".htm", ".json"))
-    require_platform: str | None = _option(None, rules.one_of(*REQUIRED))
-    device_memory_fraction: float | None = _option(None, rules.positive_share)
-    preallocate: bool | None = _option(None, rules.boolean)
     local_devices: int | None = _option(None, rules.at_least_1)
     local_threads: int | None = _option(None, rules.at_least_1)
     xla_threads: int = _option(XLA_THREADS, rules.at_least_1)
-    strict: bool = _option(False, rules.boolean)
-    compile_cache: str | None = _option(None, rules.path("folder"))
     cache: str | None = _option(None, rules.path("folder"))
-    cut_at_files: bool | None = _option(None, rules.boolean, planning=True)
     shard_timeout: float | None = _option(None, rules.seconds)
     checkpoint: str | None = _option(None, rules.path("folder"))
     checkpoint_every: int = _option(1, rules.at_least_1)
@@ -169,11 +139,6 @@ class Options:
         """The folder for temporary files of this process; None is the default of `tempfile`."""
         folder = self.work_folder
         return folder if folder is not None and os.path.isdir(folder) else None
-
-    @property
-    def keeps_files(self) -> bool:
-        """Whether users or later runs read files of the run, not only its workers."""
-        return bool(self.checkpoint or self.keep_folder)
 
     @property
     def planning(self) -> tuple[Any, ...]:
@@ -283,11 +248,9 @@ def _checked(options: Options) -> Options:
                     "fsspec reaches here and on the workers"
                 )
     # Read during and after a run, when the working directory may have changed.
-    for name in ("cache", "checkpoint", "compile_cache", "dead_letters", "report"):
+    for name in ("cache", "checkpoint", "dead_letters", "report"):
         if name in values and not files.is_url(values[name]):
             values[name] = os.path.abspath(values[name])
-    if (required := values.get("require_platform")) is not None:
-        values.setdefault("platforms", REQUIRED[required][:1])
     changed = {name: value for name, value in values.items() if value is not given[name]}
     read = replace(options, **changed) if changed else options
     _check_together(read)
@@ -300,12 +263,6 @@ def _check_together(options: Options) -> None:
         raise OptionsError(
             "dead_letters: found a file, but no members are dropped; add on_error='drop' or "
             "on_nonfinite='drop'"
-        )
-    required = options.require_platform
-    if required is not None and not set(options.platforms or ()) & set(REQUIRED[required]):
-        raise OptionsError(
-            f"require_platform: found {required!r}, but platforms={list(options.platforms or ())} "
-            "does not include it; leave out platforms"
         )
 
 

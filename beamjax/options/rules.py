@@ -82,7 +82,6 @@ eights = number(int, "a positive multiple of 8", lambda n: n > 0 and n % MULTIPL
 at_least_1 = number(int, "a number from 1", lambda n: n >= 1)
 seconds = number(float, "a number of seconds above 0", lambda x: 0 < x < math.inf)
 share = number(float, "a share from 0 to 1", lambda x: 0 <= x <= 1)
-positive_share = number(float, "a number above 0 and up to 1", lambda x: 0 < x <= 1)
 nbytes = number(int, "a number of bytes", lambda n: n >= 0)
 boolean = one_of(True, False)
 
@@ -110,8 +109,6 @@ memory = Rule(
 )
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
-"""The values of `require_platform`, and the platforms that each means."""
 
 
 def _platforms(found: Any) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,9 +18,6 @@ from beamjax.plan.steps import Block, Branch, Loop, Plan, Step, is_straight
 from beamjax.telemetry.monitor import Monitor
 
 V = TypeVar("V")
-MAX_RECORDED = 1 << 20
-"""Size in bytes of the largest value whose checksum is recorded. Checksums of larger values would
-slow down rounds."""
 
 
 class Checkpointer(Protocol):
@@ -74,9 +70,6 @@ class ControlFlow(abc.ABC, Generic[V]):
       values: its inputs, by name; `value` finds those that are missing.
       monitor: the monitor of the run.
       checkpointer: saves checkpoints of the run; None saves none.
-
-    Raises:
-      WorkerError: the run is strict, and the earlier one had other machines or versions.
     """
 
     def __init__(
@@ -195,16 +188,6 @@ class ControlFlow(abc.ABC, Generic[V]):
         outputs = [self.value(name) for name in block.outputs]
         self.drop(own)
         return outputs
-
-    def record(self, step: Step, prefix: str) -> None:
-        """Records checksums of small server values that a round computes, for `beamjax.diff`."""
-        if not prefix or not self.monitor.checksums.enabled:
-            return
-        for name in made(step):
-            value = self.plan.values[name]
-            if value.placement is None and value.nbytes <= MAX_RECORDED and name in self.values:
-                array = np.ascontiguousarray(self.array(self.values[name]))
-                self.monitor.checksums.add(f"{prefix}{step.name}", name, zlib.crc32(array))
 
     def drop(self, names: Iterable[str]) -> None:
         """Drops values."""

@@ -11,22 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
-import jax
 import numpy as np
 
 from beamjax.errors import JobCancelledError, WorkerError
 from beamjax.plan.dropping import MAX_MESSAGE, Dropped, hole_of
 from beamjax.plan.steps import Map, ValueType
 from beamjax.sources.padding import padded_rows
-from beamjax.telemetry.progress import NOT_CHECKED
 
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 """Calls a body. Its arguments are the positions of the members to compute and a mask of those that
 count."""
-
-MOST_CHECKED_BYTES = 1 << 16
-"""Largest results of a shard, in bytes, whose checksum is recorded; a checksum takes 10 µs."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +39,6 @@ class Computed:
     partials: list[Any]
     left_out: int = 0
     dropped: tuple[Dropped, ...] = ()
-
-    def checksum(self) -> int:
-        """The CRC-32C of the results and the partials, for `beamjax.diff`; -1 if they are large."""
-        arrays = jax.tree.leaves([self.results, self.partials])
-        if sum(array.nbytes for array in arrays) > MOST_CHECKED_BYTES:
-            return NOT_CHECKED
-        crc = 0
-        for array in arrays:
-            crc = google_crc32c.extend(crc, array.tobytes())
-        return crc
 
 
 def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:

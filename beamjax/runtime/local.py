@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
@@ -76,8 +75,6 @@ def evaluate(
       JobCancelledError: the job was cancelled.
     """
     monitor = monitor or Monitor(plan)
-    if options.compile_cache is not None:
-        use_compile_cache(options.compile_cache)
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
     monitor.letters.begin(anew=starts_anew(checkpointer))
@@ -247,7 +244,6 @@ class _Evaluation(ControlFlow[np.ndarray]):
         own: set[str] = set()
         for number, step in enumerate(steps):
             self.step(step)
-            self.record(step, prefix)
             own.update(made(step))
             self.drop(own.difference(needed, *map(used, steps[number + 1 :])))
 
@@ -294,7 +290,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
-            meter.shard(shard, done.found.checksum)
+            meter.shard(shard)
         self.monitor.drop(letters.dropped, self.plan.sizes)
         for name in step.results:  # `_put` may have made the array larger than needed
             self.values[name] = self.values[name][: self.plan.sizes[step.placement]]

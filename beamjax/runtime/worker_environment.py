@@ -1,8 +1,8 @@
 """The requirements of a run on its worker processes, checked when they start.
 
-A `Machine` is pickled with the steps. When it is unpickled, before the process computes anything,
-it sets the environment variables that JAX reads when it starts. `check` then starts JAX; its errors
-say what to change.
+A `Machine` is pickled with the steps, with the environment variables for JAX of the launching
+process. When it is unpickled, before the process computes anything, it sets those that the worker
+does not have. `check` then starts JAX; its errors say what to change.
 """
 
 from __future__ import annotations
@@ -11,24 +11,45 @@ import functools
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from beamjax import _compat
 from beamjax._version import __version__
-from beamjax.bodies.compile_cache import use_compile_cache
 from beamjax.bodies.export import default_platform
 from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
-from beamjax.options import REQUIRED, XLA_THREADS, Options
+from beamjax.options import XLA_THREADS, Options
 
 PROCESS = uuid.uuid4().hex
 """Identifies this process. A pid does not, since systems reuse pids and machines share them."""
 
+MEMORY = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+"""Variables on the memory of devices that workers get from the launching process. XLA reads them
+when JAX starts."""
+_ONE_OF = MEMORY[:2]
+"""Two names of one variable. XLA refuses both together."""
+_CACHE: dict[str, Callable[[str], Any]] = {
+    "JAX_COMPILATION_CACHE_DIR": str,
+    "JAX_ENABLE_COMPILATION_CACHE": lambda text: text.lower() in ("1", "true", "yes", "on"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": int,
+}
+"""Variables on JAX's compilation cache that workers get as well. JAX reads them when it is
+imported, so the setting of the same name is changed, too."""
+
 _log = logging.getLogger("beamjax")
+
+
+def passed_on() -> dict[str, str]:
+    """The environment variables of this process for its workers."""
+    return {name: os.environ[name] for name in (*MEMORY, *_CACHE) if os.environ.get(name)}
 
 
 @dataclass(frozen=True)
@@ -127,49 +148,39 @@ class Machine:
     """The requirements of a run on its workers.
 
     Attributes:
-      require_platform: the platform that a worker must compute on, "gpu" for "cuda" or "rocm"; None
-        for any platform that the bodies are exported for.
-      device_memory_fraction: the fraction of the memory of each device that JAX uses.
-      preallocate: whether JAX allocates that memory when it starts.
+      platforms: the platforms that a worker may compute on; None for any.
+      environment: variables for JAX, for workers that do not have them.
       local_devices: the number of devices that a worker uses; None for all accelerators, or one
         CPU.
       memory: the memory of a worker in bytes, which limits its caches; None for unknown.
-      compile_cache: the folder of JAX's compilation cache; None for JAX's own setting.
       cache: the folder of cached partials of shards; None for no cache.
       versions: the versions where the program was launched; None for any.
       custom_calls: custom calls in the bodies that need exactly these versions of jax and jaxlib.
       xla_threads: the number of threads that XLA uses for one computation on a CPU.
-      strict: whether values of machines that may give different bits must not be mixed.
       launcher: `PROCESS` of the process that launched the run.
     """
 
-    require_platform: str | None = None
-    device_memory_fraction: float | None = None
-    preallocate: bool | None = None
+    platforms: tuple[str, ...] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     local_devices: int | None = None
     memory: int | None = None
-    compile_cache: str | None = None
     cache: str | None = None
     versions: Versions | None = None
     custom_calls: tuple[str, ...] = ()
     xla_threads: int = XLA_THREADS
-    strict: bool = False
     launcher: str = PROCESS
 
     @classmethod
     def of(cls, options: Options) -> Machine:
         """The requirements of a run that this process launches."""
         return cls(
-            require_platform=options.require_platform,
-            device_memory_fraction=options.device_memory_fraction,
-            preallocate=options.preallocate,
+            platforms=options.platforms,
+            environment=passed_on(),
             local_devices=options.local_devices,
             memory=options.memory_bytes,
-            compile_cache=options.compile_cache,
             cache=options.cache,
             versions=Versions.here(),
             xla_threads=options.xla_threads,
-            strict=options.strict,
         )
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -180,24 +191,22 @@ class Machine:
             self._make_settings()
 
     def _make_settings(self) -> None:
-        for name, value in self._environment().items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        if not _compat.config.jax_platforms and self.require_platform in _PLATFORMS:
+        for name, value in self._missing().items():
+            os.environ[name] = value
+            if name in _CACHE:
+                jax.config.update(name.lower(), _CACHE[name](value))
+        if not _compat.config.jax_platforms and self.platforms and len(self.platforms) == 1:
             # With an explicit platform, JAX raises an error that says why it can't use it.
-            jax.config.update("jax_platforms", _PLATFORMS[self.require_platform])
+            jax.config.update("jax_platforms", _PLATFORMS[self.platforms[0]])
 
-    def _environment(self) -> dict[str, str | None]:
-        """The variables to set, or to remove, before JAX starts."""
-        found: dict[str, str | None] = {}
-        if self.device_memory_fraction is not None:
-            found["XLA_CLIENT_MEM_FRACTION"] = f"{self.device_memory_fraction:g}"
-            found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = None  # its old name; XLA refuses both
-        if self.preallocate is not None:
-            found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true" if self.preallocate else "false"
-        return found
+    def _missing(self) -> dict[str, str]:
+        """The variables that this process does not have; those that it has take precedence."""
+        has_fraction = any(map(os.environ.get, _ONE_OF))
+        return {
+            name: value
+            for name, value in self.environment.items()
+            if not os.environ.get(name) and not (has_fraction and name in _ONE_OF)
+        }
 
     @property
     def is_here(self) -> bool:
@@ -213,8 +222,6 @@ class Machine:
         Raises:
           WorkerError: a requirement is not met; the message says what to do.
         """
-        if self.compile_cache is not None:
-            use_compile_cache(self.compile_cache)
         return _check(self)
 
     def versions_checked(self, platform: str) -> None:
@@ -227,21 +234,16 @@ class Machine:
 
     def _problems(self) -> Iterator[str]:
         platform = default_platform()
-        expected = self.require_platform
-        if expected is not None and platform not in REQUIRED[expected]:
+        if self.platforms is not None and platform not in self.platforms:
+            command = install_command(Versions.here(), self.platforms[0])
             yield (
-                f"require_platform={expected!r}: JAX computes on {platform!r} here "
+                f"platforms={list(self.platforms)}: JAX computes on {platform!r} here "
                 f"({_why(platform)}). Give the worker such a device, its driver and an image with "
-                f"`{install_command(Versions.here(), expected)}`; `beamjax doctor` on the worker "
-                "says what is missing"
+                f"`{command}`; `beamjax doctor` on the worker says what is missing"
             )
-        differing = {
-            name: value for name, value in self._environment().items() if _environ(name) != value
-        }
-        if differing and platform != "cpu":
-            settings = ", ".join(
-                f"{name}={value}" if value else f"no {name}" for name, value in differing.items()
-            )
+        missing = {name: value for name, value in self._missing().items() if name in MEMORY}
+        if missing and platform != "cpu":
+            settings = ", ".join(f"{name}={value}" for name, value in missing.items())
             yield (
                 f"JAX had started in this process before beamjax could set {settings}. Set it in "
                 "the environment of the process (the ENV of its image), and let no module that is "
@@ -260,7 +262,8 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,
 
 @functools.lru_cache(maxsize=64)
 def _check(machine: Machine) -> tuple[Any, ...]:
-    machine.versions_checked(machine.require_platform or "cpu")
+    expected = machine.platforms[0] if machine.platforms else "cpu"
+    machine.versions_checked(expected)
     if _forked:
         raise WorkerError(
             "this worker was forked from a process in which JAX had started; JAX does not work "
@@ -269,10 +272,10 @@ def _check(machine: Machine) -> tuple[Any, ...]:
     try:
         devices = tuple(jax.local_devices())
     except RuntimeError as error:
-        platform = machine.require_platform
+        platforms = machine.platforms
         raise WorkerError(
             f"JAX can't start on this worker ({error})"
-            + (f"; the run has require_platform={platform!r}" if platform else "")
+            + (f"; the run has platforms={list(platforms)}" if platforms else "")
             + ". `beamjax doctor` on the worker says what is missing"
         ) from error
     for problem in machine._problems():
@@ -292,10 +295,6 @@ def _why(platform: str) -> str:
     if platforms:
         return f"JAX_PLATFORMS is {platforms!r}"
     return "it found no other device" if platform == "cpu" else "that is its default"
-
-
-def _environ(name: str) -> str | None:
-    return os.environ.get(name) or None
 
 
 _forked = False

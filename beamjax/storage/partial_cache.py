@@ -118,22 +118,5 @@ class PartialCache:
             total -= file.nbytes
         files.remove_files(self.folder, gone)
 
-    def describe(self) -> dict[str, Any]:
-        """The number of files, their bytes, and the limit."""
-        sizes = [f.nbytes for f in files.listed(self.folder) if f.name.endswith(SUFFIX)]
-        return {
-            "folder": self.folder,
-            "files": len(sizes),
-            "bytes": sum(sizes),
-            "limit": self.limit,
-        }
-
-    def clear(self) -> dict[str, Any]:
-        """Removes all files; returns what `describe` returned before."""
-        found = self.describe()
-        names = [name for name in files.names(self.folder) if name.endswith(SUFFIX)]
-        files.remove_files(self.folder, names)
-        return found
-
     def _path(self, address: str) -> str:
         return files.join(self.folder, address + SUFFIX)

@@ -6,7 +6,6 @@
     progress.record   written about every second while the job runs
     about.record      the plan, the options and the machine, for reports
     course.record     samples of the progress and events over time, for reports
-    checksums.record  checksums of values in rounds, for `diff`
     dropped.arrays    the members that were dropped so far
     cancel.record     asks the job to end, if it exists
     records/          what each worker has done in the current pipeline
@@ -45,7 +44,7 @@ SILENCE = 60.0
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
 _OWN = re.compile(
-    r"(job|command|state|progress|about|course|checksums|cancel|result)\.record|(result-\d+|dropped)\.arrays"
+    r"(job|command|state|progress|about|course|cancel|result)\.record|(result-\d+|dropped)\.arrays"
 )
 
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from beamjax.storage.shared_cache import SharedCache
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import (
     MOST_EVENTS,
-    NOT_CHECKED,
     SECONDS,
     Range,
     ShardEvent,
@@ -69,28 +68,13 @@ class Listener:
         self.step = ""
         self._lock = threading.Lock()
 
-    def add(
-        self,
-        step: str,
-        shard: Shard,
-        spent: Tally,
-        checksum: Callable[[], int] = lambda: NOT_CHECKED,
-    ) -> None:
-        """Adds a shard that was just computed.
-
-        Args:
-          step: the name of the step.
-          shard: the shard.
-          spent: the work on the shard.
-          checksum: computes the checksum of its results; see `ShardEvent`.
-        """
+    def add(self, step: str, shard: Shard, spent: Tally) -> None:
+        """Adds a shard of a step that was just computed, with the work on it."""
         event: ShardEvent | None = None
         if self.traces:
             seconds = round(sum(getattr(spent, kind) for kind in SECONDS), 6)
-            event = ShardEvent(
-                self.worker, step, shard.start, shard.count, round(time.time(), 6), seconds,
-                checksum(),
-            )  # fmt: skip
+            now = round(time.time(), 6)
+            event = ShardEvent(self.worker, step, shard.start, shard.count, now, seconds)
         with self._lock:
             self._count(step, spent)
             if event is not None:
@@ -177,15 +161,15 @@ class Meter:
         """Seconds of compilation in all laps since the start."""
         return float(self._laps["compile"])
 
-    def shard(self, shard: Shard, checksum: Callable[[], int] = lambda: NOT_CHECKED) -> None:
-        """Adds a shard; `checksum` computes that of what came out.
+    def shard(self, shard: Shard) -> None:
+        """Adds a shard.
 
         Raises:
           JobCancelledError: the job was cancelled.
         """
         spent = self._spent(Tally(shard.count, 1, **self._laps, **self.sends))
         if self.listener is not None:
-            self.listener.add(self.step, shard, spent, checksum)
+            self.listener.add(self.step, shard, spent)
             self.listener.tick()
 
     def apart(self) -> None:
@@ -232,15 +216,9 @@ class Recorder(Listener):
         self._every = EVERY * self._folder.slowness
         self._written = time.monotonic()
 
-    def add(
-        self,
-        step: str,
-        shard: Shard,
-        spent: Tally,
-        checksum: Callable[[], int] = lambda: NOT_CHECKED,
-    ) -> None:
+    def add(self, step: str, shard: Shard, spent: Tally) -> None:
         """Adds a shard that is done now; see `Listener.add`."""
-        super().add(step, shard, spent, checksum)
+        super().add(step, shard, spent)
         with self._lock:
             members, shards = self._ranges.setdefault(step, ([], []))
             _extend(members, shard.start, shard.start + shard.count)

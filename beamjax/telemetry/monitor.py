@@ -26,7 +26,7 @@ from beamjax.telemetry.progress import (
     step_name,
     tallies,
 )
-from beamjax.telemetry.timeline import Checksums, Moments
+from beamjax.telemetry.timeline import Moments
 
 _log = logging.getLogger("beamjax")
 HERE = "launching process"
@@ -42,7 +42,6 @@ class Monitor(Listener):
       plan: the plan of the run.
       folder: the folder of the job, through which other processes follow it, or None.
       letters: records the members that are dropped.
-      strict: the option `strict`.
 
     Attributes:
       provenance: the kinds of machine that computed the values of the run.
@@ -50,7 +49,6 @@ class Monitor(Listener):
       round_ends: when rounds ended, in seconds since the job began.
       checkpoints: when checkpoints were saved, in seconds since the job began.
       events: the shards that were computed, in this process and in pipelines that have ended.
-      checksums: checksums of server values in rounds.
     """
 
     def __init__(
@@ -58,16 +56,13 @@ class Monitor(Listener):
         plan: Plan,
         folder: JobFolder | None = None,
         letters: DeadLetters | None = None,
-        strict: bool = False,
     ):
         super().__init__(HERE, traces=folder is not None)  # nothing else reads the events
         self.provenance = UNKNOWN
-        self._strict = strict
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
         self.round_ends: Moments[float] = Moments()
         self.checkpoints: Moments[float] = Moments()
-        self.checksums = Checksums(enabled=folder is not None)
         self._plan = plan
         self._began = time.monotonic()
         self._rounds = 0
@@ -121,19 +116,13 @@ class Monitor(Listener):
             self.checkpoints.add(round(time.monotonic() - self._began, 4))
 
     def computed(self, provenance: Provenance) -> None:
-        """Merges the provenance of values.
-
-        Raises:
-          WorkerError: it differs from that of other values, and the run is strict.
-        """
+        """Merges the provenance of values, and warns once if they may have different last bits."""
         if provenance is self.provenance:  # as for each step of a run in one process
             return
         with self._lock:
             was_mixed = self.provenance.is_mixed
             self.provenance |= provenance
             found = self.provenance
-        if self._strict:
-            found.check()
         if found.is_mixed and not was_mixed:
             _log.warning("%s", found.mixture())
 

@@ -34,8 +34,8 @@ class Tally:
       bytes_saved: bytes of partials that compression (`beamjax.compress`) has saved.
       executables: executables that JAX made; each worker makes its own, one for each body and
         bucket.
-      cache_hits: those of them that JAX found in its cache on disk, if it has one; see the option
-        `compile_cache`.
+      cache_hits: those of them that JAX found in its cache on disk, if it has one
+        (JAX_COMPILATION_CACHE_DIR).
       cache_misses: those that were not there, and were compiled.
       bodies_loaded: bodies of steps that workers read from their bytes, each once.
       bodies_reused: those that a worker had in memory when it began a step.
@@ -198,8 +198,6 @@ def _alike(counts: Iterable[int | None]) -> int | None:
 
 MOST_EVENTS = 1000
 """Largest number of events of a process and of a run, about 80 kB of JSON."""
-NOT_CHECKED = -1
-"""The checksum of a shard of which none was taken."""
 
 
 class ShardEvent(NamedTuple):
@@ -212,7 +210,6 @@ class ShardEvent(NamedTuple):
       members: the number of its members.
       time: seconds since the epoch at which the shard was done, by the clock of the worker.
       seconds: the measured time of the shard, from reading to merging.
-      checksum: the CRC-32C of what came out of the shard; `NOT_CHECKED` if that is large.
     """
 
     worker: str
@@ -221,7 +218,6 @@ class ShardEvent(NamedTuple):
     members: int
     time: float
     seconds: float
-    checksum: int = NOT_CHECKED
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from beamjax.telemetry.progress import SECONDS, Progress
 
 MOST = 400
 """Largest number of samples of a run."""
-MOST_CHECKSUMS = 10_000
-"""Largest number of checksums of server values in a run."""
 COLUMNS = (
     "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
     *SECONDS,
@@ -81,21 +79,3 @@ def _sample(progress: Progress) -> tuple[float, ...]:
     done = progress.done
     found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
     return tuple(round(value, 4) for value in found)
-
-
-class Checksums:
-    """Checksums of the first server values that a run computes, in their order.
-
-    Args:
-      enabled: whether to record checksums.
-    """
-
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
-        self.found: dict[str, int] = {}
-
-    def add(self, step: str, value: str, checksum: int) -> None:
-        """Adds the checksum of a value; the step has the round, as in `loop_0[3]/map_rows_0`."""
-        self.found[f"{step}:{value}"] = checksum
-        # `diff` looks for the first difference of two runs, so later values can be left out.
-        self.enabled = self.enabled and len(self.found) < MOST_CHECKSUMS

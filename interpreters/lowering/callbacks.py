@@ -24,11 +24,7 @@ NOT_EXPORTED = "nothing is exported here"
 
 
 def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
-    """Why a step with these equations must run as Python; "" if it can be exported.
-
-    Raises:
-      StagingError: an equation calls back to the host, which the options forbid.
-    """
+    """Why a step with these equations must run as Python; "" if it can be exported."""
     if options.platforms == ():  # a plan of Python functions, see `bodies.python_bodies`
         return NOT_EXPORTED
     for eqn in eqns:
@@ -36,28 +32,17 @@ def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
         if call is None:
             continue
         name, line = call[0], call[1] or eqn.line or "in the program"
-        if not options.callbacks:
-            raise StagingError(
-                f"{line}: {name} calls back to this process, which the option callbacks=False "
-                "forbids: take it out of the function, or leave out the option, so that the "
-                "function travels to the workers by cloudpickle"
-            )
         return f"{name} calls back to the host at {line}"
     return ""
 
 
 def reason_not_exported(
-    error: NotExportedError, eqns: Sequence[Eqn], platforms: Sequence[str], options: Options
+    error: NotExportedError, eqns: Sequence[Eqn], platforms: Sequence[str]
 ) -> str:
     """Why a step that JAX failed to export must run as Python, where no equation calls the host.
 
     Primitives of other packages, such as `lineax.linear_solve`, may call it when they are lowered.
-
-    Raises:
-      NotExportedError: the options forbid steps that run as Python.
     """
-    if not options.callbacks:
-        raise error
     why = str(error.__cause__).partition("\n")[0]
     for eqn in eqns:
         found = _not_exported(eqn, platforms)

@@ -423,7 +423,7 @@ class _Lowering:
             try:
                 return self.exported(name, sized(size), arguments, eqns)
             except NotExportedError as error:
-                reason = callbacks.reason_not_exported(error, eqns, self.platforms, self.options)
+                reason = callbacks.reason_not_exported(error, eqns, self.platforms)
                 self.reasons[name] = reason
         key, made = callbacks.as_python(name, sized, size, arguments, eqns, reason)
         self.bodies[key] = made

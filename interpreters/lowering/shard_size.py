@@ -225,10 +225,11 @@ def file_groups(
     stages: Sequence[Stage],
     options: Options,
     platforms: Sequence[str],
+    at_each: bool = False,
 ) -> FileGroups | str:
     """The groups of files, of about `rows` members each, at which shards of a placement are cut.
 
-    They are as small as `MAX_CUT_SHARE` allows.
+    They are as small as `MAX_CUT_SHARE` allows, or files with `at_each`.
 
     Returns:
       The groups, or why shards are not cut at files.
@@ -239,13 +240,13 @@ def file_groups(
     if any(emission.rule.by_shard for stage in passes.stages for emission in stage.emissions):
         return "a pass depends on the order of the members"
     groups = FileGroups(1, rows)
-    while options.cut_at_files is None:
+    while not at_each:
         share = _slowdown_by_cuts(passes, groups, options, may_batch)
         if share <= MAX_CUT_SHARE:
             break
         groups = FileGroups(2 * groups.files, 2 * groups.rows)
         if groups.rows * FEWEST_GROUPS > n:
-            return f"passes would take about {share:.0%} longer (option cut_at_files)"
+            return f"passes would take about {share:.0%} longer"
     return groups
 
 

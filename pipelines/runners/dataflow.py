@@ -172,7 +172,7 @@ def _check_accelerator(options: Options, flags: PipelineOptions) -> None:
     if "tpu" not in accelerator and "cuda" not in platforms:
         raise OptionsError(
             f"options: found {accelerator!r}, but the program is exported for "
-            f"{', '.join(platforms)} alone; add options={{'require_platform': 'gpu'}}"
+            f"{', '.join(platforms)} alone; add options={{'platforms': ['cuda']}}"
         )
     if _SEVERAL_PROCESSES not in accelerator:
         debug.add_experiment(_ONE_PROCESS)

@@ -213,7 +213,7 @@ class MapShards(ComputeFn):
         done.meter.resume()
         self._add(done.shard, done.found)
         done.meter.lap("merge")
-        done.meter.shard(done.shard, done.found.checksum)
+        done.meter.shard(done.shard)
         self.spent += done.meter.total
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.found.results, strict=True))
@@ -322,7 +322,7 @@ class RunServer(ComputeFn):
             with task.at_work("computing"), with_settings(task.debugging):
                 made = run_server(plan, step, arrays, task.device)
             refs = {name: task.store.hold([out], name, own=True) for name, out in made.items()}
-        yield Environment(refs, task.accept(task.provenance(known)))
+        yield Environment(refs, task.provenance(known))
 
     def finish_bundle(self) -> None:
         """Reports the seconds of this bundle."""

@@ -194,7 +194,7 @@ class FinishPieces(StepFn):
         buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
         with self.times.measured():
             accumulator = _decoded(data, self.task.store)
-            provenance = self.task.accept(accumulator.provenance)
+            provenance = accumulator.provenance
             found = finish_buffer(plan, step, buffer, accumulator, where)
             values = {}
             for name, offset, part in found:
@@ -251,7 +251,6 @@ class FinishCombine(ComputeFn):
                     arrays = task.store.get(ref, cache=False)
                     with task.at_work("merging"):
                         tree.add(arrays, index, level)
-            task.accept(provenance)
             with task.at_work("merging"):
                 values = dict(finish_tree(combine, tree))
             refs = {name: task.store.put([array], name) for name, array in values.items()}
@@ -539,7 +538,7 @@ class FinishSections(MergeSections):
 
         with self.times.measured(), self.task.at_work("merging"):
             terms = self.terms(section, element[1])
-            provenance = self.task.accept(terms.provenance)
+            provenance = terms.provenance
             pieces = merged_pieces(section, buffer, self.mode, terms, self._array)
             finished_sections(plan, step, section, pieces, room)
         put = self.task.store.put

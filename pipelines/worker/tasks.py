@@ -123,16 +123,6 @@ class Task(Generic[AnyStep]):
         here = provenance_here(self.machine.xla_threads)
         return merged([here, *(environment.provenance for environment in served)])
 
-    def accept(self, provenance: Provenance) -> Provenance:
-        """Checks and returns the provenance of a value that later steps read.
-
-        Raises:
-          WorkerError: the run is strict, and the value mixes machines with different bits.
-        """
-        if self.machine.strict:
-            provenance.check()
-        return provenance
-
     def at_work(self, doing: str, shard: Shard | None = None) -> Any:
         """A context in which this thread works for the step; see `WorkTable.at`."""
         table = table_of(self.store, self.machine.is_here)

@@ -31,7 +31,7 @@ def two(w, x):
     return m, bj.reduce_sum(bj.map_fn(lambda v, c: (v - c) ** 2, (y, bj.broadcast(m))))
 
 x = np.arange(60, dtype=np.float32).reshape(20, 3) / 60
-options = {"shard_size": 8, "compile_cache": sys.argv[2], "job_folder": sys.argv[3]}
+options = {"shard_size": 8, "job_folder": sys.argv[2]}
 if sys.argv[1] == "workers":
     options |= {"direct_running_mode": "multi_processing", "direct_num_workers": 1}
 runner = "local" if sys.argv[1] == "local" else "DirectRunner"
@@ -45,11 +45,12 @@ print(json.dumps(done | {"asked": asked, "hits": hits, "bits": bits}))
 
 
 def in_a_process(way, folder, job):
-    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder)}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", IN_A_PROCESS]
     found = subprocess.run(
-        [*command, way, str(folder), str(job)],
-        capture_output=True, text=True, check=False, env=env,
+        [*command, way, str(job)],
+        capture_output=True, text=True, check=False, env=os.environ | cache,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])

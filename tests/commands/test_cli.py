@@ -93,8 +93,8 @@ def test_options_with_underscores_or_dashes_and_those_of_beam(folder):
     def options_of(*argv):
         return make_call(parsed(run, ["run", *LOSS, *argv])).options
 
-    found = options_of("--shard-size", "64", "--callbacks=false", "--direct_num_workers", "2")
-    assert (found.shard_size, found.callbacks) == (64, False)
+    found = options_of("--shard-size", "64", "--overwrite=true", "--direct_num_workers", "2")
+    assert (found.shard_size, found.overwrite) == (64, True)
     assert found.beam == ("--direct_num_workers", "2")
     found = options_of("--shard-size", "64", "--direct_num_workers", "2", "--", "--beam_only=1")
     assert found.shard_size == 64

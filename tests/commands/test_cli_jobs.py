@@ -147,20 +147,6 @@ def test_replay(folder, capsys, monkeypatch):
     assert "one from 0 to 8" in refused(capsys, "jobs", "replay", "a b", "--member=9")
 
 
-def test_diff(folder, capsys):
-    for job in "ab":
-        assert cli.main([*RUN, f"--job_folder={job}"]) == 0
-    np.save("weights.npy", np.full(3, 2, np.float32))
-    assert cli.main([*RUN, "--job_folder=c"]) == 0
-    capsys.readouterr()
-    status, found, _ = json_of(capsys, "jobs", "diff", "a", "b")
-    assert (status, found["difference"]["where"]) == (0, "")
-    assert cli.main(["jobs", "diff", "a", "c"]) == 1
-    text = capsys.readouterr().out
-    assert text.startswith("result['loss']: ")
-    assert "because of the inputs" in text
-
-
 def test_jobs_that_cannot_be_resumed(folder, capsys):
     total = beamjax.program(rows=3)(beamjax.reduce_sum)
     beamjax.run(total, jnp.arange(3.0), runner="local", options={"job_folder": "j"})

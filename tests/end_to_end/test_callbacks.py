@@ -161,14 +161,11 @@ PLACES = {mapped(body): (call, body) for body, call in BODIES.items()} | {
 }
 
 
-def test_explain_names_the_call_which_can_be_refused():
+def test_explain_names_the_call():
     for prog, (call, fn) in PLACES.items():
         place = f"{HERE}:{line_of(fn)} "
         text = str(bj.explain(prog, W, X))
         assert re.search(rf"code .*{call} calls back to the host at {re.escape(place)}", text)
-        with pytest.raises(StagingError, match=f"{call} calls back") as error:
-            bj.run(prog, W, X, runner="local", options={"callbacks": False})
-        assert str(error.value).startswith(place)
 
 
 def test_other_steps_are_exported():
@@ -379,8 +376,6 @@ def test_calls_that_appear_at_lowering():
     told = f"prog: JAX can't export host_sin at {re.escape(HERE)}:"
     assert sum(bool(re.search(told, line)) for line in code) == 2
     assert any(" for cpu" in line for line in code)
-    with pytest.raises(StagingError, match=r"JAX can't export this step[^$]*callbacks"):
-        bj.run(prog, W, X, runner="local", options={"callbacks": False})
 
 
 def test_custom_calls_of_the_user_run_as_python():

@@ -205,21 +205,20 @@ def test_an_error_in_a_job(runner):
 # --- folders
 
 
-@pytest.mark.parametrize("keep", [None, "failed", "always"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_option_keep_folder(keep, fails, empty_tmp):
+def test_a_temporary_folder_is_removed(fails, empty_tmp):
     gate = Gate(error=ValueError("x") if fails else None, is_open=True)
-    catch = pytest.raises(WorkerError) if fails else contextlib.nullcontext()
-    with catch as caught:
-        bj.run(gate.program, X, options={"keep_folder": keep})
-    stays = keep == "always" or (keep == "failed" and fails)
-    folders = list(empty_tmp.iterdir())
-    assert len(folders) == stays
-    if stays:
-        assert bj.open_job(folders[0]).state.value == ("failed" if fails else "done")
-        assert own_files(folders[0])
-    if stays and fails:
-        assert str(folders[0]) in caught.value.__notes__[-1]
+    with pytest.raises(WorkerError) if fails else contextlib.nullcontext():
+        bj.run(gate.program, X, options={"progress": True})
+    assert list(empty_tmp.iterdir()) == []
+
+
+def test_the_folder_of_a_job_that_fails_stays(tmp_path):
+    gate = Gate(error=ValueError("x"), is_open=True)
+    with pytest.raises(WorkerError) as caught:
+        bj.run(gate.program, X, options={"job_folder": tmp_path / "job"})
+    assert str(tmp_path / "job") in caught.value.__notes__[-1]
+    assert bj.open_job(tmp_path / "job").state is JobState.FAILED
 
 
 def test_a_given_folder_keeps_the_files_of_others(tmp_path, empty_tmp, monkeypatch):

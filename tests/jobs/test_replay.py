@@ -310,17 +310,19 @@ def test_what_can_not_be_replayed(tmp_path):
             bj.replay(*arguments, **options)
 
 
-@pytest.mark.parametrize("cut_at_files", [None, True])
-def test_shards_that_end_where_files_end(tmp_path, cut_at_files):
+@pytest.mark.parametrize("at_each", [False, True])
+def test_shards_that_end_where_files_end(tmp_path, monkeypatch, at_each):
+    if at_each:
+        monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.MAX_CUT_SHARE", np.inf)
     rows = [5, 11, 3, 6] * 10
     for number, start in enumerate(np.cumsum([0, *rows[:-1]])):
         array = np.arange(start, start + rows[number], dtype=np.float32)
         np.save(tmp_path / f"{number:02}.npy", array)
     source = bj.from_npy(str(tmp_path / "*.npy"))
     fn = bj.program(placements={"rows": None})(lambda x: bj.reduce_sum(bj.map_fn(jnp.negative, x)))
-    options = {"shard_size": 8, "cut_at_files": cut_at_files, "job_folder": str(tmp_path / "job")}
+    options = {"shard_size": 8, "job_folder": str(tmp_path / "job")}
     bj.run(fn, source, runner="local", options=options)
     shards = bj.open_job(tmp_path / "job").progress().done.shards
-    assert (shards == 50) == (cut_at_files is True)  # files of 11 rows are two shards
+    assert (shards == 50) == at_each  # files of 11 rows are two shards
     found = [bj.replay(tmp_path / "job", fn, source, shard=i) for i in range(shards)]
     np.testing.assert_array_equal(np.concatenate(found), -np.arange(sum(rows)))

@@ -38,8 +38,7 @@ READ = [
     (("--reduction=fast",), Options(reduction="fast")),
     (["--progress=true"], Options(progress=True)),
     (["--shard_timeout=2.5"], Options(shard_timeout=2.5)),
-    (["--job_folder=a/b", "--keep_folder=failed"],
-     Options(job_folder="a/b", keep_folder="failed")),
+    (["--job_folder=a/b"], Options(job_folder="a/b")),
     ({"report": "file:///a%20b.html"}, Options(report="/a b.html")),
     (["--work_folder=bjtest://bucket/x=y"], Options(work_folder="bjtest://bucket/x=y")),
     (["--shard_size=8", WORKERS, "--streaming"],
@@ -55,7 +54,7 @@ REFUSED = [
     ({"reduction": "slow"}, "reduction: found 'slow', expected one of exact, fast"),
     (Options(reduction="slow"), "reduction: found 'slow'"),
     ({"platforms": ["cpu", "npu"]}, r"platforms: found \['cpu', 'npu'\], expected a list of"),
-    (["--callbacks=maybe"], "callbacks: found 'maybe', expected one of True, False"),
+    (["--overwrite=maybe"], "overwrite: found 'maybe', expected one of True, False"),
     ({"checkpoint": 3}, "checkpoint: found 3, expected the path or URL of a folder"),
     (["--shard_timeout=soon"], "shard_timeout: found 'soon', expected a number of seconds"),
     ({"member_loop": "fast"}, "member_loop: found 'fast', expected one of vmap, batches, loop"),
@@ -65,21 +64,16 @@ REFUSED = [
         for name in ("cache", "checkpoint", "job_folder")
     ],
     ({"dead_letters": "x"}, "dead_letters: found a file, but no members are dropped"),
-    ({"require_platform": "gpu", "platforms": ["cpu"]}, "does not include it; leave out platforms"),
-    ({"require_platform": "npu"}, "require_platform: found 'npu', expected one of gpu, cpu"),
-    (["--preallocate=maybe"], "preallocate: found 'maybe', expected one of True, False"),
     (["--local_devices=all"], "local_devices: found 'all', expected a number"),
     ({"dead_letters": "", "on_error": "drop"}, "dead_letters: found '', expected the path"),
     ({"on_error": "keep"}, "on_error: found 'keep', expected one of raise, drop"),
     ({"on_nonfinite": 3}, "on_nonfinite: found 3, expected one of keep, raise, drop"),
     ({"drop_limit": "many"}, "drop_limit: found 'many', expected a share from 0 to 1"),
-    (["--keep_folder=never"], "keep_folder: found 'never', expected one of failed, always, or"),
 ]
 
 inf, nan = math.inf, math.nan
 LIMITS = {
     "checkpoint_every": ([1, 2], [0, -1, 1.0, True, None]),
-    "device_memory_fraction": ([1, 1.0, 0.1, None], [0, -0.1, 1.1, True, nan]),
     "checkpoint": (["/a"], ["", 3]),
     "drop_limit": ([0, 1, 0.5], [-0.1, 1.1, True, nan, None]),
     "gather_limit": ([0, 1, None], [-1, 1.0, True]),
@@ -87,7 +81,7 @@ LIMITS = {
     "local_threads": ([1, None], [0, 1.0, True]),
     "shard_size": ([8, 64, None], [-8, 0, 4, 12]),
     "shard_timeout": ([0.1, 60, None], [0, -1, inf, nan, True]),
-    "strict": ([True, False], [1, 0, None]),
+    "overwrite": ([True, False], [1, 0, None]),
     "xla_threads": ([1, 2], [0, 1.0, True, None]),
 }
 """What options with a limit may be, and what they may not be."""

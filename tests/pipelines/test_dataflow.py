@@ -44,7 +44,7 @@ L4 = "worker_accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
 HINT = "accelerator=type:nvidia-l4;count:1;install-nvidia-driver"
 PLACE = {"project": "my-project", "region": "us-central1", "temp_location": "gs://bucket-x/t"}
 IMAGE = {"sdk_container_image": "gcr.io/my-project/beamjax:1"}
-GPU = {"machine_type": "g2-standard-4", "dataflow_service_options": L4, "require_platform": "gpu"}
+GPU = {"machine_type": "g2-standard-4", "dataflow_service_options": L4, "platforms": ["cuda"]}
 
 N = 2000
 X = np.random.default_rng(0).normal(size=(N, 300)).astype(np.float32)
@@ -106,8 +106,8 @@ def test_options_that_cannot_work():
             "found dataflow_service_options .* and resource_hint .*, expected one of them",
         ),
         (
-            {**GPU, "require_platform": None},
-            "exported for cpu alone; add options={'require_platform': 'gpu'}",
+            {**GPU, "platforms": None},
+            r"exported for cpu alone; add options={'platforms': \['cuda'\]}",
         ),
     ):
         options = {key: v for key, v in {**PLACE, **IMAGE, **given}.items() if v is not None}
@@ -122,7 +122,7 @@ def test_one_process_owns_an_accelerator():
         ({"dataflow_service_options": f"{L4};use_nvidia_mps"}, False),
         ({"resource_hint": "min_ram=16GB"}, False),
     ):
-        _, flags = prepared(**PLACE, **IMAGE, **given, require_platform="gpu")
+        _, flags = prepared(**PLACE, **IMAGE, **given, platforms=["cuda"])
         assert ("no_use_multiple_sdk_containers" in experiments(flags)) == one, given
 
 
@@ -279,7 +279,7 @@ def hints(job):
 
 @with_dataflow
 def test_hints_go_to_all_steps(offline):
-    given = {**PLACE, **IMAGE, "require_platform": "gpu"}
+    given = {**PLACE, **IMAGE, "platforms": ["cuda"]}
     flags = [f"--{k}={v}" for k, v in given.items()]
     flags += [f"--resource_hint={HINT}", "--resource_hint=min_ram=16GB"]
     job = dataflow.dry_run(regression, W, X, options=flags)

@@ -95,7 +95,6 @@ WAYS = {
     "threads": (THREADS, True),
     "time limit": ({"shard_timeout": 100}, True),
     "processes": (PROCESSES, False),
-    "kept folder": ({"keep_folder": "failed"}, False),
 }
 MARKS = {"processes": pytest.mark.long}  # They are slow to start.
 

@@ -16,7 +16,6 @@ import pytest
 import url_files  # noqa: F401  (makes bjtest:// known)
 
 import beamjax as bj
-from beamjax.commands.cli import main
 from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.options import parse_options
@@ -174,7 +173,7 @@ def test_what_was_used_longest_ago_is_removed_first(tmp_path):
     assert cache.find("a1") is None
 
 
-def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
+def test_explain_tells_of_the_cache(tmp_path):
     def kept(w, x):
         y = bj.map_fn(lambda v: jnp.sum(v * w), x)
         return y, bj.reduce_sum(bj.map_fn(jnp.exp, x))
@@ -196,14 +195,6 @@ def test_explain_and_the_command_tell_of_the_cache(tmp_path, capsys):
         text = str(bj.explain(bj.program(clients=N)(smallest), W, x,
                               options={"cache": str(tmp_path), "shard_size": SIZE}))  # fmt: skip
         assert (f"which has {known} of {SHARDS}" in text) == (known is not None)
-    for action, said in (
-        ("info", "10 files, "),
-        ("clear", "removed 10 files, "),
-        ("info", "0 files"),
-    ):
-        assert main(["cache", action, str(tmp_path)]) == 0
-        assert said in capsys.readouterr().out
-    assert main(["cache", "info", str(tmp_path / "missing")]) == 2
 
 
 def test_a_cache_at_a_url(tmp_path):
@@ -329,13 +320,20 @@ def carried(w, x):
     return total, total[jnp.argmax(total[:, 0])], bj.reduce_sum(total)
 
 
+@pytest.fixture
+def cut_at_each(monkeypatch):
+    """Shards end at each file, whatever that costs."""
+    monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.MAX_CUT_SHARE", np.inf)
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("fn", [fit, numbered, smallest, carried])
+@pytest.mark.usefixtures("cut_at_each")
 def test_shards_end_where_files_end(tmp_path, fn, runner):
     source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
     fn = bj.program(placements={"clients": None})(fn)
     expected = jax.tree.map(np.asarray, fn(W, x))
-    options = {"shard_size": SIZE, "cut_at_files": True}
+    options = {"shard_size": SIZE}
     with bj.launch(fn, W, source, runner=runner, options=options) as job:
         found, done = job.result(), job.progress().done
     shards = sum(-(-rows // SIZE) for rows in ROWS)
@@ -348,13 +346,14 @@ def test_shards_end_where_files_end(tmp_path, fn, runner):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.usefixtures("cut_at_each")
 def test_members_are_dropped_from_shards_that_end_where_files_end(tmp_path, runner):
     _, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
     bad = np.isin(np.arange(len(x)), [0, 12, 13, 52, 61, 90])
     x[bad, 1] = np.nan
     for name, rows in zip("abcde", np.split(x, np.cumsum(ROWS)[:-1]), strict=True):
         np.save(tmp_path / f"{name}.npy", rows)
-    options = {"shard_size": SIZE, "cut_at_files": True, "on_nonfinite": "drop"}
+    options = {"shard_size": SIZE, "on_nonfinite": "drop"}
     source = bj.from_npy(str(tmp_path / "*.npy"))
     fn = bj.program(placements={"clients": None})(fit)
     with bj.launch(fn, W, source, runner=runner, options=options) as job:
@@ -366,6 +365,7 @@ def test_members_are_dropped_from_shards_that_end_where_files_end(tmp_path, runn
 
 
 @pytest.mark.parametrize("shard_size", [None, SIZE])
+@pytest.mark.usefixtures("cut_at_each")
 def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, shard_size):
     folder, cache = tmp_path / "data", str(tmp_path / "cache")
     folder.mkdir()
@@ -373,7 +373,7 @@ def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, s
 
     def check(files):
         source, x = write_files(folder, files)
-        options = {"shard_size": shard_size, "cut_at_files": True}
+        options = {"shard_size": shard_size}
         with bj.launch(fn, W, source, runner="local", options=options | {"cache": cache}) as job:
             found, done = job.result(), job.progress().done
         whole = bj.run(fn, W, source, runner="local", options=options)
@@ -415,9 +415,9 @@ def test_a_file_inserted_among_small_ones_changes_its_group_only(tmp_path, runne
     assert check(files)[1] <= shards // 3
     (tmp_path / "moved").mkdir()
     assert check(files, tmp_path / "moved")[1] == 0
-    assert check(files, cut_at_files=True)[0] == len(files)
 
 
+@pytest.mark.usefixtures("cut_at_each")
 def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
     source, _ = write_files(tmp_path, {f"f{i:02}": 20 + i % 30 for i in range(40)})
 
@@ -429,7 +429,7 @@ def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
 
         return bj.reduce_max(bj.map_fn(one, x))
 
-    options = parse_options({"cut_at_files": True})
+    options = parse_options({})
     plan = plan_for(flatten_call(costly, (source,)), options).plan
     (step,) = plan.steps[:1]
     assert plan.shard_sizes["clients"] > 8 == step.vectorization.batch
@@ -453,19 +453,18 @@ def test_whether_shards_are_cut_does_not_depend_on_the_cache(tmp_path):
 
     large, tiny = (130, 150, 170, 140), (1, 2, 1, 3)
     assert check(large, shard_size=SIZE) == (130, 280, 450)
-    assert check(large, shard_size=SIZE, cut_at_files=False) is None
     assert check(large) is None  # There are too few of them for groups, with so little work.
     assert check(tiny, shard_size=SIZE) is None
-    assert check(tiny, shard_size=SIZE, cut_at_files=True) == (1, 3, 4)
     source, _ = write_files(tmp_path, dict(zip("abcd", tiny, strict=True)))
     text = str(bj.explain(fn, W, source, options={"shard_size": SIZE}))
     assert "are not cut at files, because passes would take about" in text
 
 
+@pytest.mark.usefixtures("cut_at_each")
 def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
     source, x = write_files(tmp_path, dict(zip("abcde", ROWS, strict=True)))
     fn = bj.program(placements={"clients": None})(lambda x: jnp.cumsum(bj.map_fn(jnp.sin, x), 0))
-    options = {"shard_size": SIZE, "cut_at_files": True}
+    options = {"shard_size": SIZE}
     why = "because a pass depends on the order of the members"
     assert why in str(bj.explain(fn, source, options=options))
     found = bj.run(fn, source, runner="local", options=options)
@@ -475,10 +474,11 @@ def test_shards_of_equal_size_where_a_program_needs_them(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("cut_at_each")
 def test_calls_with_the_same_files_have_the_same_plan(tmp_path):
     """Sessions know a plan by its identity, and send its programs once."""
     fn = bj.program(placements={"clients": None})(smallest)
-    options = parse_options({"shard_size": SIZE, "cut_at_files": True})
+    options = parse_options({"shard_size": SIZE})
 
     def planned(files):
         source, _ = write_files(tmp_path, files)

@@ -227,7 +227,7 @@ def test_options_that_are_refused(tmp_path):
             run(embed, W, X, **options)
     with pytest.raises(OptionsError, match="options of transform"):
         bj.transform(embed, W, X, options={"keep": "placed"})
-    for option in ({"job_folder": "x"}, {"report": "x.html"}, {"strict": True}):
+    for option in ({"job_folder": "x"}, {"report": "x.html"}):
         with pytest.raises(OptionsError, match="in the options of transform, which records no job"):
             bj.transform(embed, W, X, options=option)
     (tmp_path / "file").write_text("")

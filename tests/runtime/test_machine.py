@@ -108,13 +108,13 @@ def test_runs_with_workers_of_other_versions(monkeypatch, caplog):
 # --- platforms
 
 
-def test_a_required_platform_is_there_or_the_worker_fails():
-    assert Machine("cpu").check() == cpu_devices(XLA_THREADS)[:1]
-    bj.run(centred, jnp.ones(3), X, options={"require_platform": "cpu"})
-    for platform in ("gpu", "cuda", "rocm", "tpu"):
-        message = rf"require_platform='{platform}': JAX computes on 'cpu' .*JAX_PLATFORMS is 'cpu'"
+def test_a_platform_is_there_or_the_worker_fails():
+    assert Machine(("cpu",)).check() == cpu_devices(XLA_THREADS)[:1]
+    bj.run(centred, jnp.ones(3), X, options={"platforms": ["cpu"]})
+    for platforms in (("cuda",), ("rocm",), ("tpu",), ("cuda", "rocm")):
+        message = rf"platforms=\['{platforms[0]}'.*: JAX computes on 'cpu' .*JAX_PLATFORMS is 'cpu'"
         with pytest.raises(WorkerError, match=message):
-            Machine(platform).check()
+            Machine(platforms).check()
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,11 @@ def test_a_required_platform_is_there_or_the_worker_fails():
     ids=len,
 )
 def test_a_run_fails_instead_of_computing_on_the_cpu(flags):
-    with pytest.raises(WorkerError, match="require_platform='gpu': JAX computes on 'cpu' here"):
-        bj.run(centred, jnp.ones(3), X, options=["--require_platform=gpu", *flags])
+    with pytest.raises(WorkerError, match=r"platforms=\['cuda'\]: JAX computes on 'cpu' here"):
+        bj.run(centred, jnp.ones(3), X, options=["--platforms=cuda", *flags])
 
 
-def test_bodies_are_exported_for_the_required_platform(monkeypatch):
-    for given, platforms in (
-        ({"require_platform": "gpu"}, ("cuda",)),
-        ({"require_platform": "rocm"}, ("rocm",)),
-        ({"require_platform": "gpu", "platforms": ["cpu", "rocm"]}, ("cpu", "rocm")),
-    ):
-        assert parse_options(given).platforms == platforms
-    assert parse_options(["--preallocate=false"]).preallocate is False
-    assert parse_options(["--device_memory_fraction=0.5"]).device_memory_fraction == 0.5
+def test_the_platform_of_this_process(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for platform in ("cuda", "rocm"):
         backend = type("Backend", (), {"platform_version": f"PJRT C API\n{platform} 12090"})
@@ -169,20 +161,54 @@ def in_a_new_process(code, data=b"", **environment):
     return done.stdout.decode().splitlines()
 
 
-def test_a_worker_makes_its_settings_before_jax_starts():
-    wanted = pickle.dumps(Machine("cpu", device_memory_fraction=0.4, preallocate=False))
-    code = OPEN + "show(); print(machine.check())"
-    found = in_a_new_process(code, wanted, XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
-    assert found == ["0.4 False cpu", "(CpuDevice(id=0),)"]
+MEMORY = {"XLA_CLIENT_MEM_FRACTION": "0.4", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": "/there",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.25",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "7",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+
+
+def test_a_worker_gets_the_variables_of_the_launching_process(monkeypatch):
+    for name, value in {**MEMORY, **CACHE, "JAX_ENABLE_X64": "1"}.items():
+        monkeypatch.setenv(name, value)
+    sent = Machine.of(parse_options({"platforms": ["cpu"]}))
+    assert sent.environment == MEMORY | CACHE
+    code = OPEN + "show(); print(machine.check())\n"
+    code += f"print(*[getattr(jax.config, name.lower()) for name in {list(CACHE)}])"
+    found = in_a_new_process(code, pickle.dumps(sent))
+    assert found == ["0.4 False cpu", "(CpuDevice(id=0),)", "/there 0.25 7 False"]
+    # Those that a worker has take precedence, under both names of a variable.
+    mine = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", "JAX_COMPILATION_CACHE_DIR": "/here"}
+    found = in_a_new_process(code, pickle.dumps(sent), **mine)
+    assert found == ["0.9 False cpu", "(CpuDevice(id=0),)", "/here 0.25 7 False"]
+
+
+def variables(x):
+    """A body that reads the environment where it runs."""
+    names = [*MEMORY, *CACHE]
+    read = lambda _: np.int32(sum(os.environ.get(name) == (MEMORY | CACHE)[name] for name in names))
+    return jax.pure_callback(read, jax.ShapeDtypeStruct((), np.int32), x, vmap_method="sequential")
+
+
+@pytest.mark.long
+def test_the_workers_of_a_runner_get_the_variables(monkeypatch, tmp_path):
+    for name, value in (MEMORY | CACHE).items():
+        monkeypatch.setenv(name, value)
+    fn = bj.program(clients=N)(lambda x: bj.map_fn(variables, x))
+    flags = ["--direct_running_mode=multi_processing", "--direct_num_workers=2"]
+    found = bj.run(fn, X[:, 0], options=["--shard_size=8", *flags])
+    np.testing.assert_array_equal(found, len(MEMORY | CACHE))
 
 
 @pytest.mark.long
 def test_a_worker_opens_no_other_platform_and_changes_no_other_setting():
     code = OPEN + "show()\ntry: machine.check()\nexcept Exception as error: print(error)"
-    found = in_a_new_process(code, pickle.dumps(Machine("cuda")))
+    found = in_a_new_process(code, pickle.dumps(Machine(("cuda",))))
     assert found[0] == "None None cuda,cpu"
-    assert "require_platform='cuda'" in found[-1]
-    wanted = pickle.dumps(Machine(require_platform="gpu"))
+    assert "platforms=['cuda']" in found[-1]
+    wanted = pickle.dumps(Machine(("cuda", "rocm")))
     code = OPEN + "show()"
     found = in_a_new_process(code, wanted, XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
     assert found == ["0.9 None None"]
@@ -191,15 +217,16 @@ def test_a_worker_opens_no_other_platform_and_changes_no_other_setting():
 
 def test_the_launching_process_keeps_its_settings():
     before = dict(os.environ)
-    again = pickle.loads(pickle.dumps(Machine("gpu", 0.5, True)))
-    assert again == Machine("gpu", 0.5, True)
+    sent = Machine(("cuda",), MEMORY)
+    assert pickle.loads(pickle.dumps(sent)) == sent
     assert dict(os.environ) == before
 
 
 def test_jax_that_started_with_other_settings_is_an_error_on_accelerators(monkeypatch):
     jax.devices()
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
-    wanted = Machine(device_memory_fraction=0.5, preallocate=False)
+    for name in MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    wanted = Machine(environment=MEMORY | CACHE)
     wanted.check()  # A CPU has no such memory.
     monkeypatch.setattr(machine, "default_platform", lambda: "cuda")
     machine._check.cache_clear()
@@ -207,12 +234,12 @@ def test_jax_that_started_with_other_settings_is_an_error_on_accelerators(monkey
         assert len(Machine().check()) == 8  # All devices of an accelerator compute.
         message = (
             r"JAX had started in this process before beamjax could set "
-            r"XLA_CLIENT_MEM_FRACTION=0\.5, XLA_PYTHON_CLIENT_PREALLOCATE=false"
+            r"XLA_CLIENT_MEM_FRACTION=0\.4, XLA_PYTHON_CLIENT_PREALLOCATE=false"
         )
         with pytest.raises(WorkerError, match=message):
             wanted.check()
-        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        for name, value in MEMORY.items():
+            monkeypatch.setenv(name, value)
         wanted.check()
     finally:
         machine._check.cache_clear()

@@ -300,7 +300,7 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path):
 
 
 def test_other_records_are_refused():
-    event = ShardEvent("w", "a", 0, 8, 1.0, 0.5, 7)
+    event = ShardEvent("w", "a", 0, 8, 1.0, 0.5)
     record = WorkerRecord(
         "w", 1.0, "a", {"a": StepCount(((0, 8, 1),), ((0, 1, 1),), Tally())}, (event,)
     )
