@@ -6,6 +6,7 @@ parameters as raw arrays, so a worker needs neither the code that made it nor a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jax import export, tree_util
 
 from beamjax.bodies.export import with_x64
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
+from beamjax.interpreters.staging.flatten import host_call
 from beamjax.options import parse_options
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
@@ -47,7 +49,8 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
     Args:
       fn: the model: `fn(params, batch)` takes a tree like `example` with examples along axis 0, and
         returns a tree of arrays with examples along axis 0. Each result must depend on its own
-        example only.
+        example only: the first batch of each size is computed again with other examples beside
+        these, and a result that changes is an error.
       params: a tree of arrays.
       example: a tree of arrays, scalars or `jax.ShapeDtypeStruct`: the type of one element.
       model_path: the path or URL of a file that `save_model` wrote, instead of the other three.
@@ -224,8 +227,7 @@ def encode_model(
     sizes = _checked_sizes(batch_sizes)
     if platforms is not None:
         platforms = parse_options({"platforms": platforms}).platforms
-    leaves, params_tree = tree_util.tree_flatten(params)
-    values = [plain_array(jnp.asarray(leaf), "JaxModelHandler: params") for leaf in leaves]
+    values, params_tree = _param_arrays(params)
     paths, tree = tree_util.tree_flatten_with_path(example)
     types = [_type_of(path, leaf) for path, leaf in paths]
     if not types:
@@ -240,19 +242,14 @@ def encode_model(
         found, result_tree = tree_util.tree_flatten(result)
         return found
 
+    avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+
     def exported(size: Any) -> bytes:
-        batch = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in types]
-        avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
-        made = export.export(jax.jit(flat), platforms=platforms)(avals, batch)
-        for aval in made.out_avals:
-            if not aval.shape or aval.shape[0] != size:
-                raise StructureError(
-                    f"JaxModelHandler: fn returns an array of shape {aval.shape} for a batch of "
-                    f"{size} examples, expected the examples along axis 0."
-                )
+        made = export.export(jax.jit(flat), platforms=platforms)(avals, _batch_of(types, size))
+        _check_results(made.out_avals, result_tree, size)
         return bytes(made.serialize())
 
-    (any_size,) = export.symbolic_shape("examples")
+    (any_size,) = export.symbolic_shape("n")
     try:
         artefacts = {0: exported(any_size)}
     except StructureError:
@@ -260,7 +257,13 @@ def encode_model(
     except Exception:
         # The model may not support a symbolic batch size. If the model itself is wrong, its error
         # is raised by this second export.
-        artefacts = {size: exported(size) for size in sizes}
+        try:
+            artefacts = {size: exported(size) for size in sizes}
+        except StructureError:
+            raise
+        except Exception as error:
+            _explain(flat, avals, types, example, error)
+            raise
     meta = {
         "format": _FORMAT,
         "artefacts": list(artefacts),
@@ -273,6 +276,78 @@ def encode_model(
     return encode_arrays(
         [*(np.frombuffer(data, np.uint8) for data in artefacts.values()), *values], meta
     )
+
+
+def _param_arrays(params: Any) -> tuple[list[np.ndarray], Any]:
+    """The leaves of the parameters, and their tree."""
+    leaves, tree = tree_util.tree_flatten_with_path(params)
+    arrays = []
+    for path, leaf in leaves:
+        name = f"JaxModelHandler: params{tree_util.keystr(path)}"
+        try:
+            arrays.append(plain_array(jnp.asarray(leaf), name))
+        except (TypeError, ValueError) as error:
+            raise StructureError(
+                f"{name}: found a {type(leaf).__name__} ({leaf!r:.80}), expected an array or a "
+                "number; bind what is not data to fn with functools.partial."
+            ) from error
+    return arrays, tree
+
+
+_VMAP = "If fn is for one example, give jax.vmap(fn, (None, 0))."
+
+
+def _check_results(avals: Sequence[Any], tree: Any, size: Any) -> None:
+    """Raises StructureError unless all results of a model have the examples along axis 0."""
+    paths, _ = tree_util.tree_flatten_with_path(tree_util.tree_unflatten(tree, avals))
+    for path, aval in paths:
+        if not aval.shape or aval.shape[0] != size:
+            shape = ", ".join(map(str, aval.shape))
+            raise StructureError(
+                f"JaxModelHandler: fn returns{_spaced(tree_util.keystr(path))} an array of shape "
+                f"({shape}) for a batch of {size} examples, expected the examples along axis 0. "
+                f"{_VMAP}"
+            )
+
+
+def _spaced(path: str) -> str:
+    return f" as {path}" if path else ""
+
+
+def _explain(
+    flat: Callable[..., Any], avals: Any, types: Any, example: Any, error: Exception
+) -> None:
+    """Raises StructureError if it is known why a model can't be exported; for `error` itself."""
+    failure = f"{type(error).__name__}: {error}"
+    leaves = tree_util.tree_leaves(example)
+    if isinstance(example, list | tuple) and all(isinstance(x, int | float) for x in leaves):
+        kind = type(example).__name__
+        raise StructureError(
+            f"JaxModelHandler: example is a {kind} of numbers, so fn gets a {kind} of arrays, on "
+            f"which it fails ({failure}). Give an array: example=np.asarray(...)."
+        ) from error
+    for call in filter(None, map(host_call, _equations(flat, avals, _batch_of(types, 1)))):
+        raise StructureError(
+            f"{call[1]}: the model calls Python while it runs ({call[0]}), which can't be exported "
+            "to workers. Take the call out of the model."
+        ) from error
+    if _equations(flat, avals, types):
+        raise StructureError(
+            f"JaxModelHandler: fn fails on a batch, with examples along axis 0, but not on a "
+            f"single example ({failure}). {_VMAP}"
+        ) from error
+
+
+def _batch_of(types: Sequence[Any], size: Any) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in types]
+
+
+def _equations(flat: Callable[..., Any], avals: Any, examples: Any) -> list[Any]:
+    """The equations of a model on one example or a batch; none if it can't be traced."""
+    try:
+        return list(jax.make_jaxpr(flat)(avals, examples).jaxpr.eqns)
+    except Exception:  # of any kind: it is the user's function
+        return []
 
 
 def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
@@ -368,6 +443,7 @@ class Model:
             size: jax.jit(export.deserialize(bytearray(data)).call)
             for size, data in saved.artefacts.items()
         }
+        self._checked: set[int] = set()
 
     def __call__(self, examples: list[Any]) -> list[Any]:
         """The result of each example, as trees of NumPy arrays."""
@@ -381,23 +457,75 @@ class Model:
         rows = [self._leaves(example) for example in examples]
         rows += [rows[-1]] * (size - len(rows))
         batch = [np.stack(column) for column in zip(*rows, strict=True)]
-        call = self._calls.get(0) or self._calls[size]
-        with with_x64(self._x64):
-            results = jax.device_get(call(self._params, batch))
+        results = self._results(size, batch)
+        if size > 1 and size not in self._checked:
+            self._check_rows(size, batch, results)
+            self._checked.add(size)
         return [
             tree_util.tree_unflatten(self._result, [leaf[i] for leaf in results])
             for i in range(len(examples))
         ]
 
+    def _results(self, size: int, batch: list[np.ndarray]) -> list[np.ndarray]:
+        call = self._calls.get(0) or self._calls[size]
+        with with_x64(self._x64):
+            found: list[np.ndarray] = jax.device_get(call(self._params, batch))
+        return found
+
+    def _check_rows(self, size: int, batch: list[np.ndarray], results: list[np.ndarray]) -> None:
+        """Raises StructureError if the results of the first or last example depend on others."""
+        for row, other in itertools.product((0, size - 1), (np.zeros_like, _changed)):
+            changed = [other(x) for x in batch]
+            for array, given in zip(changed, batch, strict=True):
+                array[row] = given[row]
+            found = self._results(size, changed)
+            wrong = [i for i, x in enumerate(results) if not _same_bits(x[row], found[i][row])]
+            if wrong:
+                # Some kernels of GPUs do not repeat their bits; then a difference shows nothing.
+                again = self._results(size, batch)
+                wrong = [i for i in wrong if _same_bits(results[i], again[i])]
+            if wrong:
+                names = tree_util.tree_unflatten(self._result, range(len(results)))
+                paths = [tree_util.keystr(p) for p, _ in tree_util.tree_leaves_with_path(names)]
+                raise StructureError(
+                    f"RunInference: in a batch of {size} examples, the result"
+                    f"{_spaced(paths[wrong[0]])} for an example changes with the other examples, "
+                    "expected one that depends on its own example only: Beam chooses the batches, "
+                    "and beamjax pads them. Normalize by fixed statistics, as BatchNorm does "
+                    "outside of training, and reduce over other axes than axis 0."
+                )
+
     def _leaves(self, example: Any) -> list[np.ndarray]:
         leaves, tree = tree_util.tree_flatten(example)
         if tree != self._tree:
+            expected = tree_util.tree_unflatten(self._tree, self._types)
             raise StructureError(
-                f"RunInference: found an example {tree}, expected {self._tree}, "
-                "as in the example of the model. Convert the elements first, or in "
-                "with_preprocess_fn."
+                f"RunInference: found an example that is {_described(example)}, expected "
+                f"{_described(expected)}, as in the example of the model. Convert the elements "
+                "first, such as lists by np.asarray, or in with_preprocess_fn."
             )
         return [_as(leaf, aval) for leaf, aval in zip(leaves, self._types, strict=True)]
+
+
+def _changed(array: np.ndarray) -> np.ndarray:
+    """Other values for all rows: 2 x + 1, or `not x`."""
+    return ~array if array.dtype == np.bool_ else (2 * array + 1).astype(array.dtype)
+
+
+def _same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.tobytes() == right.tobytes()
+
+
+def _described(tree: Any) -> str:
+    """A tree for messages: types and keys of its nodes, dtypes and shapes of its leaves."""
+    if isinstance(tree, dict):
+        return f"a dict with the keys {sorted(tree, key=str)!r:.200}"
+    if isinstance(tree, list | tuple):
+        inner = ", ".join(map(_described, tree[:4])) + (", ..." if len(tree) > 4 else "")
+        return f"a {type(tree).__name__} of {len(tree)} ({inner})"
+    if hasattr(tree, "dtype") and hasattr(tree, "shape"):
+        return f"{tree.dtype}{list(tree.shape)}"
+    return f"a {type(tree).__name__}"
 
 
 def _as(leaf: Any, aval: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -193,6 +193,11 @@ def test_saved_models(tmp_path):
         JaxModelHandler(model_path=path)
 
 
+def prints(params, x):
+    jax.debug.print("{}", x.shape[0])
+    return x.at[0].set(x[0])  # needs a batch
+
+
 def test_what_is_no_model_is_refused_at_once():
     wide = np.zeros(MAX_INLINE_BYTES, np.uint8)
     one = EXAMPLES[0]
@@ -207,6 +212,48 @@ def test_what_is_no_model_is_refused_at_once():
         ("no arrays", StructureError, (linear, PARAMS, None), {}),
         ("a number", StructureError, (linear, PARAMS, "text"), {}),
         ("dot_general", TypeError, (linear, PARAMS, np.zeros(5, "f4")), {}),
+        (
+            r"of shape \(3, n\) for a batch of n examples",
+            StructureError,
+            (lambda p, x: (x @ p).T, PARAMS["w"], one),
+            {},
+        ),
+        (
+            r"as \['b'\] an array of shape \(\)",
+            StructureError,
+            (lambda p, x: {"a": x, "b": x.sum()}, 0, one),
+            {},
+        ),
+        (
+            r"not on a single example .*dot_general.*jax.vmap\(fn, \(None, 0\)\)",
+            StructureError,
+            (lambda p, x: p @ x, PARAMS["w"].T, one),
+            {},
+        ),
+        (
+            "a list of numbers.*np.asarray",
+            StructureError,
+            (lambda p, x: x @ p, PARAMS["w"], [1.0] * 4),
+            {},
+        ),
+        (
+            r"test_inference.py:\d+ \(prints\): .* calls Python",
+            StructureError,
+            (prints, 0, one),
+            {},
+        ),
+        (
+            r"params\['name'\]: found a str \('m'\)",
+            StructureError,
+            (lambda p, x: x, {"w": 1, "name": "m"}, one),
+            {},
+        ),
+        (
+            r"params\['t'\]: found a ndarray",
+            StructureError,
+            (lambda p, x: x, {"t": np.array([None])}, one),
+            {},
+        ),
     ]:
         with pytest.raises(error, match=message):
             JaxModelHandler(*args, **more)
@@ -219,7 +266,8 @@ def test_what_is_no_model_is_refused_at_once():
     ("example", "found"),
     [
         (np.zeros(5, "f4"), r"float32\[5\]"), (np.zeros(4), r"float64\[4\]"),
-        ([np.zeros(4, "f4")], "PyTreeDef"), (1.5, r"float64\[\]"),
+        ([np.zeros(4, "f4")], r"that is a list of 1 .float32\[4\]., expected float32\[4\]"),
+        ({"x": 1}, "that is a dict with the keys .'x'."), (1.5, r"float64\[\]"),
     ],
 )  # fmt: skip
 def test_an_example_of_another_type_is_refused(handler, example, found):
@@ -234,3 +282,63 @@ def test_a_number_that_would_change_is_refused():
     for number in (256, 1.5):
         with pytest.raises(StructureError, match="expected uint8"):
             handler.run_inference([number], model)
+
+
+DEPENDENT = {
+    "means": lambda p, x: x - x.mean(0, keepdims=True),
+    "maxima": lambda p, x: x / x.max(0, keepdims=True),
+    "running sums": lambda p, x: jnp.cumsum(x, 0),
+    "running sums from the end": lambda p, x: jnp.cumsum(x[::-1], 0)[::-1],
+    "neighbours": lambda p, x: jnp.roll(x, 1, 0),
+    "second neighbours": lambda p, x: jnp.roll(x, 2, 0),
+    "other order": lambda p, x: x[::-1],
+    "batch norm": lambda p, x: {
+        "y": x,
+        "z": (x - x.mean(0, keepdims=True)) / (x.std(0, keepdims=True) + 1),
+    },
+    "booleans": lambda p, x: (x > 0) ^ jnp.any(x < 0, 0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+@pytest.mark.parametrize("count", [2, 5, 64])
+def test_a_result_that_depends_on_other_examples_is_refused(name, count):
+    handler = JaxModelHandler(DEPENDENT[name], 0, EXAMPLES[0])
+    model = handler.load_model()
+    handler.run_inference(EXAMPLES[:1], model)  # alone in its batch
+    with pytest.raises(StructureError, match=r"in a batch of \d+ examples, the result.* changes"):
+        handler.run_inference(EXAMPLES[:count], model)
+
+
+def test_equal_examples_do_not_hide_that_results_depend_on_others():
+    for value in (0, 1, 7):
+        handler = JaxModelHandler(lambda p, x: x - x.mean(0), 0, np.float32(0))
+        with pytest.raises(StructureError, match="changes with the other examples"):
+            handler.run_inference([np.float32(value)] * 3, handler.load_model())
+
+
+def test_independent_results_of_all_kinds_pass():
+    def fn(params, batch):
+        drawn = jax.vmap(lambda i: jax.random.uniform(jax.random.key(i)))(batch["i"])
+        steps = jax.vmap(lambda n: jax.lax.while_loop(lambda c: c < n, lambda c: c * 2 + 1, 0))
+        return {
+            "drawn": drawn,
+            "steps": steps(batch["i"]),
+            "row": batch["x"] / batch["x"].sum(axis=1, keepdims=True),
+            "table": params[batch["i"]],
+            "not": ~batch["b"],
+        }
+
+    rows = [{"i": i % 3, "x": EXAMPLES[i], "b": np.bool_(i % 2)} for i in range(70)]
+    table = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    assert_predicts(JaxModelHandler(fn, table, rows[0]), rows, fn, table)
+
+
+def test_each_batch_size_is_checked_once(monkeypatch):
+    handler = JaxModelHandler(linear, PARAMS, EXAMPLES[0])
+    model, calls = handler.load_model(), []
+    inner = model._results
+    monkeypatch.setattr(model, "_results", lambda size, x: calls.append(size) or inner(size, x))
+    for count in (1, 1, 5, 5, 60, 60):
+        handler.run_inference(EXAMPLES[:count], model)
+    assert calls == [1, 1, *[8] * 6, *[64] * 6]
