@@ -17,7 +17,7 @@ from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
 from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.resident.job import ResidentJob, resident_job
+from beamjax.pipelines.resident.job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.refs import Ref
@@ -33,7 +33,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource, live_spec, open_spec, register, release
-from beamjax.storage import files
+from beamjax.storage import files, patience
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
@@ -281,7 +281,13 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
 @contextlib.contextmanager
 def run_store(connection: Connection, job_folder: str | None = None) -> Iterator[Store]:
     """A context with a temporary store, the in-memory store and the caches of its run."""
+    parent = connection.options.work_folder
+    patient: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if parent is not None and not connection.shared:
+        remove_orphans(parent)
+        patient = patience.patient()
     with (
+        patient,
         temporary_store(connection.options, job_folder) as store,
         in_memory(store, connection),
         caching_for(store),

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from beamjax.storage.patience import patiently
 from beamjax.storage.urls import is_url as is_url
 from beamjax.storage.urls import local_path as local_path
 
@@ -32,6 +33,7 @@ def join(folder: str, name: str) -> str:
     return remote().join(folder, name) if is_url(folder) else os.path.join(folder, name)
 
 
+@patiently
 def write(
     path: str, data: bytes, *, keep: bool = False, make: bool = True, sync: bool = False
 ) -> None:
@@ -62,6 +64,7 @@ def make_folder(folder: str) -> None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
 
+@patiently
 def read(path: str) -> memoryview:
     """The whole content, read-only. A large local file is mapped, not read.
 
@@ -76,6 +79,7 @@ def read(path: str) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
+@patiently
 def size(path: str) -> int:
     """Bytes of a file.
 
@@ -85,6 +89,7 @@ def size(path: str) -> int:
     return remote().size(path) if is_url(path) else os.path.getsize(path)
 
 
+@patiently
 def names(folder: str) -> list[str]:
     """Names of the files in a folder; none if it is not there.
 
@@ -100,6 +105,34 @@ def names(folder: str) -> list[str]:
         return []
 
 
+@patiently
+def folders(folder: str) -> list[str]:
+    """Names of the folders in a folder, without links; none if it is not there.
+
+    Raises:
+      Exception: whatever the file system raises.
+    """
+    if is_url(folder):
+        return remote().folders(folder)
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+
+
+def remove_tree(folder: str) -> None:
+    """Removes a folder with all that is in it. Errors are ignored.
+
+    It is for folders that nothing uses any more.
+    """
+    if is_url(folder):
+        with contextlib.suppress(Exception):
+            remote().remove_tree(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Listed(NamedTuple):
     """A file in a folder: its name, its bytes, and the time of its last change since the epoch."""
 
@@ -108,6 +141,7 @@ class Listed(NamedTuple):
     time: float
 
 
+@patiently
 def listed(folder: str) -> list[Listed]:
     """The files in a folder; none if it is not there.
 
@@ -124,6 +158,7 @@ def listed(folder: str) -> list[Listed]:
     return found
 
 
+@patiently
 def exists(path: str) -> bool:
     """Whether there is a file.
 
@@ -133,6 +168,7 @@ def exists(path: str) -> bool:
     return bool(remote().exists(path)) if is_url(path) else os.path.exists(path)
 
 
+@patiently
 def remove_files(folder: str, gone: Sequence[str]) -> None:
     """Removes files from a folder; some may already be gone.
 
@@ -181,6 +217,7 @@ def _write_local(path: str, data: bytes, keep: bool, sync: bool) -> None:
         raise
 
 
+@patiently
 def link(source: str, target: str) -> None:
     """Gives a file a second name, as a link if possible; else copies it.
 

@@ -177,6 +177,23 @@ def listed(folder: str) -> list[tuple[str, int, float]]:
         ]
 
 
+def folders(folder: str) -> list[str]:
+    """Names of the folders in a folder; none if it is not there."""
+    with _requests(folder) as system:
+        try:
+            entries = system.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        paths = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
+        return [path.rpartition("/")[2] for path in paths]
+
+
+def remove_tree(folder: str) -> None:
+    """Removes a folder with all that is in it."""
+    with _requests(folder) as system:
+        system.rm(folder, recursive=True)
+
+
 def exists(path: str) -> bool:
     """Whether there is a file."""
     with _requests(path) as system:
@@ -309,7 +326,10 @@ def _requests(path: str) -> Iterator[Any]:
                 "; if the store needs such variables, set the same ones for the launcher and, "
                 "before they start, for the workers or pools on each host"
             )
-        raise OSError(f"{_store(path)}: {type(error).__name__}: {error}{hint}") from error
+        text = f"{_store(path)}: {type(error).__name__}: {error}{hint}"
+        if isinstance(error, OSError) and not isinstance(error, PermissionError):
+            raise OSError(errno.EIO, text) from error  # the store was out of reach
+        raise OSError(text) from error
 
 
 def _system(path: str) -> Any:

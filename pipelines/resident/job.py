@@ -20,15 +20,25 @@ import apache_beam as beam
 
 from beamjax._beam_compat import FlinkRunner, FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
-from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
+from beamjax.errors import BeamjaxError, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.launch import NEVER_REPLACE_WORKERS, new_pipeline, run_pipeline
-from beamjax.pipelines.resident.mailbox import Mailbox, Peer, close_mailbox, open_mailbox
+from beamjax.pipelines.resident.mailbox import (
+    Mailbox,
+    Peer,
+    close_mailbox,
+    is_orphaned,
+    open_mailbox,
+)
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
+from beamjax.pipelines.values.store import is_store
 from beamjax.plan.merging import workers_of
 from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
+
+PREFIX = "rounds-"
+"""The beginning of the names of folders with messages."""
 
 ELEMENTS_PER_WORKER = 8
 """Elements of the job per worker. Runners assign elements to workers by hash, so with one for each,
@@ -90,16 +100,26 @@ class ResidentJob:
         if isinstance(runner, FnApiRunner):
             runner = copy.copy(runner)
         self.connection = connection
-        self.folder = files.join(parent, f"rounds-{secrets.token_hex(8)}")
+        self.folder = files.join(parent, f"{PREFIX}{secrets.token_hex(8)}")
         self._runner = runner
         self._secret = secrets.token_bytes(32)
         self._pool: Pool | None = None
         self._starts = 0
 
     def run(self, program: Program, *arguments: Any) -> list[Output]:
-        """Runs a program on the workers; see `Pool.run`."""
-        pool = self._pool or self.start()
-        outputs = pool.run(program, *arguments)
+        """Runs a program on the workers; see `Pool.run`.
+
+        Raises:
+          SourceError: the folder of messages can't be written or read.
+        """
+        try:
+            pool = self._pool or self.start()
+            outputs = pool.run(program, *arguments)
+        except OSError as error:
+            raise SourceError(
+                f"{self.folder}: cannot exchange messages with the workers ({error}); expected a "
+                "folder that this process and all workers can write and read (option work_folder)"
+            ) from error
         self._starts = 1  # only starts since the last finished pass count
         return outputs
 
@@ -153,8 +173,11 @@ class ResidentJob:
         """Ends the workers and the job."""
         if self._pool is None:
             return
-        self._mailbox.stop()
         attempt = self._attempt
+        try:
+            self._mailbox.stop()
+        except Exception as error:  # Workers miss the launcher later, so the job is cancelled.
+            attempt.abort = JobCancelledError(f"its workers can't be ended: {error}")
         attempt.thread.join(SECONDS_TO_END)
         if attempt.thread.is_alive():
             attempt.abort = JobCancelledError("the job of the resident workers did not end")
@@ -206,6 +229,23 @@ def remove_folder(folder: str) -> None:
     while files.names(folder) and time.monotonic() < deadline:
         files.remove_files(folder, files.names(folder))
         files.remove(folder, "")
+
+
+def remove_orphans(parent: str) -> None:
+    """Removes the stores of runs in a folder whose launchers are dead.
+
+    Their workers have seen it, or it is certain as the launcher was on this machine. This is no
+    reason to fail, so errors are ignored.
+    """
+    with contextlib.suppress(Exception):
+        for store in files.folders(parent):
+            folder = files.join(parent, store)
+            if is_store(store) and any(
+                is_orphaned(files.join(folder, name))
+                for name in files.folders(folder)
+                if name.startswith(PREFIX)
+            ):
+                files.remove_tree(folder)
 
 
 @contextlib.contextmanager

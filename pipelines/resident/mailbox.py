@@ -44,6 +44,7 @@ from beamjax.pipelines.resident.messages import (
     encode_task,
 )
 from beamjax.storage import files
+from beamjax.storage.patience import patiently, retried
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
 """Pairs of seconds: until this time since the last message, the folder is polled at this interval.
@@ -404,7 +405,7 @@ class FileWorker(WorkerEnd):
         return bytes(files.read(files.join(self.folder, f"program-{name}")))
 
     def reply(self, reply: Reply) -> None:
-        _write(self.folder, f"reply-{self.name}-{self._next}", encode_reply(reply))
+        retried(_write, self.folder, f"reply-{self.name}-{self._next}", encode_reply(reply))
         self._next += 1
 
     def _look_for(self, name: str) -> bytes | None:
@@ -442,10 +443,19 @@ class FileWorker(WorkerEnd):
         return True
 
 
+def is_orphaned(folder: str) -> bool:
+    """Whether the launcher of a mailbox is certainly dead."""
+    if _read(folder, "stop") == ORPHANED:
+        return True
+    data = _read(folder, "launcher")
+    return data is not None and Pulse(data).is_dead(LOST_SECONDS)
+
+
 def _write(folder: str, name: str, data: bytes) -> None:
     files.write(files.join(folder, name), data, make=False)
 
 
+@patiently
 def _read(folder: str, name: str) -> bytes | None:
     """The content of a file; None if it does not exist."""
     path = files.join(folder, name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import tempfile
 import threading
 import uuid
@@ -48,6 +49,9 @@ INLINE_BYTES = 64 * 2**10
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest accumulator, in bytes, that travels as an element and not as a file: with a store in a
 local folder, and with one at a URL, where each file costs a request."""
+
+_STORE = "beamjax-"
+"""The beginning of the names of temporary stores."""
 
 _SUFFIXES = (SUFFIX, ".members", ".record")
 """Suffixes of the files that runs write to a store. `sweep` and `cleanup` remove no others."""
@@ -97,7 +101,7 @@ class Store:
             SourceError: the folder can't be created.
         """
         parent = tempfile.gettempdir() if parent is None else parent
-        store = cls(file_io.join(parent, f"beamjax-{uuid.uuid4().hex}"), persistent=False)
+        store = cls(file_io.join(parent, f"{_STORE}{uuid.uuid4().hex}"), persistent=False)
         try:
             file_io.make_folder(store.root)
         except OSError as error:
@@ -330,6 +334,11 @@ class Store:
             return wire.decode_arrays(data)[0]
         except ArrayFormatError as error:
             raise ArrayFormatError(f"{path}: {error}") from None
+
+
+def is_store(name: str) -> bool:
+    """Whether `Store.temporary` gives a folder such a name."""
+    return re.fullmatch(f"{_STORE}[0-9a-f]{{32}}", name) is not None
 
 
 _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)

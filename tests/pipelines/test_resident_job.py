@@ -11,8 +11,8 @@ import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax._beam_compat import FlinkRunner
-from beamjax.errors import JobCancelledError, WorkerError
-from beamjax.pipelines.resident import heartbeats, job, mailbox
+from beamjax.errors import JobCancelledError, SourceError, WorkerError
+from beamjax.pipelines.resident import heartbeats, job, mailbox, messages
 from beamjax.telemetry import process_ids
 
 
@@ -264,6 +264,24 @@ def test_workers_miss_their_launcher(elsewhere, tmp_path):
     assert mailbox.join(str(tmp_path), b"secret") is not None
 
 
+@pytest.mark.parametrize("where", ["path", "url"])
+def test_the_store_of_a_dead_launcher_is_removed(where, elsewhere, tmp_path):
+    parent = str(tmp_path) if where == "path" else f"bjtest:/{tmp_path}"
+    names = ["beamjax-" + digit * 32 for digit in "abcd"] + ["data", "beamjax-mine"]
+    stops = [None, b"stop", mailbox.ORPHANED, None, mailbox.ORPHANED, mailbox.ORPHANED]
+    for name, stop in zip(names, stops, strict=True):
+        folder = tmp_path / name / "rounds-1"
+        folder.mkdir(parents=True)
+        mailbox.FileMailbox(str(folder), b"secret").joined()
+        (tmp_path / name / "x.arrays").write_bytes(b"x")
+        if stop is not None:
+            (folder / "stop").write_bytes(stop)
+    job.remove_orphans(parent)
+    del names[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert all((tmp_path / name / "x.arrays").exists() for name in names)
+
+
 def test_a_folder_out_of_reach_is_no_reason_to_end_at_once(elsewhere, tmp_path, monkeypatch):
     _, worker, _ = heartbeat(str(tmp_path), elsewhere)
     assert not worker._is_orphaned()
@@ -279,6 +297,31 @@ def test_a_folder_out_of_reach_is_no_reason_to_end_at_once(elsewhere, tmp_path, 
         with pytest.raises(OSError, match="stale"):
             worker._is_orphaned()
     assert not worker._is_orphaned()
+
+
+def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
+    """And not a dead worker. The job is cancelled where it can't be asked to end."""
+    aborted = []
+
+    def run(self, attempt):
+        while attempt.abort is None:
+            time.sleep(0.01)
+        aborted.append(str(attempt.abort))
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(job.ResidentJob, "_run", run)
+    connection = SimpleNamespace(runner=object(), shared=False)
+    found = job.ResidentJob(connection, str(tmp_path))
+    found.start()
+    monkeypatch.setattr(found._mailbox, "stop", read_only)
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox, "_write", read_only)
+        with pytest.raises(SourceError, match=r"cannot exchange messages .*Read-only file"):
+            found.run(messages.Program("p", None), None, range(8), None, None)
+    found.close()
+    assert aborted[0].startswith("its workers can't be ended")
 
 
 def test_a_late_task_gets_further_copies(clock):
