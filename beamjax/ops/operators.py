@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,19 +36,48 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
+@overload
 def program(
+    fn: Callable[_Args, _Result],
+    /,
     placements: Mapping[str, int | str | None] | None = None,
     *,
     use_abstract_mesh: bool = True,
     **sizes: int | str | None,
-) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
+) -> Callable[_Args, _Result]: ...
+
+
+@overload
+def program(
+    placements: Mapping[str, int | str | None],
+    /,
+    *,
+    use_abstract_mesh: bool = True,
+    **sizes: int | str | None,
+) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]: ...
+
+
+@overload
+def program(
+    *,
+    placements: Mapping[str, int | str | None] | None = None,
+    use_abstract_mesh: bool = True,
+    **sizes: int | str | None,
+) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]: ...
+
+
+def program(
+    fn: Any = None, /, placements: Any = None, *, use_abstract_mesh: Any = True, **sizes: Any
+) -> Any:
     """Decorates a function as a program: a function that may call the operators of beamjax.
 
-    Write `@program(placements={"clients": 10})` or `@program(clients=10)`. Programs may call each
-    other; in the inner one, the placements of both are known. A program can be transformed and
-    compiled like any other JAX function.
+    Write `@program(placements={"clients": 10})`, `@program(clients=10)` or
+    `@functools.partial(program, clients=10)`. Programs may call each other; in the inner one, the
+    placements of both are known. A program can be transformed and compiled like any other JAX
+    function.
 
     Args:
+      fn: the function; without it, the result is a decorator.
       placements: the number of members of each placement: an int >= 0; the name of the parameter
         with the members, all of whose leaves have them along axis 0; or None to take the number
         from the arguments of each call. If the first axes of the arguments differ in length, None
@@ -59,13 +88,19 @@ def program(
       **sizes: the same as `placements`, as keywords.
 
     Returns:
-      A decorator, which returns a function with the same signature.
+      A function with the signature of `fn`; without `fn`, a decorator that returns one.
 
     Raises:
       PlacementError: there is no placement, one is given twice, or one has an impossible name or
         size. The decorator raises it if the function has no parameter of the given name, and a call
         if the arguments do not give the number of members.
     """
+    if fn is not None and not callable(fn):
+        fn, placements = placements, fn  # The placements are the first argument.
+    if fn is not None and not callable(fn):
+        raise PlacementError(
+            f"program: found {fn!r}, expected a function or one dict of placements."
+        )
     del use_abstract_mesh
     active = check_placements(sizes if placements is None else placements)
     if placements is not None and sizes:
@@ -84,7 +119,7 @@ def program(
 
         return run
 
-    return decorate
+    return decorate if fn is None else decorate(fn)
 
 
 def broadcast(x: Any, *, placement: str | None = None, mesh: AnyMesh | None = None) -> Any:

@@ -29,6 +29,7 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops import placements, sharding
+from beamjax.ops.tracer_errors import add_advice
 
 map_p = jex.Primitive("bj_map")
 map_p.multiple_results = True
@@ -75,9 +76,14 @@ def trace_body(
 
     Raises:
       StructureError: `fn` closes over a mutable reference, which members can't share.
+      Exception: any error of `fn`, with a note on the line if it needs a value.
     """
-    with placements.body():
-        closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
+    try:
+        with placements.body():
+            closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
+    except Exception as error:
+        add_advice(error, f"{what} is a body that is traced once for all members")
+        raise
     for const in consts:
         if not isinstance(jax.typeof(const), jax.core.ShapedArray):
             raise StructureError(

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from beamjax import _compat
 from beamjax.interpreters.program import Eqn
+from beamjax.ops.tracer_errors import is_library
 
 
 def user_line(eqn: Any) -> str:
@@ -45,11 +45,3 @@ def calling_line() -> str:
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""
-
-
-def is_library(file_name: str) -> bool:
-    """Whether a file belongs to JAX, NumPy or beamjax, and not to the user."""
-    return file_name.startswith(_LIBRARIES)
-
-
-_LIBRARIES = (*_compat.folders_of("jax", "numpy"), *_compat.OWN_FOLDERS, "<frozen ")

@@ -23,6 +23,7 @@ from beamjax.interpreters.staging.unknown_sizes import explained
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
 from beamjax.ops.placements import observe
+from beamjax.ops.tracer_errors import add_advice
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.storage.snapshots import is_immutable
 
@@ -297,7 +298,12 @@ def stage(call: FlatCall) -> Staged:
         except Exception as error:
             explanation = explained(error, lambda *leaves: flat(*restore(leaves)), avals)
             if explanation is None:
-                _add_note(error, fn)
+                name = name_of(fn)
+                add_advice(
+                    error,
+                    f"beamjax traces all arguments of {name}, as jax.jit does (bind a value that "
+                    f"Python needs with functools.partial({name}, ...))",
+                )
                 raise
             raise explanation from error
     refuse_tracers("run", fn, {"a value that the function closes over": closed.consts})
@@ -311,15 +317,6 @@ def _staging() -> Iterator[dict[tuple[str, Any], None]]:
     """A context to trace a function in; collects the placements of the programs that it calls."""
     with observe() as placements, drjax.operators_of_beamjax(), maps_of_members_as_passes():
         yield placements
-
-
-def _add_note(error: Exception, fn: Callable[..., Any]) -> None:
-    """Adds advice to an error where Python needs the value of an argument, as in `range(n)`."""
-    if isinstance(error, jax.errors.JAXTypeError):
-        error.add_note(
-            f"beamjax traces all arguments of {name_of(fn)}, as jax.jit does. Bind a value that "
-            f"Python needs with functools.partial({name_of(fn)}, ...) instead of passing it."
-        )
 
 
 def _unchanging(array: np.ndarray) -> np.ndarray:

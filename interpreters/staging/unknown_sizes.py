@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import jax
 
 from beamjax.errors import StagingError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.staging.lines import is_library
 from beamjax.ops.placements import unobserved
+from beamjax.ops.tracer_errors import line_of
 
 
 class UnknownSizeError(StagingError):
@@ -61,19 +60,9 @@ def explained(
     except Exception:  # Of any type: the unknown number of members is not the reason.
         return None
     what = str(error).split("\n")[0]
-    reason = f"{_line(error) or 'in the program'}: this needs the number of members as a constant"
+    reason = f"{line_of(error) or 'in the program'}: this needs the number of members as a constant"
     return UnknownSizeError(
         f"{reason}, but {found} is found only while the program runs ({type(error).__name__}: "
         f"{what}). {ADVICE}.",
         reason,
     )
-
-
-def _line(error: Exception) -> str:
-    """The innermost line of an error's traceback outside of libraries."""
-    line = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if not is_library(code.co_filename):
-            line = f"{code.co_filename}:{number} ({code.co_name})"
-    return line

@@ -50,6 +50,13 @@ def test_ways_to_write_a_program():
         run = decorator(lambda x: bj.broadcast(x, placement="clients"))
         np.testing.assert_array_equal(run(2.0), np.full(N, 2.0, "float32"))
 
+    for partial in (
+        functools.partial(bj.program, placements={"clients": N}),
+        functools.partial(bj.program, {"clients": N}),
+        functools.partial(bj.program, clients=N),
+    ):
+        assert partial(lambda x: bj.reduce_sum(x))(jnp.ones(N)) == N
+
     @bj.program(clients=N)
     def mean(x, *, scale=1.0):
         """Says what it does."""
@@ -67,8 +74,12 @@ def test_impossible_programs():
     for make in (lambda: bj.program(), lambda: bj.program({})):
         with raises(bj.PlacementError, "at least one placement, found none"):
             make()
-    with raises(bj.PlacementError, "expected placements as a dict", "found <function"):
+    with raises(bj.PlacementError, "at least one placement, found none"):
         bj.program(lambda x: x)
+    with raises(bj.PlacementError, "expected placements as a dict", "found 3"):
+        bj.program(3)
+    with raises(bj.PlacementError, "expected a function or one dict of placements"):
+        bj.program({"a": 1}, {"b": 2})
     with raises(bj.PlacementError, "name of a placement is a string, found 3"):
         bj.program({3: 3})
     with raises(bj.PlacementError, "a placement is given twice: a, a"):
@@ -176,6 +187,33 @@ def test_errors_of_a_mapped_function(wrap):
         bj.broadcast(1.0)
     with pytest.raises(jax.errors.TracerBoolConversionError, match=f"branches at {__file__}"):
         wrap(program(lambda x: bj.map_fn(branches, x)))(X[:, 0])
+
+
+NEEDS_A_VALUE = {
+    "jnp.where": lambda v: v if v > 0 else -v,
+    "x.astype": lambda v: float(v),
+    "jnp.logical_and": lambda v: v > 0 and v < 1,
+    "jax.numpy": lambda v: np.sin(np.asarray(v)),
+    "lax.fori_loop": lambda v: sum(range(v.astype(int))),
+    "jnp.where(mask": lambda v: jnp.stack([v, v])[jnp.stack([v, v]) > 0],
+}
+
+
+@pytest.mark.parametrize("instead", NEEDS_A_VALUE)
+def test_a_body_that_needs_a_value_gets_its_line_and_what_to_write(instead):
+    body = NEEDS_A_VALUE[instead]
+    calls = {
+        "map_fn: the mapped function is a body": lambda x: bj.reduce_sum(bj.map_fn(body, x)),
+        "reduce: the function <lambda> is a body": lambda x: bj.reduce(lambda a, b: body(a), x),
+        "beamjax traces all arguments": lambda x: body(bj.reduce_sum(x)),
+    }
+    for what, call in calls.items():
+        with pytest.raises((TypeError, IndexError)) as caught:
+            bj.run(program(call), jnp.ones(N), runner="local")
+        (note,) = (note for note in caught.value.__notes__ if "not known yet" in note)
+        assert note.startswith(__file__)
+        assert what in note
+        assert instead in note
 
 
 # --- broadcast and map
