@@ -53,7 +53,6 @@ from beamjax.sources import Source as Source
 from beamjax.sources import from_arrays as from_arrays
 from beamjax.sources import from_npy as from_npy
 from beamjax.sources import from_ragged as from_ragged
-from beamjax.sources.arrays.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.arrays.npy_source import from_npz as from_npz
 from beamjax.sources.arrays.placed import Placed as Placed
 from beamjax.sources.arrays.zarr_source import from_zarr as from_zarr
@@ -62,7 +61,6 @@ from beamjax.sources.derived_sources import sample as sample
 from beamjax.sources.derived_sources import take as take
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import from_range as from_range
-from beamjax.sources.records.array_record_source import from_array_record as from_array_record
 from beamjax.sources.records.tfrecord_source import from_tfrecord as from_tfrecord
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import StreamSource as StreamSource

@@ -118,14 +118,6 @@ def write_zarr_2(path, tree, rows=5):
     write_zarr(path, tree, rows, 2)
 
 
-def write_records(path, records, options="group_size:1"):
-    module = pytest.importorskip("array_record.python.array_record_module")
-    writer = module.ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """How trees of arrays are written to a path, by so many rows at a time, and read."""
@@ -144,10 +136,6 @@ RECORDS = {
     "tfrecord": Format(
         lambda path, tree, rows=5: tfrecords.write(path, examples(tree)),
         lambda path: bj.from_tfrecord(path, FEATURES),
-    ),
-    "array_record": Format(
-        lambda path, tree, rows=5: write_records(path, examples(tree)),
-        lambda path: bj.from_array_record(path, FEATURES),
     ),
 }
 ARRAYS = {
@@ -295,7 +283,6 @@ def _at_url(folder):
 
 
 STREAMS = {
-    "npy parts": lambda folder: bj.from_npy_parts(save_npy(folder, cuts=CUTS)),
     "tfrecord.gz": _compressed,
     "tfrecord at a URL": _at_url,
 }

@@ -45,7 +45,6 @@ VALUE is one of
   w.npz                            a tree of arrays by paths such as "layers/0/w"
   'parts/*.npy'                    members in several files, which workers read; also
                                    .parquet .arrow .feather .zarr .tfrecord
-                                   .array_record
   FOLDER                           a result that a run with --keep placed wrote
 
 Flags that are not listed below are passed to Beam. So is everything after `--`, without a check.

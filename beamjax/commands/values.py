@@ -117,14 +117,12 @@ def _with_lists(node: Any) -> Any:
 _OPENERS: dict[str, Callable[[str], Any]] = {
     ".npy": _array,
     ".npz": _arrays,
-    ".npy.gz": beamjax.from_npy_parts,
     ".parquet": beamjax.from_parquet,
     ".arrow": beamjax.from_arrow,
     ".feather": beamjax.from_arrow,
     ".zarr": beamjax.from_zarr,
     ".tfrecord": beamjax.from_tfrecord,
     ".tfrecord.gz": beamjax.from_tfrecord,
-    ".array_record": beamjax.from_array_record,
 }
 """Functions that open a file, by the ending of its name."""
 _MANIFESTS = ("placed.json", "keys.json", "members.json")

@@ -2,8 +2,6 @@
 
 from beamjax.sources.array_source import ArraySource as ArraySource
 from beamjax.sources.array_source import from_arrays as from_arrays
-from beamjax.sources.arrays.npy_parts import NpyParts as NpyParts
-from beamjax.sources.arrays.npy_parts import from_npy_parts as from_npy_parts
 from beamjax.sources.arrays.npy_source import NpySource as NpySource
 from beamjax.sources.arrays.npy_source import from_npy as from_npy
 from beamjax.sources.arrays.npy_source import from_npz as from_npz
@@ -19,8 +17,6 @@ from beamjax.sources.random_access_source import RandomAccessSource as RandomAcc
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import RangeSource as RangeSource
 from beamjax.sources.range_source import from_range as from_range
-from beamjax.sources.records.array_record_source import ArrayRecordSource as ArrayRecordSource
-from beamjax.sources.records.array_record_source import from_array_record as from_array_record
 from beamjax.sources.records.tfrecord_source import TFRecordSource as TFRecordSource
 from beamjax.sources.records.tfrecord_source import TFRecordStream as TFRecordStream
 from beamjax.sources.records.tfrecord_source import from_tfrecord as from_tfrecord

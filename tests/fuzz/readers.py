@@ -253,7 +253,6 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         ScatteredSource(store, ref, 1),
         ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
-        bj.from_npy_parts(str(folder / "part-*.npy")),
         rows,
         ShortSource(rows),
         bj.take(npy, [1, 4]).spilled(str(folder / "taken")),
@@ -419,13 +418,6 @@ def _table(read: Callable[[Path], Source]) -> Callable[[bytes, Path], None]:
     return reader
 
 
-def _npy_part(data: bytes, folder: Path) -> None:
-    path = folder / "user.npy"
-    path.write_bytes(data)
-    for _ in bj.from_npy_parts([str(path)]).chunks(0):
-        pass
-
-
 # --- checkpoints and jobs
 
 
@@ -558,7 +550,6 @@ READERS: dict[str, Reader] = {
     "npz": Reader(_npz_seeds, _npz),
     "parquet": Reader(_parquet_seeds, _table(bj.from_parquet)),
     "arrow": Reader(_arrow_seeds, _table(bj.from_arrow)),
-    "npy part": Reader(_npy_seeds, _npy_part),
     "tfrecord": Reader(_tfrecord_seeds, _tfrecord),
     "checkpoint": Reader(_checkpoint_seeds, lambda data, _: checkpoints.decode(data)),
     "job": Reader(_job_seeds, _job),

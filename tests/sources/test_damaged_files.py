@@ -28,7 +28,6 @@ from source_files import (
     refused,
     save,
     write_parquet,
-    write_records,
     write_zarr,
 )
 
@@ -193,12 +192,11 @@ def test_what_nobody_may_read(form, path, monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "open", opened)
     for where in ("pyarrow.parquet.ParquetFile", "pyarrow.memory_map", "zarr.open"):
         monkeypatch.setattr(where, forbid)
-    if form is not FORMATS["array_record"]:  # which a library opens
-        block_source.BLOCKS.clear()
-        again = save(form, tmp_path / "again.bin")
-        path = again
-        error = refused(SourceError, r"Permission denied|may not be read", form.read, again)
-        assert again in str(error)
+    block_source.BLOCKS.clear()
+    again = save(form, tmp_path / "again.bin")
+    path = again
+    error = refused(SourceError, r"Permission denied|may not be read", form.read, again)
+    assert again in str(error)
 
 
 # --- members that are bad alone
@@ -228,7 +226,6 @@ BAD_MEMBERS = {
     "parquet": (lambda path: write_parquet(path, short_lists()), IN_TABLES),
     "arrow": (lambda path: TABLES["arrow"].write(path, short_lists()), IN_TABLES),
     "tfrecord": (lambda path: tfrecords.write(path, short_examples()), IN_RECORDS),
-    "array_record": (lambda path: write_records(path, short_examples()), IN_RECORDS),
     "tfrecord, damaged": (flipped, r"record 9: found \d+ bytes with a wrong checksum"),
 }
 

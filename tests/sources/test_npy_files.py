@@ -1,6 +1,5 @@
-"""Files of NumPy: `from_npy`, `from_npy_parts` and `from_npz`."""
+"""Files of NumPy: `from_npy` and `from_npz`."""
 
-import gzip
 import os
 import threading
 import zipfile
@@ -11,14 +10,12 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_same_bits
 from source_files import (
     ARRAYS,
     CUTS,
     TREE,
     N,
     assert_reads,
-    members,
     random_bits,
     refused,
     save,
@@ -31,7 +28,6 @@ from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.arrays import npy_source
 from beamjax.sources.arrays.npy_source import NpySource
 from beamjax.sources.source_base import open_spec
-from beamjax.sources.streams.chunks import members_of
 
 X, K = TREE["x"], np.arange(N)
 BFLOATS = random_bits(ml_dtypes.bfloat16, (3,))
@@ -181,63 +177,6 @@ def test_a_read_asks_the_file_system_once_for_each_file(npz, tmp_path):
         with mock.patch("os.stat", wraps=os.stat) as asked:
             source.read(3, 5)
         assert asked.call_count == files
-
-
-# --- from_npy_parts
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_parts_are_read_one_after_the_other(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.sources.arrays.npy_parts.CHUNK_BYTES", 60)
-    paths = save_npy(tmp_path, {"x": X, "k": K}, CUTS)
-    if packed:
-        for path in list(tmp_path.iterdir()):
-            path.with_suffix(".npy.gz").write_bytes(gzip.compress(path.read_bytes()))
-            path.unlink()
-        paths = {name: f"{pattern}.gz" for name, pattern in paths.items()}
-    listed = [tmp_path / paths["x"].replace("*", str(i)) for i in range(4)]
-    for given, tree in ((paths, [K, X]), (paths["x"], [X]), (listed, [X])):
-        source = bj.from_npy_parts(given)
-        assert source.pieces == 4
-        assert_same_bits(members(source), tree)
-        assert max(len(chunk[0]) for chunk in source.chunks(2)) < 15  # of 15 rows
-    assert "3 more" in repr(source)
-
-
-def test_parts_that_do_not_agree(tmp_path):
-    tree = save_npy(tmp_path, {"x": X, "k": K}, CUTS)
-    np.save(tmp_path / "k-2.npy", K[:14])
-    message = r"k-2.npy, .*x-2.npy: found different numbers of rows"
-    refused(SourceError, message, members, bj.from_npy_parts(tree))
-    (tmp_path / "k-3.npy").unlink()
-    message = r"\['x'\]: found 4 files, expected 3"
-    refused(StructureError, message, bj.from_npy_parts, tree)
-    np.save(tmp_path / "x-2.npy", X.astype(np.float64))
-    message = r"piece 2, chunk 0.*float64.*expected rows of float32"
-    refused(SourceError, message, members_of, bj.from_npy_parts(tree["x"]), True)
-
-
-def test_what_is_no_part(tmp_path):
-    (tmp_path / "text.npy").write_text("no array")
-    np.save(tmp_path / "scalar.npy", 3.0)
-    np.save(tmp_path / "columns.npy", np.asfortranarray(X))
-    for error, message, given in [
-        (SourceError, "found no file", str(tmp_path / "x-*")),
-        (SourceError, r"found no file .*none.npy", [tmp_path / "none.npy"]),
-        (SourceError, r"text.npy: cannot read", [tmp_path / "text.npy"]),
-        (SourceError, r"found float64\[\], expected numbers", [tmp_path / "scalar.npy"]),
-        (SourceError, "in Fortran order", [tmp_path / "columns.npy"]),
-        (StructureError, "expected a path, a pattern", 3),
-        (StructureError, "without leaves", {}),
-    ]:
-        refused(error, message, bj.from_npy_parts, given)
-    np.save(tmp_path / "x.npy", X)
-    data = (tmp_path / "x.npy").read_bytes()
-    (tmp_path / "x.npy").write_bytes(data[:-12])
-    (tmp_path / "y.npy.gz").write_bytes(gzip.compress(data)[:-12])
-    refused(SourceError, "x.npy.*ends in row 22", members, bj.from_npy_parts([tmp_path / "x.npy"]))
-    cut = tmp_path / "y.npy.gz"
-    refused(SourceError, "y.npy.gz.*cannot read", lambda: members(bj.from_npy_parts([cut])))
 
 
 # --- from_npz

@@ -1,4 +1,4 @@
-"""Files of records with Examples, of TFRecord and of ArrayRecord; right, damaged and changed."""
+"""Files of TFRecord with Examples; right, damaged and changed."""
 
 import bz2
 import gzip
@@ -26,7 +26,6 @@ from source_files import (
     refused,
     save,
     save_parts,
-    write_records,
 )
 from tfrecords import Encoded, delimited, example, feature, framed, varint, write
 
@@ -352,67 +351,13 @@ def test_compressed_records_that_are_cut_or_change(tmp_path):
     refused(SourceError, "is not there", members, source)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_no_files_and_no_records(name, tmp_path):
-    form = RECORDS[name]
-    read = {"tfrecord": bj.from_tfrecord, "array_record": bj.from_array_record}[name]
-    refused(SourceError, f"{read.__name__}: found no file", read, tmp_path / "x-*")
-    refused(StructureError, f"{read.__name__}: found 3, expected a path", read, 3)
+def test_no_files_and_no_records(tmp_path):
+    form, read = RECORDS["tfrecord"], bj.from_tfrecord
+    refused(SourceError, "from_tfrecord: found no file", read, tmp_path / "x-*")
+    refused(StructureError, "from_tfrecord: found 3, expected a path", read, 3)
     empty = save(form, tmp_path / "empty", {"x": np.zeros((0, 1), np.float32)})
     refused(PlacementError, "found no record in .*empty", read, empty)
     path = save(form, tmp_path / "x", {"x": np.ones((1, 1), np.float32)})
     refused(StructureError, "expected a dict", read, path, ["x"])
-    if name == "tfrecord":
-        (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
-        refused(PlacementError, "found no record in .*empty", read, tmp_path / "empty.gz")
-    else:
-        message = "found the URL .*expected files of this machine"
-        refused(SourceError, message, read, f"bjtest:/{path}")
-
-
-# --- ArrayRecord
-
-
-def numbers(values):
-    return [example({"n": np.int64([value])}) for value in values]
-
-
-def test_what_is_no_file_of_array_record(tmp_path):
-    path = tmp_path / "x.ar"
-    write_records(path, [ONE] * 9)
-    data = path.read_bytes()
-    for damaged in (data[:-3], data[: len(data) // 2], b"text", b""):
-        path.write_bytes(damaged)
-        message = r"x.ar: found \d+ bytes, expected a file of ArrayRecord"
-        refused(SourceError, message, bj.from_array_record, path)
-    for good in (0, 1, 5):
-        write_records(path, [ONE] * good + [b"\xff\xff"])
-        message = f"x.ar, record {good}.*no tf.train.Example"
-        refused(SourceError, message, lambda n: bj.from_array_record(path, X).read(0, n), good + 1)
-
-
-def test_damage_in_a_chunk_of_array_record(tmp_path):
-    """What a flipped byte makes of a file is an error, or the same numbers."""
-    path = tmp_path / "x.ar"
-    write_records(path, numbers(range(200)), "group_size:8,uncompressed")
-    data, wrong = path.read_bytes(), 0
-    for at in range(64, len(data), max(1, len(data) // 150)):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        try:
-            (found,) = bj.from_array_record(path).read(0, 200)
-        except SourceError:
-            wrong += 1
-        else:
-            assert found.tolist() == list(range(200))
-    assert wrong
-
-
-def test_files_of_array_record_with_fewer_or_more_records(tmp_path):
-    path = str(tmp_path / "x.ar")
-    write_records(path, [ONE] * 3)
-    spec = bj.from_array_record(path).to_spec()
-    ((file, count),) = spec["files"]
-    assert count == 3
-    for other in (2, 4):
-        read = open_spec(spec | {"files": [[file, other]]}).read
-        refused(SourceError, f"x.ar: found 3 records, expected {other}", read, 0, other)
+    (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
+    refused(PlacementError, "found no record in .*empty", read, tmp_path / "empty.gz")

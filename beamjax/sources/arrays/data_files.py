@@ -194,24 +194,22 @@ def open_file(path: str) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def open_stream(path: str, compressed: str | None = None) -> Iterator[BinaryIO]:
+def open_stream(path: str, compressed: str) -> Iterator[BinaryIO]:
     """Opens a file for reading from its beginning; decompresses it if it is compressed.
 
     Args:
       path: the path or URL of the file.
-      compressed: ".gz", ".bz2", ".xz", ".lzma", or "" for a file that is not compressed; by default
-        the ending of its name decides.
+      compressed: ".gz", ".bz2", ".xz", ".lzma", or "" for a file that is not compressed.
 
     Raises:
       SourceError: it does not exist, or may not be read. Damaged compressed data is found only
         while it is read, and raises errors that `readable` converts.
     """
-    ending = compression(path) if compressed is None else compressed
     with open_file(path) as file:
-        if not ending:
+        if not compressed:
             yield file
             return
-        with _DECOMPRESS[ending](file) as decompressed:
+        with _DECOMPRESS[compressed](file) as decompressed:
             yield decompressed
 
 

@@ -1,1 +1,1 @@
-"""Files of records: TFRecord and ArrayRecord."""
+"""Files of records of `tf.train.Example`: TFRecord."""

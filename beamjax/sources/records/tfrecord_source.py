@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,7 @@ from beamjax.sources.arrays.data_files import (
     open_file,
     readable,
 )
-from beamjax.sources.records.record_source import (
-    Counted,
-    RecordSource,
-    check_features,
-)
+from beamjax.sources.block_source import blocks_of, ends_of
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.records.tfrecord_frames import (
     EXPECTED,
@@ -38,11 +34,13 @@ from beamjax.sources.records.tfrecord_frames import (
 from beamjax.sources.source_base import (
     Count,
     HoldsLeaves,
+    LeafSpec,
     Leaves,
     PyTreeDef,
     StreamSource,
     describe_source,
     first_of,
+    starts_of,
 )
 
 CALLER = "from_tfrecord"
@@ -52,11 +50,13 @@ of records in between are found when they are read."""
 MAX_MARKS = 1 << 13
 """Approximate number of stored positions in all files together, which limits the size of a spec."""
 
+Counted = tuple[DataFile, Count]
+"""A file, and the number of records in it."""
 Mark = tuple[Count, Count]
 """The number of a record in its file, and its position in bytes."""
 
 
-class TFRecordSource(RecordSource, kind="tfrecord"):
+class TFRecordSource(HoldsLeaves, kind="tfrecord"):
     """Records of local files; see `from_tfrecord`."""
 
     def __init__(
@@ -75,14 +75,55 @@ class TFRecordSource(RecordSource, kind="tfrecord"):
             names: the names of the features.
             leaves: one member of each feature.
             treedef: the tree of a dict of them; a tuple by default.
+
+        Raises:
+            ValueError: there are no files.
         """
-        super().__init__(files, names, leaves, treedef)
+        super().__init__(leaves, treedef)
+        _check_features(names, leaves)
+        if not files:
+            raise ValueError("found no files")
+        self._files = tuple(files)
+        self._ends = ends_of([count for _, count in self._files])
+        self._names = tuple(names)
+        self._parser = ExampleParser(names, leaves)
         self._marks = tuple(marks)
         for counted, found in zip(files, marks, strict=True):
             _check_marks(counted, found)
 
-    def records(self, number: int, first: int, last: int) -> list[bytes]:
-        return _read_records(self._files[number], self._marks[number], first, last)
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @functools.cached_property
+    def file_starts(self) -> Mapping[int, int]:
+        return starts_of([(file.path, count) for file, count in self._files])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        self.check_range(start, stop)
+        records: list[bytes] = []
+        for file in blocks_of(self._ends, start, stop):
+            low, high = max(start, file.first), min(stop, file.last)
+            found = self._files[file.number], self._marks[file.number]
+            records += _read_records(*found, low - file.first, high - file.first)
+        return self._parser.parse(records, lambda place: self._where(start + place))
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        return f"{self._where(index[0])}, feature {self._names[leaf]!r}"
+
+    def describe(self) -> str:
+        return describe_source(self, f"in {first_of([file.path for file, _ in self._files])}")
+
+    def identity(self) -> tuple[Any, list[str]]:
+        return self.to_spec() | {"files": None}, [file.path for file, _ in self._files]
+
+    def _where(self, member: int) -> str:
+        """The name of a member in messages."""
+        (found,) = blocks_of(self._ends, member, member + 1)
+        return f"{self._files[found.number][0].path}, record {member - found.first}"
 
 
 class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
@@ -97,7 +138,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
     ) -> None:
         """Use `from_tfrecord`, which checks; arguments as of `TFRecordSource`."""
         super().__init__(leaves, treedef)
-        check_features(names, leaves)
+        _check_features(names, leaves)
         if not files:
             raise ValueError("found no files")
         self._files = tuple(files)
@@ -178,6 +219,12 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
     counted = tuple(zip(files, counts, strict=True))
     return TFRecordSource(counted, tuple(marks), tuple(names), tuple(leaves), treedef)
+
+
+def _check_features(names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
+    """Raises TypeError unless there is a name for each leaf, and at least one leaf."""
+    if len(names) != len(leaves) or not names:
+        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
 
 
 def _record_of(file: DataFile, first: int, place: int) -> str:
