@@ -26,7 +26,7 @@ from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax._src.state import discharge
-from jax.experimental import checkify, jet
+from jax.experimental import checkify
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import ad as ad
@@ -224,11 +224,6 @@ def _with_leaves(value: Any, leaves: Sequence[Any], make: Callable[..., Any]) ->
     is_batch = jax_batching.is_vmappable
     nodes, tree = jax.tree.flatten(value, is_leaf=is_batch)
     return jax.tree.unflatten(tree, list(map(replaced, nodes)))
-
-
-def register_jet(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
-    """Registers `rule(values, terms, **params) -> (values, terms)` for Taylor series."""
-    jet.jet_rules[primitive] = rule
 
 
 def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:

@@ -62,7 +62,7 @@ GROUPS = {
     "analysis": ["interpreters/**/*.py"],
     "numerics": [
         "beamjax/numerics/*.py",
-        *(f"beamjax/ops/{name}.py" for name in ("combining", "compress", "keyed", "reductions")),
+        *(f"beamjax/ops/{name}.py" for name in ("combining", "keyed", "reductions")),
     ],
     "shard runtime": [
         f"beamjax/{package}/*.py" for package in ("bodies", "runtime", "sources", "sources/arrays")

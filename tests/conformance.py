@@ -79,13 +79,6 @@ TABLE = {
         grad_of_a_branch: `jax.grad` of `lax.cond`
         switch_in_rounds: `lax.switch`
     """,
-    "Collectives in the body of a map": """
-        collectives_in_body: `lax.psum(v, "clients")` | `lax.pmean` | `lax.pmax`, `pmin`
-        collectives_in_body: `lax.axis_index`
-        all_gather_in_body: `lax.all_gather`
-        rounds_in_body: `lax.pmean` in a `lax.scan` of rounds
-        at_each_member: `jax.vmap(..., axis_name=...)`, outside of a map
-    """,
     "Transformations and functions in the body of a map": """
         plain: `jax.grad`
         jacrev: `jax.jit` | `jax.checkpoint` | `jax.custom_jvp` | `jax.custom_vjp`
@@ -96,6 +89,7 @@ TABLE = {
         body_host: `jax.debug.print` | `jax.debug.callback` | `jax.pure_callback`
     """,
     "Placed values outside of `map_fn`": """
+        at_each_member: `jax.vmap(..., axis_name=...)`
         elementwise: arithmetic with server values | `jnp.where(jnp.arange(n) == 0, ...)` | `x @ w`
         reduced: `x.T @ x`, a sum over members
         gathered: `x @ x.T`, all pairs of members

@@ -113,7 +113,6 @@ class StepFact:
     read_bytes: Bytes = 0  # of the placed values that a pass reads, of all members
     broadcast_bytes: int = 0  # of the server values that a pass reads, counted once
     partial_bytes: int = 0  # sent by each shard to the reductions
-    saved_bytes: int = 0  # of these, by compression
     merge: FanOut | None = None  # of the accumulators of a pass
     cost: Cost | None = None  # of a member in a pass, or of a server step
     rounds: int | None = None  # of a loop; None while a condition holds
@@ -204,7 +203,6 @@ class PlanFacts:
     read_bytes: Bytes
     broadcast_bytes: int
     partial_bytes: int
-    saved_bytes: int
     gathered_bytes: Bytes
     executable_bytes: Mapping[str, int]  # of StableHLO, by platform
     notes: tuple[str, ...] = ()  # how sources of unknown length are read, and similar notes

@@ -93,7 +93,6 @@ def facts_of(
         read_bytes=sum(v.nbytes for f in every if f.kind == "Map" for v in f.placed),
         broadcast_bytes=sum(fact.broadcast_bytes for fact in every),
         partial_bytes=sum(fact.partial_bytes for fact in every),
-        saved_bytes=sum(fact.saved_bytes for fact in every),
         gathered_bytes=sum(v.nbytes for f in every if f.kind == "Gather" for v in f.placed),
         executable_bytes={p: sum(f.executables.get(p, 0) for f in every) for p in platforms},
         notes=notes + padding_notes(plan, arguments) + _cache_notes(plan, options, inputs),
@@ -198,7 +197,6 @@ def _pass_facts(plan: Plan, step: Map, options: Options) -> dict[str, Any]:
         "read_bytes": sum(value_fact(plan, name).nbytes for name in step.operands),
         "broadcast_bytes": sum(plan.values[name].nbytes for name in step.broadcasts),
         "partial_bytes": sum(fact.nbytes for fact in reductions),
-        "saved_bytes": step.saved,
         "reason": "; ".join(ways),
         "merge": merge if step.buffers else None,
     }

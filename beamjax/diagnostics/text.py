@@ -98,8 +98,6 @@ def _totals(facts: PlanFacts) -> Iterator[Row]:
     yield "broadcast", human_bytes(facts.broadcast_bytes)
     yield "gathered", human_bytes(facts.gathered_bytes)
     yield "reduced", f"{human_bytes(facts.partial_bytes)} a shard"
-    if facts.saved_bytes:
-        yield "saved", f"{human_bytes(facts.saved_bytes)} a shard, by compression"
     if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
         yield "rounds", "each round of a loop is counted once in these totals"
     for platform, nbytes in facts.executable_bytes.items():

@@ -11,8 +11,9 @@ function to each member, and the reductions turn placed values into server value
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -23,13 +24,14 @@ from jax import tree_util
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
-from beamjax.ops import collectives, primitives, sharding
-from beamjax.ops import experimental as _experimental  # noqa: F401
+from beamjax.ops import error_checks as _error_checks  # noqa: F401
+from beamjax.ops import primitives, sharding
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.sizes import check_parameters, find_sizes
+from beamjax.ops.tracer_errors import line_of
 from beamjax.ops.weights import weights_for
 
 _Args = ParamSpec("_Args")
@@ -162,9 +164,7 @@ def map_fn(
 
     Args:
       fn: takes one member and returns a tree of arrays or scalars. It may close over server values,
-        which are broadcast, and over constants. Outside of control flow, and in `lax.scan`, it may
-        call the collectives `lax.psum`, `pmean`, `pmax`, `pmin`, `all_gather`, `axis_index` and
-        `axis_size` with the name of the placement as the axis.
+        which are broadcast, and over constants.
       arg: a tree of placed arrays of shapes `(n, ...)`. A tuple is unpacked: `fn` takes one
         argument for each of its entries.
       placement: the placement; None if the program has only one.
@@ -179,7 +179,7 @@ def map_fn(
       PlacementError: the placement is unknown or ambiguous, a leaf of `arg` does not have n
         members, or the mesh has an Explicit axis named like the placement that does not divide n.
       StructureError: a leaf of `arg` or of the result of `fn` is neither an array nor a scalar; or
-        `fn` closes over a mutable reference or uses another collective.
+        `fn` closes over a mutable reference or uses a collective over the placement.
     """
     placement, n = resolve("map_fn", placement)
     mesh = sharding.mesh_for("map_fn", placement, n, mesh)
@@ -205,15 +205,30 @@ def map_fn(
     body = functools.wraps(fn, assigned=(), updated=())(body)
     avals = [sharding.member_aval(jax.typeof(x), placement) for x in placed]
     arguments_avals = tree_util.tree_unflatten(tree, avals)
-    jaxpr, closed_over = primitives.trace_body(body, arguments_avals, axes=[(placement, n)])
+    with _without_collectives(name, placement):
+        jaxpr, closed_over = primitives.trace_body(body, arguments_avals)
     for value in closed_over:
         sharding.check_shared(value, placement, mesh)
-    if not collectives.any_of(jaxpr, placement):
-        jaxpr = PythonCall(fn, name, arguments).mapped(jaxpr, closed_over)
-    outs = collectives.bind_map(
+    jaxpr = PythonCall(fn, name, arguments).mapped(jaxpr, closed_over)
+    outs = primitives.bind_map(
         jaxpr, closed_over, placed, placement=placement, n=n, name=name, mesh=mesh
     )
     return _compat.batch_of(member_type, outs, n)
+
+
+@contextlib.contextmanager
+def _without_collectives(name: str, placement: str) -> Iterator[None]:
+    """Explains JAX's error on an unknown axis if a body uses its placement as one."""
+    try:
+        yield
+    except NameError as error:
+        if f"axis name: {placement}" not in str(error):
+            raise
+        raise StructureError(
+            f"map_fn: {line_of(error)}: {name} calls a collective over {placement!r}, expected a "
+            "body of one member. Return the value from the body, reduce it with "
+            "beamjax.reduce_sum or its like outside, and pass the result to another map_fn."
+        ) from error
 
 
 def reduce_sum(x: Any, *, placement: str | None = None) -> Any:

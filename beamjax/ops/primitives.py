@@ -59,7 +59,6 @@ def trace_body(
     fn: Callable[..., Any],
     avals: Sequence[Any],
     what: str = "map_fn: the mapped function",
-    axes: Sequence[tuple[str, Any]] = (),
 ) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
     """Traces `fn` on values of types `avals`.
 
@@ -68,7 +67,6 @@ def trace_body(
         call, since JAX caches the trace of a function object.
       avals: the types, or trees of types.
       what: the operator and the role of `fn` in it, for messages.
-      axes: the names and sizes of axes for collectives in `fn`.
 
     Returns:
       A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. These
@@ -80,7 +78,7 @@ def trace_body(
     """
     try:
         with placements.body():
-            closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn, axis_env=axes)(*avals))
+            closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn)(*avals))
     except Exception as error:
         add_advice(error, f"{what} is a body that is traced once for all members")
         raise

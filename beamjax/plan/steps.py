@@ -241,8 +241,7 @@ class Map:
     made for more padding.
 
     `vectorization` says how the body computes the members of a shard, and `loop_reason` why it does
-    not use vmap for all of them at once ("" if it does). Compression makes the partials of a shard
-    `saved` bytes smaller.
+    not use vmap for all of them at once ("" if it does).
     """
 
     name: str
@@ -258,7 +257,6 @@ class Map:
     bucketed: tuple[Bucketed, ...] = ()
     loop_reason: str = ""
     vectorization: Vectorization = VMAP
-    saved: int = 0
     short_body: str | None = None
     padding_check: PaddingCheck | None = None
 

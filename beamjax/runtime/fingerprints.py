@@ -27,7 +27,7 @@ from beamjax.sources.streams.spool import blocks_in_order
 Fingerprint = dict[str, str]
 """Short texts or hashes, by names that messages use."""
 
-_FOR_PEOPLE = ("line", "lines", "reason", "functions", "loop_reason", "vectorization", "saved")
+_FOR_PEOPLE = ("line", "lines", "reason", "functions", "loop_reason", "vectorization")
 """Fields of a plan that only explain it."""
 _LOCATION = re.compile(r'^#loc.*\n?| loc\((?:"(?:[^"\\]|\\.)*"|[#\w]+)\)', re.M)
 """Locations in the user's code, as MLIR prints them."""

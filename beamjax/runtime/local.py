@@ -350,7 +350,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def meters(self, step: Map) -> Callable[[], Meter]:
         """A factory of meters for the shards of a pass."""
-        sends = step.partial_bytes, step.saved
+        sends = step.partial_bytes
         return functools.partial(Meter, step.name, self.monitor, sends)
 
     def read(self, step: Map, execute: ShardExecutor, shards: Shards) -> Iterator[Read]:

@@ -108,17 +108,17 @@ class Meter:
     Args:
       step: the name of the step.
       listener: receives the shards as well.
-      sends: bytes of the partials of a shard, and bytes that compression saves per shard.
+      sends: bytes of the partials of a shard.
     """
 
     def __init__(
         self,
         step: str,
         listener: Listener | None = None,
-        sends: tuple[int, int] = (0, 0),
+        sends: int = 0,
     ):
         self.step = step
-        self.sends = {"bytes_reduced": sends[0], "bytes_saved": sends[1]}
+        self.sends = sends
         self.listener = listener
         self.total = _NONE
         self.start()
@@ -167,7 +167,7 @@ class Meter:
         Raises:
           JobCancelledError: the job was cancelled.
         """
-        spent = self._spent(Tally(shard.count, 1, **self._laps, **self.sends))
+        spent = self._spent(Tally(shard.count, 1, **self._laps, bytes_reduced=self.sends))
         if self.listener is not None:
             self.listener.add(self.step, shard, spent)
             self.listener.tick()

@@ -31,7 +31,6 @@ class Tally:
       bytes_read: of placed inputs.
       bytes_padding: the part of `bytes_read` that pads members of unequal length.
       bytes_reduced: bytes of the partials of shards.
-      bytes_saved: bytes of partials that compression (`beamjax.compress`) has saved.
       executables: executables that JAX made; each worker makes its own, one for each body and
         bucket.
       cache_hits: those of them that JAX found in its cache on disk, if it has one
@@ -59,7 +58,6 @@ class Tally:
     bytes_read: int = 0
     bytes_padding: int = 0
     bytes_reduced: int = 0
-    bytes_saved: int = 0
     executables: int = 0
     cache_hits: int = 0
     cache_misses: int = 0

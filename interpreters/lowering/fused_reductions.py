@@ -11,11 +11,7 @@ import numpy as np
 
 from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
-from beamjax.interpreters.rules.sharding_rules import (
-    FunctionReductionRule,
-    MemberwiseRule,
-    ReductionRule,
-)
+from beamjax.interpreters.rules.sharding_rules import FunctionReductionRule, ReductionRule
 from beamjax.numerics.reducers import reducer_of
 from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
 
@@ -49,18 +45,6 @@ def fuse_reductions(
         FusedBuffer(kind, dtype, group[-1].offset + group[-1].size, tuple(group))
         for (kind, dtype), group in groups.items()
     )
-
-
-def saved_bytes(stage: MapStage) -> int:
-    """Bytes by which `ops.compress` makes the partials of a shard smaller."""
-    saved = 0
-    for emission in stage.emissions:
-        eqn, rule = emission.eqn, emission.rule
-        if eqn.primitive.name == "compressed_words" and isinstance(rule, MemberwiseRule):
-            words, (axis,) = aval_of(eqn.inputs[0]), rule.in_axes
-            member = math.prod(d for i, d in enumerate(words.shape) if i != axis)
-            saved += eqn.params["instead"] - member * words.dtype.itemsize
-    return saved
 
 
 def fused_vector(buffer: FusedBuffer, partials: Mapping[str, jax.Array]) -> jax.Array:

@@ -35,7 +35,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering import callbacks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
-from beamjax.interpreters.lowering.fused_reductions import fuse_reductions, saved_bytes
+from beamjax.interpreters.lowering.fused_reductions import fuse_reductions
 from beamjax.interpreters.lowering.map_bodies import (
     map_body,
     sequential_body,
@@ -372,7 +372,7 @@ class _Lowering:
         return Map(
             name, stage.placement, key, broadcasts, operands, results, buffers, tuple(functions),
             combines, guard, loop_reason=loop_reason, vectorization=vectorization,
-            saved=saved_bytes(stage), short_body=short,
+            short_body=short,
         )  # fmt: skip
 
     def heads(self, size: int) -> list[jax.ShapeDtypeStruct]:

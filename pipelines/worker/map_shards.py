@@ -136,7 +136,7 @@ class MapShards(ComputeFn):
         if isinstance(element, MemberBlock):
             self.provenance |= element.provenance
         step = self.task.step
-        sends = step.partial_bytes, step.saved
+        sends = step.partial_bytes
         for shard, live in self._shards(element):
             self._choose_thread()
             meter = Meter(step.name, self.recorder, sends)

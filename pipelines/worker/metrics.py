@@ -23,7 +23,7 @@ class StepMetrics:
     """
 
     def __init__(self, step: str):
-        names = ("members", "shards", "bytes_read", "bytes_reduced", "bytes_saved", *COUNTED)
+        names = ("members", "shards", "bytes_read", "bytes_reduced", *COUNTED)
         self._counters = {n: Metrics.counter(NAMESPACE, f"{step}/{n}") for n in names}
         self._times = {n: Metrics.distribution(NAMESPACE, f"{step}/{n}_ms") for n in SECONDS}
 

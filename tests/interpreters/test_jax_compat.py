@@ -69,7 +69,6 @@ USED = [
     ("jax._src.state.discharge:discharge_state", accepts("lower")),
     ("jax.experimental.checkify:Error.__dataclass_fields__", lambda found: {
         "_pred", "_code", "_payload"} <= set(found) or pytest.fail(str(sorted(found)))),
-    ("jax.experimental.jet:jet_rules", is_a(MutableMapping)),
     ("jax.extend.source_info_util:register_exclusion", takes(1)),
     ("jax.interpreters.ad:Zero", is_a(type)),
     ("jax.interpreters.ad:deflinear", takes(2)),

@@ -180,37 +180,6 @@ def signals(w, x):
     return values, jnp.abs(jnp.fft.fft(x)), jnp.convolve(x[:, 0], x[:, 1])
 
 
-# --- members that see each other
-
-
-@built(plan="maps 2")
-def collectives_in_body(ops):
-    def body(v):
-        sums = v * lax.psum(v, "clients"), v - lax.pmean(v, "clients")
-        extremes = lax.pmax(v, "clients") - lax.pmin(v, "clients")
-        return *sums, extremes, v * lax.axis_index("clients").astype(v.dtype)
-
-    def prog(x):
-        y = ops.map_fn(body, x)
-        return y, ops.reduce_sum(y)
-
-    return ops.program(placements={"clients": N})(prog), (X,)
-
-
-@built(plan="maps 1, gathers 1")
-def all_gather_in_body(ops):
-    prog = lambda x: ops.map_fn(lambda v: lax.all_gather(v, "clients")[::2] @ v, x)
-    return ops.program(placements={"clients": N})(prog), (X,)
-
-
-@built(plan="maps 4, loops 1")
-def rounds_in_body(ops):
-    """Rounds that take the mean over the members: the first rows are carried."""
-    one = lambda c, r: (c + lax.pmean(c * r, "clients"), c)
-    prog = lambda x: ops.map_fn(lambda v: lax.scan(one, v[0], v), x)
-    return ops.program(placements={"clients": N})(prog), (normal(5, 3),)
-
-
 # --- keys of other kinds
 
 

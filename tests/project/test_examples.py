@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -200,6 +203,25 @@ def test_compressed_updates_train_as_well_in_fewer_bytes():
     flags = ["--rounds=12", "--shard_size=16"]
     found = [training.main([*flags, f"--runner={runner}"]) for runner in RUNNERS]
     assert found[0] == found[1]
-    (floats, many), (int8, fewer), (ternary, fewest) = (found[0][m] for m in training.METHODS)
-    assert min(int8, ternary) > floats - 0.06 > 0.74
-    assert many > 1.9 * fewer > 3.6 * fewest
+    (floats, many), (eight, fewer), (ternary, fewest) = (found[0][m] for m in training.BITS)
+    assert min(eight, ternary) > floats - 0.06 > 0.74
+    assert many > 3.9 * fewer > 15 * fewest
+
+
+def test_codecs_of_updates():
+    """Rounding to the nearest of 255 levels; ternary numbers whose expectation is the number."""
+    training = example("compressed_training")
+    x = jax.random.normal(jax.random.key(0), (40, 5))
+    codes, scale = training.eight_bits(x)
+    assert (codes.dtype, int(jnp.max(jnp.abs(codes)))) == ("int8", 127)
+    assert np.abs(np.asarray(training.decoded(codes, scale)) - x).max() <= 0.501 * scale
+    received, owed = training.sent("8 bits", {"w": x}, {"w": 0.1 * x}, jax.random.key(1))
+    np.testing.assert_allclose(received["w"] + owed["w"], 1.1 * x, rtol=1e-5)
+    keys = jax.random.split(jax.random.key(2), 4000)
+    codes, scales = jax.vmap(lambda key: training.ternary(x, key))(keys)
+    assert np.unique(codes).tolist() == [-1, 0, 1]
+    clipped = np.clip(x, -2.5 * np.std(x), 2.5 * np.std(x))
+    error = scales[0] / 2 / 4000**0.5  # of the mean of the draws of a number, at most
+    assert np.abs(np.asarray(codes, "f8").mean(0) * scales[0] - clipped).max() < 5 * error
+    for codes, scale in (training.eight_bits(0 * x), training.ternary(0 * x, keys[0])):
+        assert not np.any(training.decoded(codes, scale))

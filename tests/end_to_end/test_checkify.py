@@ -1,4 +1,4 @@
-"""`checkify` and `jet` of `jax.experimental` around programs: as with `vmap` for `map_fn`."""
+"""`jax.experimental.checkify` around programs: as with `vmap` for `map_fn`."""
 
 import functools
 
@@ -8,7 +8,6 @@ import pytest
 from helpers import assert_close
 from jax.experimental import checkify
 from jax.experimental.checkify import all_checks, check, float_checks, index_checks, user_checks
-from jax.experimental.jet import jet
 from programs import N, reference, step_kinds
 
 import beamjax as bj
@@ -152,56 +151,3 @@ def test_without_checkify_a_check_is_an_error_as_with_vmap():
     program = bj.program(clients=N)(lambda x: bj.map_fn(checked(5.0), x))
     with pytest.raises(ValueError, match="not functionalized"):
         jax.jit(program)(X)
-
-
-# --- jet: Taylor series
-
-U = jnp.linspace(0.1, 0.9, 2 * N).reshape(N, 2)
-K = jnp.arange(N)
-W = jnp.asarray([0.3, 0.7])
-SERIES = [[jnp.cos(x * (k + 1)) for k in range(3)] for x in (W, U)]
-
-
-def mapped(ops, w, x):
-    return ops.map_fn(lambda v: jnp.sin(v * w) + jnp.exp(v), x)
-
-
-def summed(ops, w, x):
-    y = ops.map_fn(lambda v: jnp.tanh(v) @ w, x)
-    return {"sum": ops.reduce_sum(y), "mean": ops.reduce_mean(y), "max": ops.reduce_max(y)}
-
-
-def with_ints(ops, w, x):
-    body = lambda v, k: (jnp.where(k % 2 == 0, v * w, v**2), k + 1)
-    y, k = ops.map_fn(body, (x * 2, K))
-    return ops.reduce_sum(y), ops.reduce_sum(k)
-
-
-def broadcast(ops, w, x):
-    mean = ops.reduce_mean(x)
-    return ops.reduce_sum(ops.map_fn(lambda v, u: v / u, (x, ops.broadcast(mean * w))))
-
-
-def constant_members(ops, w, x):
-    del x
-    return ops.reduce_sum(ops.map_fn(lambda k: k.astype(w.dtype) * jnp.log(w), K))
-
-
-def through_jit(ops, w, x):
-    return jax.jit(lambda w, x: mapped(ops, w, x))(w, x)
-
-
-SERIES_OF = mapped, summed, with_ints, broadcast, constant_members, through_jit
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("fn", SERIES_OF, ids=lambda fn: fn.__name__)
-def test_the_series_that_vmap_gives(fn):
-    with jax.numpy_dtype_promotion("standard"):  # `jet` multiplies terms of integers by floats.
-        plain = lambda w, x: jet(functools.partial(fn, reference), (w, x), SERIES)
-        program = bj.program(clients=N)(functools.partial(fn, bj))
-        series = lambda w, x: jet(program, (w, x), SERIES)
-        expected = jax.jit(plain)(W, U)
-        for run in (series, *ways(series)):
-            assert_close(run(W, U), expected, rtol=1e-4, atol=1e-5)
-        assert "Gather" not in step_kinds(series, W, U)
