@@ -76,6 +76,12 @@ ERROR_LOGGERS = (
 )
 """Loggers to which Beam reports the errors of a DoFn; renamed, cancelled jobs fill the log."""
 
+CONNECTION_LOGGERS = (f"{_WORKER}.data_plane", f"{_RUNNERS}.fn_api_runner.worker_handlers")
+"""Loggers to which Beam reports closed connections; renamed, such reports fill the log."""
+
+KILLED_WORKER = "Worker subprocess exited with return code -9"
+"""The error of the thread that waits for a worker process that was killed; changed, it is shown."""
+
 MISSING_PACKAGES = "apitools not found"
 """How Beam's warning about Google's packages begins; changed, each run without them shows it."""
 

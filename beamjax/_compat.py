@@ -6,6 +6,7 @@ names below.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -19,8 +20,8 @@ import jax
 import jaxlib.version
 import numpy as np
 from jax import export
+from jax._src import api, core, dispatch, tree_util, xla_bridge
 from jax._src import checkify as jax_checkify
-from jax._src import core, tree_util, xla_bridge
 from jax._src import effects as jax_effects
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
@@ -63,6 +64,12 @@ def backends_started() -> bool:
     """Whether JAX has opened its devices, which is when it reads the environment."""
     # Read without JAX's lock, which may be held forever in a forked process.
     return bool(xla_bridge._backends)
+
+
+def skip_exit_handlers() -> None:
+    """Removes JAX's exit handlers, which wait for computations and clear caches that these use."""
+    for handler in (api.clean_up, dispatch.wait_for_tokens):
+        atexit.unregister(handler)
 
 
 def is_tracing() -> bool:

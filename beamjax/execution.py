@@ -98,7 +98,8 @@ def run(
       JobCancelledError: another process cancelled the run through its job folder.
     """
     call = prepare(fn, args, runner, run_options(options, keep, runner))
-    return finish(call, JobRun(call))
+    job = JobRun(call)
+    return job.run(functools.partial(finish, call, job))
 
 
 @by_position
@@ -147,7 +148,7 @@ def launch(
         connect(runner, parsed)
     call = prepare(fn, args, runner, parsed, snapshot=True)
     job = JobRun(call, launched=True)
-    return job.in_thread(functools.partial(finish, call, job))
+    return job.launch(functools.partial(finish, call, job))
 
 
 def run_options(options: Any, keep: str | None, runner: Any) -> Options:

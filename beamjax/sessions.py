@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,7 +78,8 @@ class Session:
             found = run_options(found if options is None else options, keep, self._runner)
             found = replace(found, beam=self._options.beam)
         call = prepare(fn, args, self._runner, found, workers=self._workers)
-        return finish(call, JobRun(call))
+        job = JobRun(call)
+        return job.run(functools.partial(finish, call, job))
 
     def close(self) -> None:
         """Ends the workers. A second call does nothing."""

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +19,11 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from beamjax._beam_compat import (
     WORKER_THREAD,
     FnApiRunner,
-    PipelineResult,
     PrismRunner,
     SparkRunner,
     control_address,
     temporary_folder,
 )
-from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.pipelines.clusters import flink_cluster
@@ -37,10 +36,11 @@ from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Value
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.errors import own_errors
+from beamjax.pipelines.worker.errors import PipelineError, own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.telemetry import interrupts
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
@@ -110,15 +110,11 @@ class Launcher:
             return found
 
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
-        connection, running = self.connection, self.monitor.running
-        runner, shared = connection.runner, connection.shared
-        if connection.is_one_process and connection.options.shard_timeout is None:
-            # Threads of this process can't die, and without a limit they can't be late.
-            run_pipeline(pipeline, running=running)
-            return
-        look = lost_workers.Look(store, plan.steps, isinstance(runner, NEVER_REPLACE_WORKERS))
-        end = None if shared else functools.partial(lost_workers.end_workers, store)
-        run_pipeline(pipeline, look, running, end)
+        connection = self.connection
+        keeps = isinstance(connection.runner, NEVER_REPLACE_WORKERS)
+        look = lost_workers.Look(store, plan.steps, keeps)
+        end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
+        run_pipeline(pipeline, [self.monitor.tick, look], functools.partial(end, store))
 
     def outputs(
         self,
@@ -207,82 +203,79 @@ def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
     return OwnPipeline(connection.runner, connection.flags)
 
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
-"""Seconds between two checks of a running pipeline: at first, so that short pipelines end without
-delay, and later."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
+"""Seconds between two checks of a running pipeline: at first, so that a failure in a short pipeline
+is seen soon, and later."""
 _SECONDS_TO_CANCEL = 10.0
 _SECONDS_TO_END = 15.0
 """Seconds after the end of a worker in which a pipeline that is about to end surely ends."""
 
 Look = Callable[[], BeamjaxError | None]
-"""Checks a running pipeline; returns an error if the pipeline must end."""
+"""Checks a running pipeline; returns or raises an error if the pipeline must end."""
 
 
 def run_pipeline(
     pipeline: beam.Pipeline,
-    look: Look | None = None,
-    running: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    end: Callable[[], None] | None = None,
+    looks: Sequence[Look] = (),
+    end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a pipeline and waits for it.
+    """Runs a pipeline in another thread, and waits for it.
 
     Args:
       pipeline: the pipeline to run; its options may have `pipeline_timeout` and `flink_cluster`.
-      look: called while the pipeline runs; if it returns an error, the pipeline is ended. Beam's
-        in-memory runner then runs in another thread, since it would wait forever for a worker that
-        has died.
-      running: makes a context from Beam's `PipelineResult`, which is entered while the pipeline
-        runs.
-      end: ends the worker processes of the in-memory runner; None where workers are threads.
+      looks: called while the pipeline runs; an error ends the pipeline.
+      end: ends the workers of Beam's in-memory runner.
 
     Raises:
+      PipelineError: the runner reports that the pipeline failed.
       WorkerError: the time limit is exceeded, or workers died.
-      BeamjaxError: the error that `look` returned.
-      RuntimeError: the runner reports that the pipeline failed.
+      BeamjaxError: the error of a look.
+      Exception: the runner did not start the pipeline.
     """
     with loopback_only():
-        if isinstance(pipeline.runner, FnApiRunner) and look is not None:
-            _run_apart(pipeline, look, end)
-            return
-        result = pipeline.run()
-        with running(result):
-            if not isinstance(result, PipelineResult):
-                result.wait_until_finish()
-                return
-            looks = [*_looks_by_options(pipeline.options), *([look] if look else [])]
-            try:
-                thread, failure = _in_thread(result.wait_until_finish)
-                _watch(thread, looks)
-                if failure:
-                    raise RuntimeError(str(failure[0])) from failure[0]
-            except BaseException:
-                # Workers must not continue after the run has failed. The thread is for runners
-                # that do not answer any more.
-                _in_thread(result.cancel)[0].join(_SECONDS_TO_CANCEL)
-                raise
+        if isinstance(pipeline.runner, FnApiRunner):
+            _run_in_memory(pipeline, looks, end)
+        else:
+            _run_remotely(pipeline, looks)
 
 
-def _run_apart(pipeline: beam.Pipeline, look: Look, end: Callable[[], None] | None) -> None:
-    """Runs a pipeline of Beam's in-memory runner in a daemon thread, and watches it.
-
-    Threads inherit being daemons, so all threads that the runner starts end with the process.
-    """
-
-    @with_settings_of_here
-    def work() -> None:
-        pipeline.run().wait_until_finish()
-
+def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable[[], None]) -> None:
     with _worker_threads() as ended:
-        thread, failure = _in_thread(work)
+        outcome = interrupts.in_thread(lambda: pipeline.run().wait_until_finish())
         try:
-            _watch(thread, [look, ended])
+            _watch(outcome, [*looks, ended])
         except BaseException:
-            if end is not None:
-                end()
-            thread.join(SECONDS_TO_STOP if end is None else _SECONDS_TO_CANCEL)
+            # Beam waits forever for a worker process that has died.
+            end()
+            _leave(outcome, SECONDS_TO_STOP)
             raise
-    if failure:
-        raise look() or failure[0]
+    error = outcome.exception()
+    if error is not None:
+        known = next(filter(None, (look() for look in looks)), error)
+        if type(known) is RuntimeError:
+            raise PipelineError(str(known)) from known
+        raise known
+
+
+def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
+    result = pipeline.run()
+    outcome = interrupts.in_thread(result.wait_until_finish)
+    try:
+        _watch(outcome, [*looks, *_looks_by_options(pipeline.options)])
+        if error := outcome.exception():
+            raise PipelineError(str(error)) from error
+    except BaseException:
+        # Workers must not continue after the run has failed. The thread is for runners that do not
+        # answer any more.
+        _leave(interrupts.in_thread(result.cancel), _SECONDS_TO_CANCEL)
+        _leave(outcome, 0.0)
+        raise
+
+
+def _leave(outcome: Future[Any], seconds: float) -> None:
+    """Waits for a thread that is about to end, but not for long."""
+    if wait([outcome], seconds).not_done:
+        interrupts.abandon(outcome)
 
 
 def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
@@ -311,35 +304,19 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
         yield lost_cluster
 
 
-def _watch(thread: threading.Thread, looks: Sequence[Look]) -> None:
-    """Waits until a thread ends; raises the first error that a look returns while it runs."""
+def _watch(outcome: Future[Any], looks: Sequence[Look]) -> None:
+    """Waits until a pipeline ends; raises the first error of a look while it runs."""
     pause = _SHORTEST_PAUSE
-    while thread.is_alive():
-        thread.join(pause)
+    while wait([outcome], pause).not_done:
         pause = min(1.2 * pause, _LONGEST_PAUSE)
         for look in looks:
-            error = look() if thread.is_alive() else None
-            if error is not None:
+            error = look()
+            if error is not None and not outcome.done():
                 raise error
 
 
-def _in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
-    """Runs `work` in a thread. If it fails, its error is in the list when the thread has ended."""
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="beamjax pipeline", daemon=True)
-    thread.start()
-    return thread, failure
-
-
-_apart: set[object] = set()
-"""Tokens of the pipelines that `_run_apart` is running."""
+_together: set[object] = set()
+"""Tokens of the pipelines of Beam's in-memory runner that are running."""
 
 
 @contextlib.contextmanager
@@ -365,7 +342,7 @@ def _worker_threads() -> Iterator[Look]:
 
     def ended() -> BeamjaxError | None:
         nonlocal since, mixed
-        mixed = mixed or len(_apart) > 1
+        mixed = mixed or len(_together) > 1
         seen.update(look())
         if mixed or all(t.is_alive() for t, address in seen.items() if address not in _earlier):
             return None
@@ -378,11 +355,11 @@ def _worker_threads() -> Iterator[Look]:
         )
 
     me = object()
-    _apart.add(me)
+    _together.add(me)
     try:
         yield ended
     finally:
-        _apart.discard(me)
+        _together.discard(me)
         _earlier.extend(set(seen.values()) - set(_earlier))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -79,7 +81,7 @@ def run_plan(
         direct = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, program, direct)
         if not is_one_pipeline(plan, connection):
-            with resident_job(connection, store.root) as job:
+            with resident_job(connection, store) as job:
                 return drive(plan, inputs, sources, launcher, job, results)
         monitor.letters.begin(anew=True)
         with pipeline_inputs(inputs, sources, launcher) as bound:
@@ -267,6 +269,8 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         # In the file system of the checkpoints, which link files of the store.
         parent = work_folder(options.checkpoint)
     store = Store.temporary(parent or job_folder)
+    remove = functools.partial(remove_store, store)
+    atexit.register(remove)  # for a process that does not wait for the end of the run
     try:
         yield store
     except BaseException as error:
@@ -275,6 +279,8 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
         except SourceError as other:  # report the earlier failure instead
             error.add_note(str(other))
         raise
+    finally:
+        atexit.unregister(remove)
     remove_store(store)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
-import functools
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import OptionsError
+from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher, files_of
 from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.run import drive, remove_store, run_store, source_specs, store_program
+from beamjax.pipelines.run import drive, run_store, source_specs, store_program
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.refs import Ref
@@ -71,6 +69,7 @@ class SessionWorkers:
         self._lock = threading.Lock()
         self._stack: contextlib.ExitStack | None = None
         self._timer: threading.Timer | None = None
+        self._monitor: Monitor | None = None
         self._runs = 0
         self._is_closed = False
 
@@ -93,7 +92,13 @@ class SessionWorkers:
             try:
                 if self._stack is None:
                     self._start()
+                self._monitor = monitor
                 return self._run(plan, inputs, options, monitor, results)
+            except JobCancelledError:
+                # The workers may still compute tasks of the run; the next one has others.
+                stack, self._stack = self._stack, None
+                with stack or contextlib.nullcontext():
+                    raise
             finally:
                 self._timer = threading.Timer(self._idle_seconds, self._end_idle, [self._runs])
                 self._timer.daemon = True
@@ -101,21 +106,22 @@ class SessionWorkers:
 
     def close(self) -> None:
         """Ends the job."""
-        with self._lock:
-            self._is_closed = True
+        self._is_closed = True
+        while not self._lock.acquire(timeout=0.1):
+            if self._monitor is not None and self._monitor.is_cancelled:
+                return  # the run, which was interrupted, ends the job itself
+        try:
             if self._timer is not None:
                 self._timer.cancel()
             self._end()
+        finally:
+            self._lock.release()
 
     def _start(self) -> None:
         # If the job can't be set up, the inner stack removes the store.
         with contextlib.ExitStack() as stack:
             self._store: Store = stack.enter_context(run_store(self.connection))
-            # For a process that ends without `close`.
-            remove = functools.partial(remove_store, self._store)
-            atexit.register(remove)
-            stack.callback(atexit.unregister, remove)
-            self._job = stack.enter_context(resident_job(self.connection, self._store.root))
+            self._job = stack.enter_context(resident_job(self.connection, self._store))
             self._known: collections.OrderedDict[Any, _Known] = collections.OrderedDict()
             self._uploads: Uploads = collections.OrderedDict()
             self._stack = stack.pop_all()

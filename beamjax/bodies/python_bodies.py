@@ -27,7 +27,6 @@ import cloudpickle
 import jax
 
 from beamjax import _compat
-from beamjax._text import callback_error
 from beamjax.bodies.jaxprs import working_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
@@ -115,6 +114,7 @@ def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
+        del future, function  # the traceback of the error leads to this frame
 
 
 # --- functions in memory
@@ -141,7 +141,7 @@ class PythonFunction:
         compiled = self._compile(members)
 
         def call(*args: Any) -> Any:
-            with with_settings(self._settings), _interrupts():
+            with with_settings(self._settings):
                 outs = jax.block_until_ready(compiled(*args))
                 jax.effects_barrier()
                 return outs
@@ -159,20 +159,6 @@ class PythonFunction:
         if members not in self._compiled:
             self._compiled[members] = jax.jit(self._sized(members))
         return self._compiled[members]
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[None]:
-    """Raises an interrupt of a callback, which XLA reports as a JaxRuntimeError, as what it was."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        # Only the main thread handles signals. `Terminated` is the error of SIGTERM.
-        name = callback_error(error).partition(":")[0].rpartition(".")[2]
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and name in ("KeyboardInterrupt", "Terminated"):
-            raise KeyboardInterrupt from error
-        raise
 
 
 _known: weakref.WeakValueDictionary[str, PythonFunction] = weakref.WeakValueDictionary()

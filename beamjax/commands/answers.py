@@ -62,6 +62,10 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
         except (click.ClickException, BrokenPipeError):  # click handles these
             raise
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt):
+                interrupts = sys.modules.get("beamjax.telemetry.interrupts")
+                if interrupts is not None:  # else no job has begun
+                    interrupts.exit_with(INTERRUPTED)
             click.echo(_error_text(error, full), err=True)
             status = refused if isinstance(error, OptionsError) else FAILED
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else status

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -18,7 +16,7 @@ from beamjax.commands.calls import Call, Command, call_command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
 if TYPE_CHECKING:
-    from beamjax.jobs.job import Job
+    pass
 
 one_runner = runner_option(
     default="DirectRunner", show_default=True, help="'local' for this process, or a Beam runner."
@@ -37,6 +35,7 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     from beamjax.commands import output
     from beamjax.execution import launch
     from beamjax.storage.schema import to_plain
+    from beamjax.telemetry import interrupts
     from beamjax.telemetry.job_folder import JobFolder
 
     options = call.options
@@ -62,12 +61,10 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
             error.replay_hint = f"To debug it as Python{add}: {replay}"
         raise
     except KeyboardInterrupt as error:
-        state = _cancel(job)
+        interrupts.exit_with(INTERRUPTED)
         click.echo("beamjax: interrupted", err=True)
-        return Answer(
-            {"error": error_data(error), "state": state, "job_folder": options.job_folder},
-            status=INTERRUPTED,
-        )
+        found = {"error": error_data(error), "state": job.state.value}
+        return Answer({**found, "job_folder": options.job_folder}, status=INTERRUPTED)
     seconds = time.monotonic() - begin
     if out:
         output.write_out(result, out)
@@ -86,24 +83,6 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     lines += [f"written to {out}"] * bool(out)
     lines.append(f"{job.name} on {job.runner}: {seconds:.2f} s")
     return Answer(data, "\n".join(lines))
-
-
-def _cancel(job: Job) -> str:
-    """Cancels a job, and waits for its end unless it is interrupted; returns the state."""
-    from beamjax.jobs.job import JobState
-    from beamjax.telemetry.job_folder import JobFolder
-
-    try:
-        click.echo("beamjax: cancelling the job", err=True)
-        job.cancel()
-        return job.wait().value
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The process would otherwise wait for the thread of the job after it has answered.
-        end = functools.partial(os._exit, INTERRUPTED)
-        click.get_current_context().find_root().call_on_close(end)
-        JobFolder(job.folder).write_state("cancelled")
-        return JobState.CANCELLED.value
 
 
 @call_command

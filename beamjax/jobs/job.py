@@ -14,10 +14,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from beamjax._text import described
-from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.call import Call
 from beamjax.errors import ArrayFormatError, BeamjaxError, JobCancelledError, JobError
 from beamjax.jobs.display import display_for
@@ -26,7 +25,7 @@ from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.storage import files, records
-from beamjax.telemetry import termination
+from beamjax.telemetry import interrupts
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
@@ -149,12 +148,15 @@ class Job:
           Exception: any error that `run` would have raised.
           TimeoutError: the job has not ended within the timeout; it goes on.
           JobCancelledError: the job was cancelled.
+          KeyboardInterrupt: Ctrl-C interrupts the wait. If this process has launched the job, that
+            cancels the job.
           JobError: the launching process died before the job was done.
           StructureError: the structure of the result can't be rebuilt without `like`.
           ArrayFormatError: a file in the folder was damaged.
           SourceError: a file in the folder can't be read.
         """
-        self._wait_for_end(timeout)
+        if self.wait(timeout) is JobState.RUNNING:
+            self._raise_timeout(timeout)
         state, error = self._ended()
         match JobState(state):
             case JobState.DONE:
@@ -175,12 +177,11 @@ class Job:
         text = failed.failure.traceback if failed.failure else ""
         raise failed from records.WorkerTraceback(text)
 
-    def _wait_for_end(self, timeout: float | None) -> None:
-        if self.wait(timeout) is JobState.RUNNING:
-            raise TimeoutError(
-                f"{self.folder}: the job has not ended after {timeout:g} s; it goes on, and "
-                "cancel() ends it"
-            )
+    def _raise_timeout(self, timeout: float | None) -> NoReturn:
+        raise TimeoutError(
+            f"{self.folder}: the job has not ended after {timeout:g} s; it goes on, and cancel() "
+            "ends it"
+        )
 
     def close(self) -> None:
         """Removes the folder at the end of the job, if it is a temporary folder of this handle."""
@@ -233,19 +234,20 @@ def open_job(folder: str | os.PathLike[str]) -> Job:
 class _Launched(Job):
     """A job of this process, with its result in memory."""
 
-    def __init__(self, folder: JobFolder, monitor: Monitor, outcome: concurrent.futures.Future[Any],
+    def __init__(self, folder: JobFolder, monitor: Monitor, work: interrupts.Work[Any],
                  is_temporary: bool):  # fmt: skip
         super().__init__(folder)
         self._monitor = monitor
-        self._outcome = outcome
+        self._work = work
+        self._outcome = work.outcome
         # Removes the folder of a handle that was closed or collected, once the job has ended.
         ended = functools.partial(_remove, folder, is_temporary)
-        self._release = weakref.finalize(self, outcome.add_done_callback, ended)
+        self._release = weakref.finalize(self, self._outcome.add_done_callback, ended)
 
     @property
     def state(self) -> JobState:
         if not self._outcome.done():
-            return JobState.RUNNING
+            return JobState.CANCELLED if self._work.is_abandoned else JobState.RUNNING
         error = self._outcome.exception()
         if error is None:
             return JobState.DONE
@@ -260,25 +262,20 @@ class _Launched(Job):
 
     def wait(self, timeout: float | None = None) -> JobState:
         concurrent.futures.wait([self._outcome], timeout)
-        termination.restore()
+        interrupts.restore()
         return self.state
 
     def cancel(self) -> None:
         if self.state is JobState.RUNNING:
-            _cancel(self._folder, self._monitor)
+            self._work.cancel()
 
     def result(self, timeout: float | None = None, *, like: Any = None) -> Any:
-        self._wait_for_end(timeout)
+        if not self._work.wait(timeout):
+            self._raise_timeout(timeout)
         return self._outcome.result()
 
     def close(self) -> None:
         self._release()
-
-
-def _cancel(folder: JobFolder, monitor: Monitor) -> None:
-    with contextlib.suppress(Exception):  # workers may read the request from the folder
-        folder.request_cancel()
-    monitor.cancel()
 
 
 def _remove(
@@ -314,6 +311,7 @@ class JobRun:
         letters = DeadLetters(options.drop_limit, options.dead_letters)
         self.monitor = Monitor(call.plan, self._folder, letters)
         self._recording: Recording | None = None
+        self._ending, self._has_begun = threading.Lock(), False
         if self._folder is not None:
             self._recording = Recording(self._folder, self.monitor, call, display, reports)
 
@@ -324,33 +322,58 @@ class JobRun:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """A context for the run; records its progress and its end in the folder."""
-        with contextlib.nullcontext() if self._launched else termination.cancelling():
-            folder, recording = self._folder, self._recording
-            if folder is None or recording is None:
+        """A context for the run; records its progress and its end in the folder.
+
+        Raises:
+          JobCancelledError: the job was cancelled; other errors may follow from that.
+        """
+        if self._folder is not None and not self._launched:
+            self._begin()
+        failed: BaseException | None = None
+        try:
+            recording = self._recording
+            with contextlib.nullcontext() if recording is None else recording.going_on():
                 yield
+        except BaseException as error:
+            failed = error
+            if isinstance(error, Exception) and self.monitor.is_cancelled:
+                failed = JobCancelledError("the job was cancelled")
+                raise failed from error
+            if self._folder is not None and not self._is_temporary:
+                error.add_note(f"The folder of the job is kept: {self._folder.path}")
+            raise
+        finally:
+            self._record_end(failed)
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Writes the state of the job, and removes its folder if nothing needs it."""
+        with self._ending:
+            folder = self._folder
+            if folder is None or not self._has_begun:
                 return
-            if not self._launched:
-                self._begin()
-            try:
-                with recording.going_on():
-                    yield
-                folder.write_state("done")
-            except BaseException as error:
-                with contextlib.suppress(Exception):  # the error itself matters more
-                    folder.write_state("cancelled" if _is_cancel(error) else "failed", error)
-                if not self._is_temporary:
-                    error.add_note(f"The folder of the job is kept: {folder.path}")
-                raise
-            finally:
-                save_report(folder, self._call.options)
-                if not self._launched and self._is_temporary:
-                    folder.remove()
+            self._has_begun = False
+            state = "done" if error is None else "cancelled" if _is_cancel(error) else "failed"
+            with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
+                folder.write_state(state, error)
+            save_report(folder, self._call.options)
+            if not self._launched and self._is_temporary:
+                folder.remove()
+
+    def cancel(self) -> None:
+        """Requests the end of the job in this process and, through the folder, on workers."""
+        self.monitor.cancel()
+        if self._folder is not None:
+            with contextlib.suppress(Exception):
+                self._folder.request_cancel()
+
+    def _abandon(self) -> None:
+        self._record_end(JobCancelledError("the job was cancelled"))
 
     def _begin(self) -> None:
         assert self._folder is not None
         call = self._call
         self._folder.begin(call.plan.name, call.runner, call.options.overwrite)
+        self._has_begun = True
 
     def returned(self, value: Any) -> Any:
         """Records the result of the run, and returns it."""
@@ -360,25 +383,25 @@ class JobRun:
             write_result(self._folder, value, self._call.plan.x64)
         return value
 
-    def in_thread(self, run: Callable[[], Any]) -> Job:
-        """Starts a thread that calls `run`, which runs the job; returns the handle of the job."""
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Calls a function that runs the job, and returns its result."""
+        return interrupts.Work[Any](self.cancel, self._abandon).run(function)
+
+    def launch(self, function: Callable[[], Any]) -> Job:
+        """Starts a function that runs the job; returns the handle of the job."""
         self._begin()
         assert self._folder is not None
-        folder, monitor = self._folder, self.monitor
-        outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        target = functools.partial(fulfil, outcome, with_settings_of_here(run))
-        job = _Launched(folder, monitor, outcome, self._is_temporary)
-        outcome.add_done_callback(functools.partial(_log_late_failure, job.name))
-        cancel = functools.partial(_cancel, folder, monitor)
-        termination.cancel_at_end(outcome, cancel, lambda: folder.write_state("cancelled"))
-        threading.Thread(target=target, name=f"beamjax {self._call.plan.name}").start()
+        work = interrupts.Work[Any](self.cancel, self._abandon)
+        job = _Launched(self._folder, self.monitor, work, self._is_temporary)
+        work.outcome.add_done_callback(functools.partial(_log_late_failure, job.name))
+        work.start(function)
         return job
 
 
 def _log_late_failure(name: str, outcome: concurrent.futures.Future[Any]) -> None:
     """Logs the error of a job that failed after the main thread, as no caller can receive it."""
     error = outcome.exception()
-    if error is not None and not _is_cancel(error) and not threading.main_thread().is_alive():
+    if error is not None and not _is_cancel(error) and interrupts.exiting():
         logging.getLogger("beamjax").error(
             "job %s failed after the main program had ended, call job.wait() before its end: %s",
             name, described(error),
@@ -387,4 +410,4 @@ def _log_late_failure(name: str, outcome: concurrent.futures.Future[Any]) -> Non
 
 def _is_cancel(error: BaseException) -> bool:
     cancels = (JobCancelledError, KeyboardInterrupt, SystemExit)
-    return isinstance(error, cancels) or termination.requested()
+    return isinstance(error, cancels) or interrupts.terminated()

@@ -338,7 +338,12 @@ class _Evaluation(ControlFlow[np.ndarray]):
         jobs = (functools.partial(compute, *read) for read in reads)
         alone = execute.calls_back or shards.count == 1
         threads = 1 if alone else computing_threads(self.options)
-        return computed(jobs, shards.count, threads, step.body, self.table.check)
+        return computed(jobs, shards.count, threads, step.body, self.check)
+
+    def check(self) -> None:
+        """Raises an error if the job was cancelled, or if a shard takes too long."""
+        self.monitor.tick()
+        self.table.check()
 
     def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
         """Adds members that a pass drops; reports all of them if they exceed the limit."""

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
@@ -69,7 +68,6 @@ class Monitor(Listener):
         self._resumed: list[Step] = []
         self._workers: set[str] = set()
         self._pipeline: str | None = None
-        self._results: list[Any] = []
         self._cancelled = threading.Event()
 
     # --- work in this process
@@ -143,26 +141,16 @@ class Monitor(Listener):
           Where its workers write their records; None if nothing reads them.
 
         Raises:
-          JobCancelledError: the job was cancelled. It replaces errors that follow from that.
+          JobCancelledError: the job was cancelled.
         """
         self.tick()
         with self._lock:
             self._pipeline = name
         try:
             yield None if self.folder is None else Reports(self.folder.path, name)
-        except Exception as error:
-            if self._cancelled.is_set() or self._asked_to_end():
-                raise JobCancelledError("the job was cancelled") from error
-            raise
         finally:
             self._fold(name)
         self.tick()
-
-    def _asked_to_end(self) -> bool:
-        """Whether the folder has a request to cancel the job; workers may read it first."""
-        with contextlib.suppress(Exception):
-            return self.folder is not None and self.folder.cancel_requested()
-        return False
 
     def _fold(self, name: str) -> None:
         found = self.folder.workers(name) if self.folder is not None else []
@@ -179,33 +167,20 @@ class Monitor(Listener):
         if found and self.folder is not None:
             self.folder.forget_workers(name)
 
-    @contextlib.contextmanager
-    def running(self, result: Any) -> Iterator[None]:
-        """A context for a pipeline that is cancelled together with the job.
-
-        Args:
-          result: the `PipelineResult` of Beam.
-        """
-        with self._lock:
-            self._results.append(result)
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit):
-            _cancel(result)
-            raise
-        finally:
-            with self._lock:
-                self._results.remove(result)
-
     # --- for other threads
 
     def cancel(self) -> None:
-        """Cancels the job: pipelines at their runner, and work in this process between shards."""
+        """Cancels the job, which ends when it next calls `tick`."""
         self._cancelled.set()
-        with self._lock:
-            results = list(self._results)
-        for result in results:
-            _cancel(result)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether this or another process has cancelled the job."""
+        if not self._cancelled.is_set() and self.folder is not None:
+            with contextlib.suppress(Exception):
+                if self.folder.cancel_requested():  # workers may see it first
+                    self._cancelled.set()
+        return self._cancelled.is_set()
 
     @functools.cached_property
     def _expected(self) -> Progress:
@@ -245,8 +220,3 @@ def _less(whole: int | None, part: int | None) -> int | None:
 def _last_step(found: Sequence[WorkerRecord], before: str) -> str:
     last = max(found, key=lambda record: record.time, default=None)
     return last.step if last is not None and last.step else before
-
-
-def _cancel(result: Any) -> None:
-    with contextlib.suppress(Exception):  # the runner can't cancel, or the pipeline has ended
-        result.cancel()

@@ -32,7 +32,8 @@ from beamjax.pipelines.resident.mailbox import (
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
-from beamjax.pipelines.values.store import is_store
+from beamjax.pipelines.values.store import Store, is_store
+from beamjax.pipelines.worker import lost_workers
 from beamjax.plan.merging import workers_of
 from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
@@ -63,6 +64,9 @@ rest of the job."""
 SECONDS_TO_END = 15.0
 """Seconds in which the job ends after `stop`. Otherwise it is cancelled."""
 
+SECONDS_AFTER_ERROR = 0.3
+"""The same after an error, when nothing needs the tasks that workers still compute."""
+
 _log = logging.getLogger("beamjax")
 
 
@@ -90,17 +94,18 @@ class ResidentJob:
 
     Args:
       connection: the connection to the runner.
-      parent: the folder or URL in which the folder of messages is created. The launcher and all
+      store: the store of the run, in which the folder of messages is created. The launcher and all
         workers must reach it.
     """
 
-    def __init__(self, connection: Connection, parent: str):
+    def __init__(self, connection: Connection, store: Store):
         # Other pipelines run at the same time, and an in-memory runner has state.
         runner = connection.runner
         if isinstance(runner, FnApiRunner):
             runner = copy.copy(runner)
         self.connection = connection
-        self.folder = files.join(parent, f"{PREFIX}{secrets.token_hex(8)}")
+        self.folder = files.join(store.root, f"{PREFIX}{secrets.token_hex(8)}")
+        self._store = store
         self._runner = runner
         self._secret = secrets.token_bytes(32)
         self._pool: Pool | None = None
@@ -169,8 +174,12 @@ class ResidentJob:
             limit = ALONE_ON_FLINK
         return now - attempt.alone_since > limit
 
-    def close(self) -> None:
-        """Ends the workers and the job."""
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """Ends the workers and the job.
+
+        Args:
+          seconds: the most seconds that workers have to finish their tasks.
+        """
         if self._pool is None:
             return
         attempt = self._attempt
@@ -178,7 +187,7 @@ class ResidentJob:
             self._mailbox.stop()
         except Exception as error:  # Workers miss the launcher later, so the job is cancelled.
             attempt.abort = JobCancelledError(f"its workers can't be ended: {error}")
-        attempt.thread.join(SECONDS_TO_END)
+        attempt.thread.join(seconds)
         if attempt.thread.is_alive():
             attempt.abort = JobCancelledError("the job of the resident workers did not end")
             attempt.thread.join(SECONDS_TO_END)
@@ -199,9 +208,8 @@ class ResidentJob:
         try:
             with new_pipeline(connection, self._runner) as pipeline:
                 add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
-                # Workers that are threads of this process can't die, and end with the mailbox.
-                in_threads = connection.is_one_process
-                run_pipeline(pipeline, None if in_threads else lambda: attempt.abort)
+                end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
+                run_pipeline(pipeline, [lambda: attempt.abort], functools.partial(end, self._store))
         except BaseException as error:
             attempt.failure = attempt.failure or error
 
@@ -249,13 +257,15 @@ def remove_orphans(parent: str) -> None:
 
 
 @contextlib.contextmanager
-def resident_job(connection: Connection, parent: str) -> Iterator[ResidentJob]:
+def resident_job(connection: Connection, store: Store) -> Iterator[ResidentJob]:
     """A context with a job of resident workers."""
-    job = ResidentJob(connection, parent)
+    job = ResidentJob(connection, store)
     try:
         yield job
-    finally:
-        job.close()
+    except BaseException:
+        job.close(SECONDS_AFTER_ERROR)
+        raise
+    job.close()
 
 
 FIRST_TASKS = 4

@@ -136,6 +136,10 @@ def _first(errors: Sequence[BeamjaxError | None]) -> BeamjaxError | None:
 _RAISED = re.compile(r"beamjax\.errors\.(\w+): (.*?)(?=\n\S*Traceback|\n\n|\\n|\Z)", re.S)
 
 
+class PipelineError(RuntimeError):
+    """A runner reports that a pipeline failed which it had started."""
+
+
 @contextlib.contextmanager
 def own_errors(
     store: Store,
@@ -155,7 +159,8 @@ def own_errors(
 
     Raises:
       BeamjaxError: an error of the type that was raised on the worker.
-      WorkerError: the runner failed for an unknown reason.
+      WorkerError: the pipeline failed for an unknown reason.
+      Exception: what the runner raised in this process before the pipeline ran.
     """
     try:
         yield
@@ -174,15 +179,17 @@ def own_errors(
         kind = getattr(errors, raised[1], None) if raised else None
         if raised is not None and kind is not None:
             raise kind(raised[2].strip()) from error
-        hint = (
-            f"{runner} failed in the pipeline of {', '.join(steps)}, and no worker left a record "
-            "of an error. A worker process may have died (out of memory, a signal), or see another "
-            f"folder than {store.root}; the logs of the runner say more"
+        where = f"in the pipeline of {', '.join(steps)}"
+        if not isinstance(error, PipelineError):
+            error.add_note(f"{runner} raised this in the launching process, {where}")
+            raise
+        unseen = (
+            ", and no worker left a record of an error. A worker process may have died (out of "
+            f"memory, a signal), or see another folder than {store.root}; the logs of the runner "
+            "say more"
         )
-        if isinstance(error, RuntimeError):
-            raise WorkerError(f"{hint}: {str(error)[:_MAX_CHARACTERS].strip()}") from error
-        error.add_note(hint)
-        raise
+        text = str(error)[:_MAX_CHARACTERS].strip()
+        raise WorkerError(f"{runner} failed {where}{'' if here else unseen}: {text}") from error
 
 
 _WHILE = re.compile(r"((?:(?!\\n).)*?) ?\[while running '(.+?)'\]")

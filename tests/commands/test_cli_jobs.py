@@ -263,7 +263,6 @@ def test_cancel_and_interrupt(folder, capsys, interruptible, monkeypatch):
         process.send_signal(signal.SIGINT)
         found, told = process.communicate(timeout=120)
         assert process.returncode == 130
-        assert "beamjax: cancelling the job" in told
         assert json.loads(found)["error"]["type"] == "KeyboardInterrupt"
         assert json.loads(found)["state"] == "cancelled"
         assert json_of(capsys, "jobs", "show", "k")[1]["job"]["state"] == "cancelled"
@@ -271,12 +270,10 @@ def test_cancel_and_interrupt(folder, capsys, interruptible, monkeypatch):
         process = start(folder, "--job_folder=m", "--json")
         until(lambda: (folder / "m" / "progress.record").exists(), process)
         process.send_signal(signal.SIGINT)
-        told = process.stderr.readline()
+        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        found, rest = process.communicate(timeout=60)
-        assert (process.returncode, told, rest) == (
-            130, "beamjax: cancelling the job\n", "beamjax: interrupted\n",
-        )  # fmt: skip
+        found, told = process.communicate(timeout=60)
+        assert (process.returncode, told) == (130, "beamjax: interrupted\n")
         assert json.loads(found)["state"] == "cancelled"
         assert json.loads(found)["job_folder"] == "m"
         assert json_of(capsys, "jobs", "show", "m")[1]["job"]["state"] == "cancelled"

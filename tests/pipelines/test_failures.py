@@ -15,6 +15,7 @@ from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
 from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import (
+    PipelineError,
     RepeatedError,
     own_errors,
     record_error,
@@ -161,16 +162,22 @@ def test_errors_of_transforms_of_the_user(store):
 def test_errors_of_runners(store):
     message = "^FlinkRunner failed in the pipeline of a, b, and no worker .*: job 7 failed$"
     with pytest.raises(WorkerError, match=message), own_errors(store, "FlinkRunner", ["a", "b"], 0):
-        raise RuntimeError("job 7 failed")
-    with pytest.raises(ValueError, match=r"^no such flag\nR failed"), own_errors(store, "R", [], 0):
-        raise ValueError("no such flag")
+        raise PipelineError("job 7 failed")
+    # Workers that are threads of this process can't die without it.
+    message = "^FnApiRunner failed in the pipeline of a: no coder$"
+    with pytest.raises(WorkerError, match=message), own_errors(store, "FnApiRunner", ["a"], True):
+        raise PipelineError("no coder")
+    for kind in (ValueError, RuntimeError):
+        message = "^no such flag\nR raised this in the launching process, in the pipeline of a$"
+        with pytest.raises(kind, match=message), own_errors(store, "R", ["a"], 0):
+            raise kind("no such flag")
     # A record of a worker says more.
     record_error(store, raised(SourceError("s.npy: gone")))
     with (
         pytest.raises(SourceError, match=r"^s\.npy: gone$") as caught,
         own_errors(store, "R", [], 0),
     ):
-        raise RuntimeError("CANCELLED: call already cancelled")
+        raise PipelineError("CANCELLED: call already cancelled")
     assert "Traceback" in str(caught.value.__cause__)
 
 

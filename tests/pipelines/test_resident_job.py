@@ -13,6 +13,7 @@ import url_files  # noqa: F401 - makes bjtest:// known
 from beamjax._beam_compat import FlinkRunner
 from beamjax.errors import JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.resident import heartbeats, job, mailbox, messages
+from beamjax.pipelines.values.store import Store
 from beamjax.telemetry import process_ids
 
 
@@ -37,7 +38,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 
     monkeypatch.setattr(job.ResidentJob, "_run", run)
     connection = SimpleNamespace(runner=runner, shared=True)
-    with job.resident_job(connection, str(tmp_path)) as found:
+    with job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
 
         def starts_after(seconds):
@@ -68,7 +69,8 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(job, "NEVER_REPLACE_WORKERS", (object,))
     monkeypatch.setattr(job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait())
-    with job.resident_job(SimpleNamespace(runner=object(), shared=True), str(tmp_path)) as found:
+    connection = SimpleNamespace(runner=object(), shared=True)
+    with job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
         found.check(False)
         found.check(True)

@@ -49,9 +49,10 @@ def test_a_pipeline_ends_fails_or_is_cancelled(end, flags, look, raised, monkeyp
     monkeypatch.setattr(waiting.flink_cluster, "read", lambda folder: None)
     pipeline = Running(end)
     pipeline.options = PipelineOptions(flags)
+    looks = [] if look is None else [look]
     if raised is None:
-        waiting.run_pipeline(pipeline, look)
+        waiting.run_pipeline(pipeline, looks)
     else:
         with pytest.raises(raised[0], match=raised[1]):
-            waiting.run_pipeline(pipeline, look)
+            waiting.run_pipeline(pipeline, looks)
     assert pipeline.cancelled.is_set() == (raised is not None)

@@ -1,0 +1,297 @@
+"""Ctrl-C and SIGTERM cancel the jobs of this process.
+
+A job runs in a thread of its own while its caller waits, so that a signal, which Python handles in
+the main thread, interrupts the wait and never the code of the job, of Beam or of JAX. The caller
+cancels the job, gives it `SECONDS_TO_END`, and raises `KeyboardInterrupt` or, after SIGTERM,
+`Terminated`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import collections
+import concurrent.futures
+import contextlib
+import contextvars
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from beamjax._compat import skip_exit_handlers
+from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
+
+SECONDS_TO_END = 1.5
+"""Seconds in which a cancelled job ends. A job whose thread is in native code for longer goes on
+without its caller, or is ended with the process."""
+SECONDS_AT_EXIT = 20.0
+"""Seconds that a process waits at its exit for such jobs. Native code that returned later, while
+Python is being finalized, would abort the process."""
+
+T = TypeVar("T")
+Outcome = concurrent.futures.Future[Any]
+
+
+class Terminated(SystemExit):
+    """Raised in the main thread by SIGTERM while a job runs."""
+
+
+class Work(Generic[T]):
+    """A job, and the thread that runs it.
+
+    Args:
+      cancel: requests the end of the job, and returns at once.
+      abandon: called once if the job does not end in time.
+
+    Attributes:
+      cancel: as given.
+      outcome: the result or the error of the job.
+      is_abandoned: whether the job did not end in time after it was cancelled.
+    """
+
+    def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None]):
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.cancel = cancel
+        self._abandon = abandon
+        self.is_abandoned = False
+
+    def start(self, function: Callable[[], T]) -> None:
+        """Starts the job in a thread, with the JAX settings and context variables of this one."""
+        self._begin()
+        in_thread(function, self.outcome)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Runs the job, and returns its result or raises its error."""
+        self._begin()
+        if _is_main():
+            self.wait(start=function)
+        else:  # which no signal interrupts
+            fulfil(self.outcome, function)
+        # Not kept: the traceback of an error leads to this frame, and so to all data of the job.
+        outcome = self.outcome
+        del self.outcome
+        try:
+            return outcome.result()
+        finally:
+            del outcome
+
+    def wait(self, timeout: float | None = None, start: Callable[[], T] | None = None) -> bool:
+        """Waits for the end of the job, and cancels it if a signal interrupts the wait.
+
+        Args:
+          timeout: the most seconds to wait.
+          start: starts with this function, so that no signal comes between the start and the wait.
+
+        Returns:
+          Whether the job has ended.
+        """
+        try:
+            if start is not None:
+                in_thread(start, self.outcome)
+            concurrent.futures.wait([self.outcome], timeout)
+        except BaseException:
+            _end([self])
+            raise
+        finally:
+            restore()
+        return self.outcome.done()
+
+    def abandon(self) -> None:
+        """Lets the thread of the job go on by itself."""
+        self.is_abandoned = True
+        abandon(self.outcome)
+        with contextlib.suppress(Exception):
+            self._abandon()
+
+    def _begin(self) -> None:
+        _install()
+        _running[self.outcome] = self
+        self.outcome.add_done_callback(lambda outcome: _running.pop(outcome, None))
+
+
+def _end(works: Sequence[Work[Any]]) -> None:
+    """Cancels jobs and waits for their end. Another signal ends the wait."""
+    try:
+        for work in works:
+            with contextlib.suppress(Exception):
+                work.cancel()
+        concurrent.futures.wait([work.outcome for work in works], SECONDS_TO_END)
+    finally:
+        for work in works:
+            if not work.outcome.done():
+                work.abandon()
+
+
+_running: dict[Outcome, Work[Any]] = {}
+_abandoned: collections.deque[Outcome] = collections.deque(maxlen=64)
+
+
+def abandon(outcome: Outcome) -> None:
+    """Lets a thread of `in_thread` go on by itself; only the exit of the process waits for it."""
+    _abandoned.append(outcome)
+
+
+# --- threads
+
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def in_thread(
+    function: Callable[[], T], outcome: concurrent.futures.Future[T] | None = None
+) -> concurrent.futures.Future[T]:
+    """Calls a function in a daemon thread, with the settings and context variables of this one.
+
+    Args:
+      function: the function.
+      outcome: receives its result; a new future by default.
+
+    Returns:
+      The future.
+    """
+    outcome = concurrent.futures.Future() if outcome is None else outcome
+    context, call = contextvars.copy_context(), with_settings_of_here(function)
+    try:
+        jobs = _idle.pop()  # saves 0.1 ms, the start of a thread
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), name="beamjax job", daemon=True).start()
+    jobs.put(lambda: context.run(fulfil, outcome, call))
+    return outcome
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        job = jobs.get()
+        job()
+        del job  # else its data would stay in memory until the next one
+        _idle.append(jobs)
+
+
+# --- SIGTERM, with which Kubernetes and systemd end a process
+
+_owner = 0
+_terminated = False
+
+
+def terminated() -> bool:
+    """Whether this process got SIGTERM. Jobs that fail after that count as cancelled."""
+    return _terminated
+
+
+def restore() -> None:
+    """Restores the default handler of SIGTERM, if this is the main thread and no job runs."""
+    if not _running and _is_main() and signal.getsignal(signal.SIGTERM) is _handle:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _install() -> None:
+    """Installs the handler, if this is the main thread and the user has none."""
+    global _owner
+    if _is_main() and not _terminated and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _handle)
+        _owner = os.getpid()
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _handle(_signal: int, _frame: FrameType | None) -> None:
+    global _terminated
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getpid() != _owner:  # a forked process, which has no jobs of its own
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    _terminated = True
+    raise Terminated(128 + signal.SIGTERM)
+
+
+# --- the exit of the process
+
+_status: int | None = None
+_exiting = False
+
+
+def exiting() -> bool:
+    """Whether the main program has ended."""
+    return _exiting
+
+
+def exit_with(status: int) -> None:
+    """Sets the exit status of a command that was interrupted, and ignores further interrupts."""
+    global _status
+    _status = status
+    if _is_main():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave() -> None:
+    """Waits for the jobs that still run when the main program ends, or cancels them."""
+    global _exiting
+    _exiting = True
+    try:
+        if not _is_interrupted():
+            concurrent.futures.wait(list(_running))
+            concurrent.futures.wait(_abandoned, SECONDS_AT_EXIT)
+            return
+    except KeyboardInterrupt:
+        pass
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end(list(_running.values()))
+    _end_process()
+
+
+def _is_interrupted() -> bool:
+    """Whether a signal has ended the main program."""
+    uncaught = getattr(sys, "last_type", None) or Exception
+    by_ctrl_c = issubclass(uncaught, KeyboardInterrupt) and not hasattr(sys, "ps1")
+    return _terminated or _status is not None or by_ctrl_c
+
+
+def _end_process() -> None:
+    """Runs the exit handlers, and ends the process without finalizing Python.
+
+    Threads that are in native code would abort the process if they returned in between.
+    """
+    skip_exit_handlers()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    atexit._run_exitfuncs()
+    if _status is not None:
+        os._exit(_status)
+    number = signal.SIGTERM if _terminated else signal.SIGINT
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+_show = sys.unraisablehook
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.01)  # else the main thread would raise it in the hook
+    _thread.interrupt_main()
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeats an interrupt that Python ignores, as it does in callbacks of the garbage collector.
+
+    JAX has such a callback, and a signal that arrives during a collection is raised there.
+    """
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        _thread.start_new_thread(_interrupt_soon, ())
+    else:
+        _show(ignored)
+
+
+sys.unraisablehook = _interrupt_again
+# Before Python waits for threads that are no daemons, such as those of a ThreadPoolExecutor, which
+# may wait for a job.
+threading._register_atexit(_leave)  # type: ignore[attr-defined]
