@@ -180,13 +180,11 @@ def interrupts(flags: argparse.Namespace, folder: Path) -> list[Interrupt]:
     options = {name: value for name, _, value in (one.partition("=") for one in flags.option)}
     with contextlib.ExitStack() as stack:
         if flags.runner == "FlinkRunner":
-            cluster = faults.Cluster(folder / "cluster", 1, None)
-            stack.callback(cluster.down)
-            cluster.up()
+            cluster = stack.enter_context(faults.started(folder / "cluster", 1, None))
             options |= cluster.flags
         here = Interrupts(flags.runner, options, folder, flags.limit, cluster)
         for kind in flags.kinds:
-            here.usual[kind] = min(here.undisturbed(kind) for _ in range(2))
+            here.usual[kind] = here.undisturbed(kind)
         print("undisturbed:", ", ".join(f"{k} {s:.1f} s" for k, s in here.usual.items()))
         print(HEADER, flush=True)
         rng = random.Random(flags.seed)

@@ -34,13 +34,19 @@ PROGRAM = """if True:
 """
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Processes take interrupts, also where tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def process_of(command, tmp):
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"TMPDIR": str(tmp)},
-        # A shell lets its background processes ignore the signal.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         yield process

@@ -315,7 +315,7 @@ def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
 
     monkeypatch.setattr(job.ResidentJob, "_run", run)
     connection = SimpleNamespace(runner=object(), shared=False)
-    found = job.ResidentJob(connection, str(tmp_path))
+    found = job.ResidentJob(connection, Store(str(tmp_path)))
     found.start()
     monkeypatch.setattr(found._mailbox, "stop", read_only)
     with monkeypatch.context() as patch:
