@@ -51,7 +51,6 @@ from beamjax.pipelines.worker.merge import (
     Assemble,
     FinishCombine,
     FinishPieces,
-    FinishSections,
     MergeAccumulators,
     MergeGroup,
     PartsOfSource,
@@ -254,29 +253,21 @@ class Driver(ControlFlow[Value]):
         many = fan.nbytes * max(map(len, pieces.values()), default=0) > WORKER_MERGE_BYTES
         on_workers = many and not self.launcher.connection.shared
         run = self._run_on_workers if on_workers else self._run_here
-        elements: list[Any] = list(pieces.items())
-        if fan.in_files:
-            finish = self._program(
-                step,
-                lambda plain: FinishSections(self._tasks.task(plain), self._options.reduction),
-                use="finish",
-            )
-        else:
-            # `MergeGroup` expects keys that end in the number of a group.
-            merge = self._program(step, self._merging, use="merge")
-            for groups in (fan.groups, 1) if fan.groups > 1 and on_workers else (1,):
-                grouped = [
-                    (f"{key}|{i}", parts[i::groups])
-                    for key, parts in pieces.items()
-                    for i in range(min(groups, len(parts)))
-                ]
-                pieces = collections.defaultdict(list)
-                for _, (key, data) in run(merge, step, grouped):
-                    pieces[key].append(data)
-            elements = [(key, data) for key, (data,) in pieces.items()]
-            finish = self._program(
-                step, lambda plain: FinishPieces(self._tasks.task(plain)), use="finish"
-            )
+        # `MergeGroup` expects keys that end in the number of a group.
+        merge = self._program(step, self._merging, use="merge")
+        for groups in (fan.groups, 1) if fan.groups > 1 and on_workers else (1,):
+            grouped = [
+                (f"{key}|{i}", parts[i::groups])
+                for key, parts in pieces.items()
+                for i in range(min(groups, len(parts)))
+            ]
+            pieces = collections.defaultdict(list)
+            for _, (key, data) in run(merge, step, grouped):
+                pieces[key].append(data)
+        elements = [(key, data) for key, (data,) in pieces.items()]
+        finish = self._program(
+            step, lambda plain: FinishPieces(self._tasks.task(plain)), use="finish"
+        )
         made = [environment for _, environment in run(finish, step, elements)]
         if finish.fn.whole:  # type: ignore[attr-defined]
             for environment in made:

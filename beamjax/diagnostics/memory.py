@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,8 @@ from beamjax.diagnostics.fact_types import DeviceFact, MemoryFact, Parts
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options
-from beamjax.plan import buffer_ranges
-from beamjax.plan.merging import accumulator_bytes, is_in_files
+from beamjax.plan.merging import accumulator_bytes
 from beamjax.plan.steps import Body, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
-from beamjax.runtime.large_reductions import MAX_ROWS
 from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.runtime.ordered_pool import most_jobs
 from beamjax.sources.source_base import Source
@@ -212,9 +211,7 @@ class _Estimation:
 
 
 def accumulators_bytes(step: Map, mode: str) -> int:
-    """Returns the memory of the accumulators of a pass; of those in files, only their buffers."""
-    if is_in_files(step, mode):
-        return (MAX_ROWS + 2) * buffer_ranges.SECTION_BYTES + 2 * PIECE_BYTES
+    """Returns the memory of the accumulators of a pass."""
     return sum(accumulator_bytes(buffer, mode, most=True) for buffer in step.buffers)
 
 
@@ -352,17 +349,45 @@ def _bytes(plan: Plan, names: Iterable[str]) -> int:
 def check_memory(plan: Plan, sources: Mapping[int, Source], options: Options, runner: str) -> None:
     """Checks that a plan takes at most `options.memory` on a runner.
 
+    Without the option, only the accumulators of each pass are compared with the memory of this
+    machine: a worker holds all numbers that a pass reduces to.
+
     Raises:
       StagingError: it may take more. The message has the step, the largest parts, and advice.
     """
     limit = options.memory_bytes
     if limit is None:
+        _check_accumulators(plan, options)
         return
     workers = Workers.of(runner, options)
     found = estimate(plan, sources, options, workers)
     if found.worker_bytes <= limit:
         return
     raise _refusal(plan, found, limit, list(_advice(plan, sources, options, workers)))
+
+
+def _check_accumulators(plan: Plan, options: Options) -> None:
+    limit = machine_bytes()
+    for step in walk(plan.steps):
+        if not isinstance(step, Map) or limit is None:
+            continue
+        nbytes = sum(accumulator_bytes(buffer, options.reduction) for buffer in step.buffers)
+        if nbytes > limit:
+            at = f" ({_line(plan, step)})" if _line(plan, step) else ""
+            raise StagingError(
+                f"step {step.name!r}{at}: a worker adds up its shards in {human_bytes(nbytes)} of "
+                f"memory, found {human_bytes(limit)} in this machine; reduce fewer numbers at a "
+                "time, for example a part of the rows of a matrix in each call, or set the option "
+                "memory if the worker processes have more memory than this machine"
+            )
+
+
+def machine_bytes() -> int | None:
+    """The memory of this machine in bytes; None if the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # as on Windows
+        return None
 
 
 def _refusal(plan: Plan, found: MemoryFact, limit: int, advice: Sequence[str]) -> StagingError:

@@ -20,6 +20,7 @@ import numpy as np
 from beamjax._version import __version__
 from beamjax.call import Call
 from beamjax.diagnostics.fact_types import PlanFacts, source_lines
+from beamjax.diagnostics.memory import machine_bytes
 from beamjax.jobs.display import Display
 from beamjax.jobs.report import HISTORY, SETUP, Curve, History, Setup, read_report
 from beamjax.options import OWN, Options, beam_flags
@@ -211,9 +212,8 @@ def machine() -> dict[str, str]:
     found["system"] = platform.platform()
     found["host"] = platform.node()
     found["processors"] = str(os.cpu_count())
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found["memory"] = f"{pages / 2**30:.1f} GiB"
+    if nbytes := machine_bytes():
+        found["memory"] = f"{nbytes / 2**30:.1f} GiB"
     with contextlib.suppress(Exception):
         devices = jax.devices()
         found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"

@@ -1,20 +1,15 @@
-"""Splits fused reduction buffers into ranges that fit in an accumulator or in a file."""
+"""Splits fused reduction buffers into ranges whose accumulators fit in an element."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from beamjax.plan.steps import FusedBuffer, Map
 
 RANGE_VALUES = 1 << 20
 """Largest number of values in a range. An exact accumulator of so many float32 values takes 16 MiB,
 and at worst 64 MiB, the limit for Beam elements."""
-
-SECTION_BYTES = 32 << 20
-"""Largest part of a partial that goes to one file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +36,11 @@ def key_of(piece: ValueRange) -> str:
     return f"{piece.buffer}:{piece.start}:{piece.stop}"
 
 
-def buffer_ranges(
-    number: int, buffer: FusedBuffer, limit: int | None = None
-) -> Iterator[ValueRange]:
-    """Splits a buffer into ranges of at most `limit` values; an empty buffer is one empty range."""
-    return ValueRange(number, 0, buffer.size).cut(limit or RANGE_VALUES)
+def buffer_ranges(number: int, buffer: FusedBuffer) -> Iterator[ValueRange]:
+    """Splits a buffer into ranges; an empty buffer is one empty range."""
+    return ValueRange(number, 0, buffer.size).cut(RANGE_VALUES)
 
 
 def accumulator_ranges(step: Map) -> list[ValueRange]:
     """The ranges of all buffers of a step, each small enough for an accumulator."""
     return [piece for i, buffer in enumerate(step.buffers) for piece in buffer_ranges(i, buffer)]
-
-
-def file_ranges(step: Map) -> list[ValueRange]:
-    """The ranges of all buffers of a step, each small enough for a file."""
-    return [
-        piece
-        for i, buffer in enumerate(step.buffers)
-        for piece in buffer_ranges(
-            i, buffer, max(SECTION_BYTES // np.dtype(buffer.dtype).itemsize, 1)
-        )
-    ]

@@ -1,4 +1,4 @@
-"""Chooses how the reductions of a pass are merged: in memory or in files, and how far in parallel.
+"""Chooses how far in parallel the reductions of a pass are merged.
 
 The choice depends only on bytes, shards, workers and fixed rates, so that `explain` can show it
 before anything runs and it is the same on all machines.
@@ -13,12 +13,8 @@ from typing import Any
 import numpy as np
 
 from beamjax.options import beam_flags
-from beamjax.plan.buffer_ranges import accumulator_ranges, file_ranges
+from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.steps import FusedBuffer, Map
-
-HELD_BYTES = 512 << 20
-"""Largest total size of the accumulators of a pass in the memory of a process, in bytes. Larger
-ones are in files."""
 
 MERGE_RATE = 2e8
 """Bytes of accumulators that a worker merges per second."""
@@ -45,23 +41,20 @@ class FanOut:
     Attributes:
       pieces: number of ranges of values; each is merged separately, on any worker.
       nbytes: bytes of the accumulators of one process.
-      in_files: whether partials are stored in files and travel as references to them.
       groups: number of parallel merges of each range before the last merge; 1 for none.
       why: the reason for the number of groups, as text.
     """
 
     pieces: int
     nbytes: int
-    in_files: bool
     groups: int
     why: str
 
     def text(self, size: str) -> str:
         """A line for the user; `size` is `nbytes` as text."""
-        where = "files" if self.in_files else "memory"
         pieces = "1 range" if self.pieces == 1 else f"{self.pieces} ranges"
         groups = f", each first in {self.groups} groups" if self.groups > 1 else ""
-        return f"{size} of accumulators in {where}, merged in {pieces}{groups}: {self.why}"
+        return f"{size} of accumulators, merged in {pieces}{groups}: {self.why}"
 
 
 def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
@@ -73,8 +66,8 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
       workers: the number of workers that merge at the same time, None if unknown.
       mode: of the accumulators, "exact" or "fast".
     """
-    nbytes, in_files = _nbytes(step, mode), is_in_files(step, mode)
-    pieces = len(file_ranges(step) if in_files else accumulator_ranges(step))
+    nbytes = sum(accumulator_bytes(buffer, mode) for buffer in step.buffers)
+    pieces = len(accumulator_ranges(step))
     partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
     each = nbytes // pieces if pieces else 0
     groups = _groups(pieces, partials, each, workers or 1)
@@ -85,16 +78,7 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
         why = f"too few bytes to divide among {workers_text}"
     else:
         why = "on one worker" if 1 in (pieces, workers) else f"in parallel on {workers_text}"
-    return FanOut(pieces, nbytes, in_files, groups, why)
-
-
-def is_in_files(step: Map, mode: str) -> bool:
-    """Whether the accumulators of a pass are too large for memory, so that partials go to files."""
-    return _nbytes(step, mode) > HELD_BYTES
-
-
-def _nbytes(step: Map, mode: str) -> int:
-    return sum(accumulator_bytes(buffer, mode) for buffer in step.buffers)
+    return FanOut(pieces, nbytes, groups, why)
 
 
 def _groups(pieces: int, partials: int, each: int, workers: int) -> int:

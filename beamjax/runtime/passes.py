@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.options import Options
-from beamjax.plan.merging import is_in_files
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.large_reductions import LargeBuffers
 from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs
 from beamjax.runtime.shard_executor import (
     add_computed,
@@ -24,7 +21,6 @@ from beamjax.runtime.shard_executor import (
     finish_tree,
     new_accumulators,
 )
-from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Meter
 
 
@@ -43,22 +39,13 @@ class Sums:
     ):
         self.step = step
         self.trees = trees
-        self.large: LargeBuffers | None = None
-        self.accumulators: list[Any] = []
-        if is_in_files(step, options.reduction):
-            self.large = LargeBuffers(step, options.reduction, Scratch(options.scratch_folder))
-        else:
-            self.accumulators = new_accumulators(step, options.reduction)
+        self.accumulators = new_accumulators(step, options.reduction)
 
     def add(self, shard: Shard, found: Computed) -> None:
         """Adds the results of a shard. Shards must be added in order."""
         buffers = len(self.step.buffers)
         partials, rest = found.partials[:buffers], found.partials[buffers:]
-        parts = []
-        if self.large is not None:
-            self.large.add(shard.index, partials, found.left_out)
-        else:
-            parts = list(zip(self.step.buffers, self.accumulators, partials, strict=True))
+        parts = list(zip(self.step.buffers, self.accumulators, partials, strict=True))
         add_computed(parts, list(zip(self.trees, rest, strict=True)), shard, found.left_out)
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
@@ -68,8 +55,8 @@ class Sums:
           plan: the plan, with the number of members that were read.
         """
         step = self.step
-        found = {} if self.large is None else self.large.results(plan)
-        for buffer, accumulator in zip(step.buffers, self.accumulators, strict=False):
+        found: dict[str, np.ndarray] = {}
+        for buffer, accumulator in zip(step.buffers, self.accumulators, strict=True):
             for name, _, values in finish_buffer(plan, step, buffer, accumulator, (0, buffer.size)):
                 found[name] = values.reshape(plan.values[name].shape)
         for combine, tree in zip(step.combines, self.trees, strict=True):

@@ -49,10 +49,8 @@ from beamjax.pipelines.worker.merge import (
     AssignGroups,
     FinishCombine,
     FinishPieces,
-    FinishSections,
     MergeAccumulators,
     MergeGroup,
-    MergeSectionGroup,
     PartsOfBlocks,
     PartsOfSource,
 )
@@ -222,24 +220,16 @@ class Graph:
         fan = self.tasks.fan_out(step)
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
         label, task = step.name, self.tasks.task(step)
-        finish: FinishPieces | FinishSections
-        merge_group: MergeGroup | MergeSectionGroup
-        if fan.in_files:
-            finish = FinishSections(task, self.options.reduction)
-            merge_group = MergeSectionGroup(task, self.options.reduction)
-            merge: beam.PTransform = beam.GroupByKey()
-        else:
-            finish = FinishPieces(task)
-            merging = MergeAccumulators(step.name, self.store.reports, self.store)
-            merge_group, merge = MergeGroup(merging), beam.CombinePerKey(merging)
+        finish = FinishPieces(task)
+        merging = MergeAccumulators(step.name, self.store.reports, self.store)
         if fan.groups > 1:
             partials = (
                 partials
                 | f"{label}/Groups" >> beam.ParDo(AssignGroups(fan.groups))
                 | f"{label}/GroupsTogether" >> beam.GroupByKey()
-                | f"{label}/MergeGroups" >> beam.ParDo(merge_group)
+                | f"{label}/MergeGroups" >> beam.ParDo(MergeGroup(merging))
             )
-        merged = partials | f"{label}/Merge" >> merge
+        merged = partials | f"{label}/Merge" >> beam.CombinePerKey(merging)
         parts = merged | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
         results = [r.result for buffer in step.buffers for r in buffer.reductions]
         if not finish.whole:

@@ -19,17 +19,15 @@ from beamjax.bodies.python_bodies import with_settings
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
-from beamjax.pipelines.worker.merge import partials_of_tree, scratch_of, send, terms_of_bundle
+from beamjax.pipelines.worker.merge import partials_of_tree, send
 from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
-from beamjax.plan.merging import is_in_files
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Server
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.large_reductions import LargeBuffers
 from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulator, read_shard
 from beamjax.telemetry.meters import Meter, recorder_for
 from beamjax.telemetry.progress import Tally
@@ -96,8 +94,6 @@ class MapShards(ComputeFn):
         self.mode = mode
         self.drop_limit = drop_limit
         self.whole = whole
-        # Decided where the graph is built, as is the DoFn that merges the partials.
-        self.in_files = is_in_files(task.step, mode)
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
         self.shards = task.plan.shards(task.step.placement)
@@ -118,7 +114,6 @@ class MapShards(ComputeFn):
         self.execute: tuple[ShardExecutor, ...] = ()
         self.cut: dict[str, np.ndarray] = {}
         self.accumulators: dict[ValueRange, Any] | None = None
-        self.large: LargeBuffers | None = None
         self.trees: list[DyadicTree[list[np.ndarray]]] = []
         self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
@@ -165,16 +160,11 @@ class MapShards(ComputeFn):
             with self.moving.measured():
                 partial = key_of(piece), send(self.task.store, accumulator)
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
-        if self.large is not None:
-            with self.moving.measured():
-                sent = list(terms_of_bundle(self.large, self.task.store, self.provenance))
-            for partial in sent:
-                yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(self.trees):
             with self.moving.measured():
                 environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.large, self.trees, self.turns = None, None, [], []
+        self.accumulators, self.trees, self.turns = None, [], []
         self.metrics.add(self.spent + self.moving.take())
         if self.recorder is not None:
             self.recorder.flush()
@@ -257,12 +247,6 @@ class MapShards(ComputeFn):
 
     def _add(self, shard: Shard, found: Computed) -> None:
         buffers = self.task.step.buffers
-        if self.in_files:
-            if self.large is None:
-                self.large = LargeBuffers(self.task.step, self.mode, scratch_of(self.task.store))
-            with self.task.at_work("merging", shard):
-                self.large.add(shard.index, found.partials[: len(buffers)], found.left_out)
-            self.accumulators = {}
         if self.accumulators is None:
             self.accumulators = {
                 piece: new_accumulator(buffers[piece.buffer], piece.stop - piece.start, self.mode)

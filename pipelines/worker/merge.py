@@ -25,22 +25,12 @@ from beamjax.pipelines.values.refs import Ref, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
-from beamjax.runtime.large_reductions import (
-    LargeBuffers,
-    Terms,
-    decoded_terms,
-    encoded_terms,
-    finished_sections,
-    merge_terms,
-    merged_pieces,
-)
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
 from beamjax.storage import aligned, files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-from beamjax.storage.scratch import Scratch
 from beamjax.telemetry.meters import Reports
 
 
@@ -442,127 +432,3 @@ def _taken(store: Store, name: str) -> Accumulator:
             "before; each is merged once, in the process that computed it."
         )
     return found
-
-
-MAX_OPEN = 64
-"""Largest number of partials of a section that are merged at once. Each is an open file."""
-
-
-def scratch_of(store: Store) -> Scratch:
-    """Temporary files for the partials of a bundle: in the store if it is a local folder."""
-    return Scratch(None if files.is_url(store.root) else store.root)
-
-
-def terms_of_bundle(
-    large: LargeBuffers, store: Store, provenance: Provenance = UNKNOWN
-) -> Iterator[tuple[str, bytes]]:
-    """The elements that a bundle emits for buffers that are too large for memory."""
-    for section, terms in large.terms():
-        terms.provenance = provenance
-        yield key_of(section), _sent(terms.moved(lambda array: _save(store, array)))
-
-
-class MergeSections(StepFn):
-    """The base of DoFns that merge the terms of a section.
-
-    Args:
-      task: the task of the pass.
-      mode: the mode of the accumulators, "exact" or "fast".
-    """
-
-    def __init__(self, task: Task[Map], mode: Any):
-        self.task = task
-        self.mode = mode
-        self.times = StepTimes(task.step.name, "merge", task.store.reports)
-
-    def load(self, ref: Ref) -> np.ndarray:
-        """Loads a partial, or an encoded accumulator."""
-        return self.task.store.array(ref, cache=False)
-
-    def terms(self, section: ValueRange, elements: Iterable[bytes]) -> Terms[Any]:
-        """All terms of a section. If they are too many to be open at once, they are merged."""
-        buffer, terms = self.task.step.buffers[section.buffer], Terms[Any]()
-        for data in elements:
-            terms += _received(data)
-            if len(terms.rows) >= MAX_OPEN:
-                terms = merge_terms(section, buffer, self.mode, terms, self._array, _in_memory)
-        return terms
-
-    def _array(self, where: Ref | np.ndarray) -> np.ndarray:
-        return self.load(where) if isinstance(where, Ref) else where
-
-    def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
-
-
-class MergeSectionGroup(MergeSections):
-    """From the terms of a group to merged terms, for the last merge of the section."""
-
-    yields = typehints.KV[str, bytes]
-
-    def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
-        key = element[0].rpartition("|")[0]
-        section = ValueRange.from_key(key)
-        buffer, store = self.task.step.buffers[section.buffer], self.task.store
-        with self.times.measured(), self.task.at_work("merging"):
-            terms = self.terms(section, element[1])
-            merged = merge_terms(
-                section, buffer, self.mode, terms, self._array, lambda array: _save(store, array)
-            )
-        yield key, _sent(merged)
-
-
-class FinishSections(MergeSections):
-    """From the terms of a section to parts of the results, named `name|offset`."""
-
-    yields = Environment
-    whole = False
-
-    def process(
-        self, element: tuple[str, Iterable[bytes]], *served: Environment
-    ) -> Iterator[Environment]:
-        section, step = ValueRange.from_key(element[0]), self.task.step
-        plan, buffer = plan_with_size(self.task, served), step.buffers[section.buffer]
-        parts = {}
-        for r in buffer.reductions:
-            start, stop = max(section.start, r.offset), min(section.stop, r.offset + r.size)
-            if start < stop or not r.size:
-                dtype = np.dtype(plan.values[r.result].dtype)
-                size = max(stop - start, 0)
-                parts[r.result] = start - r.offset, aligned.empty((size,), dtype)
-
-        def room(name: str, lo: int, hi: int) -> np.ndarray:
-            start, part = parts[name]
-            return part[lo - start : hi - start]
-
-        with self.times.measured(), self.task.at_work("merging"):
-            terms = self.terms(section, element[1])
-            provenance = terms.provenance
-            pieces = merged_pieces(section, buffer, self.mode, terms, self._array)
-            finished_sections(plan, step, section, pieces, room)
-        put = self.task.store.put
-        yield Environment(
-            {
-                f"{n}|{start}": put([part], n, inline=False, hashed=False)
-                for n, (start, part) in parts.items()
-            },
-            provenance,
-        )
-
-
-def _save(store: Store, array: np.ndarray) -> Ref:
-    return store.put([array], "partial", inline=False, hashed=False)
-
-
-def _in_memory(array: np.ndarray) -> np.ndarray:
-    """Saves nothing: the merged terms stay arrays."""
-    return array
-
-
-def _sent(terms: Terms[Ref]) -> bytes:
-    return encode_arrays([], {"terms": encoded_terms(terms, Ref.to_json)})
-
-
-def _received(data: bytes) -> Terms[Ref]:
-    return decoded_terms(decode_arrays(data)[1]["terms"], Ref.from_json)

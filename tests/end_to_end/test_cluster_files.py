@@ -13,7 +13,6 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.numerics import by_key
 from beamjax.plan import buffer_ranges
-from beamjax.plan import merging as fan_out
 from beamjax.sources.arrays import part_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -77,7 +76,7 @@ def test_samples_of_clients_of_unequal_size(runner, tmp_path):
     assert_same_bits(on(runner, total, cohort), here(total, cohort))
 
 
-def test_reductions_too_large_for_memory(runner, monkeypatch):
+def test_reductions_in_many_ranges(runner, monkeypatch):
     @bj.program(clients=N)
     def reduced(w, x):
         y = bj.map_fn(jnp.outer, (x, bj.broadcast(w)))
@@ -85,8 +84,6 @@ def test_reductions_too_large_for_memory(runner, monkeypatch):
 
     w = RNG.normal(size=500).astype(np.float32)
     expected = here(reduced, w, X)
-    monkeypatch.setattr(fan_out, "HELD_BYTES", 0)
-    monkeypatch.setattr(buffer_ranges, "SECTION_BYTES", 1000)
     monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 100)
     assert_same_bits(on(runner, reduced, w, X), expected)
 

@@ -286,6 +286,26 @@ def refusal(fn, *args, runner="local", **options):
     return str(error.value)
 
 
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_reduction_larger_than_memory_is_refused_before_it_starts(runner, monkeypatch):
+    monkeypatch.setattr("beamjax.diagnostics.memory.machine_bytes", lambda: 2**30)
+    outer = bj.program(clients=None)(
+        lambda x: bj.reduce_sum(bj.map_fn(lambda v: jnp.outer(v, v), x))
+    )
+    message = refusal(outer, Unread(10, width=20_000), runner=runner)
+    for part in (
+        "step 'map_clients_0' (",
+        "test_memory.py",
+        "3.0 GiB of memory",
+        "1.0 GiB in this machine",
+    ):
+        assert part in message
+    assert "reduce fewer numbers at a time" in message
+    message = refusal(outer, Unread(10, width=20_000), runner=runner, memory="2GiB")
+    assert "accumulators" in message
+    assert "memory=2.0 GiB" in message
+
+
 @pytest.mark.parametrize("runner", ["local", "DirectRunner", "FlinkRunner"])
 def test_a_plan_that_does_not_fit_is_refused_before_it_starts(runner):
     text = refusal(two_passes, np.zeros((16, 4), np.float32), Unread(100), runner=runner, memory=10)

@@ -83,11 +83,8 @@ FILES = {
     "pipelines.values.store.INLINE_BYTES": 0,
     "pipelines.graph.results.FILE_BYTES": 64,
 }
-IN_FILES = {
-    "plan.merging.HELD_BYTES": 0, "plan.buffer_ranges.SECTION_BYTES": 1000,
-    "plan.buffer_ranges.RANGE_VALUES": 64, "runtime.large_reductions.MAX_ROWS": 2,
-}  # fmt: skip
-GROUPS = {"plan.merging.HELD_BYTES": 0, "plan.merging.MERGE_RATE": 1.0}
+PIECES = {"plan.buffer_ranges.RANGE_VALUES": 2}
+GROUPS = {"plan.merging.MERGE_RATE": 1.0}
 LARGE = {"interpreters.lowering.shard_size.LARGE_MEMBER_BYTES": 0}
 APART = {"interpreters.lowering.lower.MASKED_SECONDS": 1.0}
 AT_ONCE = {f"runtime.shard_times.{name}": 0.0 for name in ("LONG", "WORTH_STARTING", "SURELY_LONG")}
@@ -98,16 +95,13 @@ WAYS = {
     "threads": Way(options=THREADS),
     "processes": Way(options=PROCESSES),
     "bundles again": Way(options={"direct_runner_bundle_repeat": 1}),
-    "pieces": Way(replaced={"plan.buffer_ranges.RANGE_VALUES": 2}),
+    "pieces": Way(replaced=PIECES),
+    "pieces, locally": Way(replaced=PIECES, runner="local"),
+    "pieces, processes": Way(replaced=PIECES, options=PROCESSES),
+    "pieces, fast": Way(FAST, replaced=PIECES),
     "files": Way(replaced=FILES),
-    "reductions in files": Way(replaced=IN_FILES),
-    "reductions in files, locally": Way(replaced=IN_FILES, runner="local"),
-    "reductions in files, threads": Way(replaced=IN_FILES, options=THREADS),
-    "reductions in files, processes": Way(replaced=IN_FILES, options=PROCESSES),
     "groups": Way(replaced=GROUPS, options={**THREADS, "direct_num_workers": 4}),
     "fast": Way(FAST),
-    "fast in files": Way(FAST, replaced=IN_FILES),
-    "fast in files, locally": Way(FAST, replaced=IN_FILES, runner="local"),
     "loop": Way(LOOP),
     "batches": Way({"member_loop": "batches"}),
     "batches of 16": Way({"member_loop": "batches", "shard_size": 32}),
@@ -129,12 +123,9 @@ WAYS = {
     "four devices, fast": Way(FAST, options={"local_devices": 4}),
     "local threads": Way(options={"local_threads": 2}, replaced=AT_ONCE, runner="local"),
     "more local threads": Way(options={"local_threads": 5}, replaced=AT_ONCE, runner="local"),
-    "local threads, reductions in files": Way(
-        options={"local_threads": 3}, replaced={**AT_ONCE, **IN_FILES}, runner="local"
-    ),
     "local threads, fast": Way(FAST, {"local_threads": 5}, replaced=AT_ONCE, runner="local"),
 }
-LONG = ("reductions in files, processes",)
+LONG = ("pieces, processes",)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from beamjax.pipelines.values.elements import (
     MemberBlock,
     MemberBlockCoder,
 )
-from beamjax.runtime.large_reductions import Terms, decoded_terms, encoded_terms
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -165,9 +164,6 @@ def test_provenance_travels_with_partials_and_values():
         assert decode_accumulator(one.encode()).provenance == A | B
     found.merge(other)
     assert found.provenance == A | B
-    terms = Terms(provenance=A)
-    terms += Terms(provenance=B)
-    assert decoded_terms(encoded_terms(terms, str), str).provenance == A | B
     block = MemberBlock(0, 2, 8, {"x": np.arange(2)}, provenance=A | C)
     assert MemberBlockCoder().decode(MemberBlockCoder().encode(block)).provenance == A | C
     environment = Environment({}, B)

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import json
 import os
 from pathlib import Path
@@ -29,7 +28,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.sources.source_base import open_spec
 from beamjax.sources.streams.spool import spool, spooled_here
 from beamjax.storage.arrays import decode_arrays
-from beamjax.storage.scratch import Scratch, allocate, file_array
+from beamjax.storage.scratch import allocate, file_array
 
 X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
 PLAN = Plan(
@@ -183,32 +182,6 @@ def opened(folder):
         with contextlib.suppress(OSError):
             links.append(os.readlink(link))
     return [link for link in links if link.startswith(str(folder))]
-
-
-def test_arrays_in_scratch(tmp_path):
-    arrays = [
-        np.arange(100, dtype=np.float32),
-        np.empty(0, np.int8),
-        np.arange(24).reshape(2, 3, 4)[:, ::2],
-        np.array([1.5, np.nan], ml_dtypes.bfloat16),
-        np.array(True),
-    ]
-    scratch = Scratch(str(tmp_path))
-    slots = [scratch.write(array) for array in arrays]
-    for slot, array in zip(slots, arrays, strict=True):
-        assert_same_bits(scratch.read(slot), array.ravel())
-    scratch.free(slots[0])
-    again = scratch.write(np.full(100, 3, np.float32))
-    assert again.offset == slots[0].offset
-    assert_same_bits(scratch.read(again), np.full(100, 3, np.float32))
-    assert_same_bits(scratch.read(slots[2]), arrays[2].ravel())
-    assert os.listdir(tmp_path) == []
-    assert len(opened(tmp_path)) == 1
-    del scratch
-    gc.collect()
-    assert opened(tmp_path) == []
-    with pytest.raises(SourceError, match=r"nowhere.*36 bytes.*work_folder"):
-        Scratch(str(tmp_path / "nowhere")).write(np.zeros(9, np.int32))
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSPC])
