@@ -202,12 +202,17 @@ class ByKey:
 
     def finished(self, parts: Iterable[Rows]) -> list[np.ndarray]:
         """The keys, ascending, and the leaves of the result."""
+        parts = list(parts)
+        if not parts:
+            pairs = zip(self.members, self.results, strict=True)
+            types = [self.key, *((shape, result) for (shape, _), result in pairs)]
+            return [np.zeros((0, *shape), dtype) for shape, dtype in types]
         rows = self.merged(parts, blocks=False)
-        pairs = zip(rows.states, self.members, self.results, strict=True)
+        members = zip(rows.states, self.members, self.results, strict=True)
         shape, dtype = self.key
         leaves = [
             self._finished(state, rows.counts, shape, member, result)
-            for state, (shape, member), result in pairs
+            for state, (shape, member), result in members
         ]
         return [keys_of(rows.keys, shape, dtype), *leaves]
 

@@ -43,11 +43,13 @@ class MaterializedOutputs:
       folders: the folder of each value of the plan that is materialized, by name.
       stem: the prefix of the names of all files, different in each run.
       persistent: whether the files stay after the handles (`Placed`) are garbage collected.
+      base: the folder of these folders.
     """
 
     folders: Mapping[str, str] = field(default_factory=dict)
     stem: str = ""
     persistent: bool = True
+    base: str = ""
 
     def write(self, name: str, start: int, members: np.ndarray) -> None:
         """Writes members of a value, beginning with member `start`, to a file of their own.
@@ -179,9 +181,9 @@ def materialized_outputs(
         word = re.sub(r"[^A-Za-z0-9_]+", "-", path).strip("-") or "result"
         taken = word if f"{base}/{word}" not in folders.values() else f"{word}-{len(folders)}"
         folders[name] = f"{base}/{taken}"
-    if not folders:
+    if not folders and not numbers:
         return NOTHING
-    return MaterializedOutputs(folders, f"part-{uuid.uuid4().hex[:8]}", persistent)
+    return MaterializedOutputs(folders, f"part-{uuid.uuid4().hex[:8]}", persistent, base)
 
 
 def _write(folder: str, name: str, data: bytes) -> None:

@@ -137,7 +137,7 @@ def _remove(table: KeyedTable) -> None:
 
 def _reduce(source: Source, reduction: KeyedReduction, runner: Any, options: Options) -> None:
     """Reduces the members of each key into files, in this process or by a runner of Beam."""
-    if runner != "local":
+    if runner != "local" and len(source):
         from beamjax.pipelines.tables.by_key import reduce_by_key
 
         reduce_by_key(source, reduction, runner, options)
@@ -146,7 +146,8 @@ def _reduce(source: Source, reduction: KeyedReduction, runner: Any, options: Opt
     for start, stop in reduction.blocks():
         for part, rows in reduction.rows(source, start, stop):
             parts[part] = reduction.by_key.added(parts.get(part, []), [rows])
-    for part, waiting in parts.items():
+    # A table has at least one part.
+    for part, waiting in (parts or {0: []}).items():
         reduction.write(part, waiting)
 
 
@@ -156,7 +157,7 @@ def _is_placed(node: Any) -> bool:
 
 def _folder(results: MaterializedOutputs, path: str) -> str:
     """The folder of a table, next to the folders of its members."""
-    folder = os.path.dirname(next(iter(results.folders.values())))
+    folder = results.base
     if is_url(folder):
         raise OptionsError(
             f"result{path}: found the folder {folder} for results by key, expected a local path "

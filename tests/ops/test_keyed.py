@@ -149,6 +149,16 @@ def test_a_tree_on_any_runner(how, tmp_path):
     assert not list((tmp_path / "r").iterdir())
 
 
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_a_table_without_members(runner):
+    by_key = bj.program(c=None)(lambda x, k: bj.reduce_by_key({"x": x}, k))
+    none = np.zeros((0, 3), "float32"), np.zeros(0, "int32")
+    table = bj.run(by_key, *none, runner=runner)
+    assert isinstance(table, bj.KeyedTable)
+    assert len(table) == 0
+    assert_same_bits(table.arrays(), jax.jit(by_key)(*none).reduced())
+
+
 def test_files_go_with_the_handle(tmp_path):
     options = {"work_folder": str(tmp_path)}
     table = bj.run(program, *ARGS, runner="local", options=options)["by"]
