@@ -29,6 +29,7 @@ from beamjax.options import Options
 from beamjax.pipelines.clusters import flink_cluster
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
+from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
 from beamjax.pipelines.runners.options import ClusterOptions
@@ -265,9 +266,11 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
         if error := outcome.exception():
             raise PipelineError(str(error)) from error
     except BaseException:
-        # Workers must not continue after the run has failed. The thread is for runners that do not
-        # answer any more.
-        _leave(interrupts.in_thread(result.cancel), _SECONDS_TO_CANCEL)
+        # Workers must not continue after the run has failed. The threads are for runners that do
+        # not answer any more.
+        cancel_jobs = functools.partial(flink.cancel, pipeline.options)
+        for ending in [interrupts.in_thread(cancel) for cancel in (result.cancel, cancel_jobs)]:
+            _leave(ending, _SECONDS_TO_CANCEL)
         _leave(outcome, 0.0)
         raise
 
@@ -300,6 +303,7 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
 
     if options.pipeline_timeout is not None:
         yield late
+    yield from flink.looks(flags)
     if options.flink_cluster:
         yield lost_cluster
 

@@ -142,7 +142,9 @@ def connected_to_java(
     if embedded:
         options = with_defaults(options, environment_type="LOOPBACK")
     classpath = jars.classpath(name.lower())
-    loopback = jars.own_classes(classpath, "ServerFactory")
+    # A cluster has Beam's jars, so they are not sent with each pipeline.
+    others = ["ClasspathScanningResourcesDetector"] if name == "Flink" and not embedded else []
+    loopback = jars.own_classes(classpath, "ServerFactory", *others)
 
     def command(ports: list[int], folder: Path) -> list[str]:
         called = jars.job_server(driver, ports, folder, *arguments)

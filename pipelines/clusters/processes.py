@@ -125,6 +125,19 @@ def can_listen(host: str, port: int = 0) -> bool:
         return True
 
 
+def is_here(host: str) -> bool:
+    """Whether a host is this machine; True for a name that is not known."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True  # What connects to it says so.
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
 def listens(host: str, port: int) -> bool:
     """Whether a server accepts connections at an address."""
     with socket.socket() as probe:

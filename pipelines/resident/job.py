@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import secrets
+import socket
 import statistics
 import threading
 import time
@@ -145,6 +146,7 @@ class ResidentJob:
         Raises:
           WorkerError: it was started `MAX_STARTS` times.
         """
+        assert self._pool is not None
         attempt = self._attempt
         if died and self._is_abandoned(attempt):
             attempt.failure = attempt.abort = WorkerError("all its workers died")
@@ -152,6 +154,11 @@ class ResidentJob:
             if not died:
                 attempt.had_workers, attempt.alone_since = True, None
             return
+        if attempt.failure is None and not self._pool.has_had_workers:
+            raise WorkerError(
+                f"work_folder: the workers do not see {self.folder}; expected a folder that this "
+                f"process on {socket.gethostname()} and the pools on all hosts can write and read"
+            )
         if self._starts >= MAX_STARTS:
             raise WorkerError(
                 f"{type(self._runner).__name__}: the job of the resident workers ended "
@@ -335,6 +342,11 @@ class Pool:
     """Workers that are dead, or whose heartbeats do not arrive."""
     _died: bool = False
     """Whether a worker has died since the last one joined."""
+
+    @property
+    def has_had_workers(self) -> bool:
+        """Whether any worker has ever joined."""
+        return bool(self._peers or self._dead)
 
     def run(
         self,

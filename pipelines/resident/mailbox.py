@@ -505,5 +505,5 @@ def join(folder: str, secret: bytes) -> WorkerEnd | None:
         return None if mailbox.stopped.is_set() else mailbox.join()
     try:
         return None if _read(folder, "stop") is not None else FileWorker(folder, secret)
-    except FileNotFoundError:  # The folder of the job is gone.
+    except FileNotFoundError:  # The folder of the job is gone, or not there on this host.
         return None

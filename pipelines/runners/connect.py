@@ -30,6 +30,7 @@ from beamjax._beam_compat import (
 )
 from beamjax.errors import OptionsError
 from beamjax.options import Options
+from beamjax.pipelines.clusters import processes
 from beamjax.pipelines.clusters.job_servers import loops_back
 from beamjax.pipelines.runners import dataflow, direct, flink, prism, spark
 from beamjax.pipelines.runners.options import QuickOptions
@@ -119,6 +120,7 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     """
     _check_ipython()
     runner = make_runner(runner)
+    _check_folder(runner, options)
     flags = beam_options(options, runner)
     _check_stores(flags)
     if dataflow.is_dataflow(runner):
@@ -179,11 +181,7 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
     Raises:
       OptionsError: a flag names another runner, or the job server is not available.
     """
-    if isinstance(options.beam, PipelineOptions):
-        found = options.beam
-    else:
-        # A list even if it is empty: with None, Beam would read the flags of this process.
-        found = QuickOptions(list(options.beam))
+    found = _flags_of(options)
     named = found.view_as(StandardOptions).runner
     if named is not None and not isinstance(runner, type(make_runner(named))):
         raise OptionsError(
@@ -196,6 +194,14 @@ def beam_options(options: Options, runner: Any) -> PipelineOptions:
     return found
 
 
+def _flags_of(options: Options) -> PipelineOptions:
+    """Beam's options as they are given."""
+    if isinstance(options.beam, PipelineOptions):
+        return options.beam
+    # A list even if it is empty: with None, Beam would read the flags of this process.
+    return QuickOptions(list(options.beam))
+
+
 def _check_stores(flags: PipelineOptions) -> None:
     """Raises OptionsError for addresses and keys that workers would not get."""
     given = flags.view_as(S3Options).get_all_options(drop_default=True)
@@ -205,6 +211,23 @@ def _check_stores(flags: PipelineOptions) -> None:
                 f"{name}: found in the options of a run, but keys do not travel with a pipeline; "
                 f"set {variable} in the environment of this process, and of each pool of workers "
                 "before it starts, on every host"
+            )
+
+
+def _check_folder(runner: Any, options: Options) -> None:
+    """Raises OptionsError for workers on other hosts without a folder that they reach."""
+    if options.work_folder or options.checkpoint or options.job_folder:
+        return
+    flags = _flags_of(options)
+    if not isinstance(runner, PortableRunner) or loops_back(flags):
+        return
+    given = flags.get_all_options(drop_default=True)
+    for name in ("job_endpoint", "flink_master"):
+        host = str(given.get(name, "")).rpartition("://")[2].rpartition(":")[0]
+        if host and not processes.is_here(host):
+            raise OptionsError(
+                f"work_folder: found none, but {name}={given[name]!r} is another host; expected a "
+                "path or URL that this process and all workers can write and read"
             )
 
 

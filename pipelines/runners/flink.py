@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import (
     FlinkRunnerOptions,
+    GoogleCloudOptions,
     PipelineOptions,
+    PortableOptions,
 )
 
-from beamjax.errors import OptionsError
+from beamjax.errors import OptionsError, WorkerError
 from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers
+from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.runners.options import ClusterOptions
 
+VERSION = "1.16"
+"""The version of Flink in `java/flink.xml`, for which beamjax starts job servers."""
+POOL = "localhost:50001"
+"""Where task managers look for pools by default: the port of `worker_pool`, on their own hosts."""
 _EMBEDDED = ("[local]", "[auto]")
+_SECONDS_TO_GO = 10.0
+"""Seconds in which a cancelled job has to be gone."""
 _LOG = logging.getLogger("beamjax")
 
 
@@ -24,18 +35,20 @@ def connected(options: PipelineOptions) -> PipelineOptions:
 
     It is the first of these:
 
-    1. the job server that Beam's own options name;
+    1. the job server that Beam's own options name, or the version of Beam's that they ask for;
     2. that of the cluster in the folder `flink_cluster`, where `beamjax flink up` runs;
     3. one that is started for the option `flink_master`;
     4. that of the cluster in the default folder, if it runs;
     5. one that is started with a Flink inside of it.
 
     Raises:
-      OptionsError: the cluster does not run, or the job server can't be started.
+      OptionsError: the cluster does not run or does not fit, or the job server can't be started.
     """
     flink = options.view_as(FlinkRunnerOptions)
     given = options.get_all_options(drop_default=True)
-    if job_servers.names_one(options, "flink"):
+    if job_servers.names_one(options, "flink") or _asks_for_version(options):
+        if (rest := rest_of(options)) is not None:
+            options = _checked(rest, options, None, owns_strategy=False)
         return options
     named = options.view_as(ClusterOptions).flink_cluster
     if named is not None or "flink_master" not in given:
@@ -52,9 +65,108 @@ def connected(options: PipelineOptions) -> PipelineOptions:
                 f"flink_cluster: found nothing in {folder}, expected a running cluster; start one "
                 f"with `beamjax flink up --folder {named}`"
             )
-    embedded = flink.flink_master in _EMBEDDED
-    arguments = [f"--flink-master={'[local]' if embedded else flink.flink_master}"]
-    if embedded:
-        arguments.append(f"--flink-conf-dir={jars.SOURCES / 'flink-local'}")
     driver = "flink.FlinkJobServerDriver"
-    return job_servers.connected_to_java(options, "Flink", driver, arguments, embedded)
+    if (rest := rest_of(options)) is not None:
+        options = _checked(rest, options, VERSION, owns_strategy=True)
+        arguments = [
+            f"--flink-master={rest.address.removeprefix('http://')}",
+            f"--flink-conf-dir={jars.SOURCES / 'flink-remote'}",
+        ]
+        return job_servers.connected_to_java(options, "Flink", driver, arguments, False)
+    if flink.flink_master not in _EMBEDDED:
+        raise OptionsError(
+            f"flink_master: found {flink.flink_master!r}, expected host:port, or [local]"
+        )
+    arguments = ["--flink-master=[local]", f"--flink-conf-dir={jars.SOURCES / 'flink-local'}"]
+    return job_servers.connected_to_java(options, "Flink", driver, arguments, True)
+
+
+def rest_of(options: PipelineOptions) -> FlinkRest | None:
+    """The REST API of the cluster of a pipeline; None if the options don't name it."""
+    folder = options.view_as(ClusterOptions).flink_cluster
+    if folder:
+        cluster = flink_cluster.read(folder)
+        return None if cluster is None else FlinkRest(f"http://localhost:{cluster.rest_port}")
+    master = str(options.view_as(FlinkRunnerOptions).flink_master)
+    if master in _EMBEDDED or ":" not in master:
+        return None
+    return FlinkRest(master.rstrip("/") if "://" in master else f"http://{master}")
+
+
+def cancel(options: PipelineOptions) -> None:
+    """Ends the jobs of a pipeline on its cluster, and warns of those that go on.
+
+    The cancellation of Beam's job servers may leave them running, with all their slots.
+    """
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    if rest is None or not name:
+        return
+    try:
+        left = rest.cancel(name, _SECONDS_TO_GO)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("beamjax: can't cancel the job %s at %s: %s", name, rest.address, error)
+        return
+    for job in left:
+        _LOG.warning(
+            "beamjax: the job %s at %s still runs; cancel it in Flink's dashboard",
+            job, rest.address,
+        )  # fmt: skip
+
+
+class Progress:
+    """Looks for the reason why the job of a pipeline does not get on, see `launch.Look`.
+
+    Args:
+      options: the options of the pipeline.
+    """
+
+    SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
+
+    def __init__(self, options: PipelineOptions):
+        self._rest = rest_of(options)
+        self._name = options.view_as(GoogleCloudOptions).job_name
+        self._pool = options.view_as(PortableOptions).environment_config or ""
+        self._next = time.monotonic() + self.SECONDS_BEFORE
+        self._before: str | None = None
+
+    def __call__(self) -> WorkerError | None:
+        """The error of a pool out of reach, or of missing slots, seen twice in a row."""
+        now = time.monotonic()
+        if self._rest is None or not self._name or now < self._next:
+            return None
+        self._next = now + self.SECONDS_BETWEEN
+        try:
+            reason = reason_of(self._rest.failures(self._name), self._pool)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # The job manager is restarted, or the job has just ended.
+        seen, self._before = self._before, reason
+        return WorkerError(reason) if reason is not None and reason == seen else None
+
+
+def looks(options: PipelineOptions) -> Iterator[Progress]:
+    """The looks at a running pipeline on a cluster with a REST API."""
+    if rest_of(options) is not None:
+        yield Progress(options)
+
+
+def _checked(
+    rest: FlinkRest, options: PipelineOptions, version: str | None, owns_strategy: bool
+) -> PipelineOptions:
+    """Options with defaults for a cluster, which has been checked."""
+    given = options.get_all_options(drop_default=True)
+    parallelism = given.get("parallelism")
+    for doubt in check(rest, version, parallelism, owns_strategy):
+        _LOG.warning("beamjax: %s", doubt)
+    defaults = {
+        "job_name": guard.watched(rest.address, os.getpid()),
+        "execution_mode_for_batch": "BATCH_FORCED",
+        "parallelism": rest.ask("overview")["slots-total"],
+    }
+    if "environment_type" not in given:
+        defaults |= {"environment_type": "EXTERNAL", "environment_config": POOL}
+    return job_servers.with_defaults(options, **defaults)
+
+
+def _asks_for_version(options: PipelineOptions) -> bool:
+    """Whether the version of Beam's own job server is given, be it the default one."""
+    return any(str(flag).startswith("--flink_version") for flag in options._flags or ())

@@ -183,14 +183,22 @@ def own_errors(
         if not isinstance(error, PipelineError):
             error.add_note(f"{runner} raised this in the launching process, {where}")
             raise
+        text = str(error)[:_MAX_CHARACTERS].strip()
+        if _NO_ANSWER in text:
+            raise WorkerError(
+                f"{runner}: its job server does not answer any more, {where}; start it again, and "
+                f"run again: {text}"
+            ) from error
         unseen = (
             ", and no worker left a record of an error. A worker process may have died (out of "
             f"memory, a signal), or see another folder than {store.root}; the logs of the runner "
             "say more"
         )
-        text = str(error)[:_MAX_CHARACTERS].strip()
         raise WorkerError(f"{runner} failed {where}{'' if here else unseen}: {text}") from error
 
+
+_NO_ANSWER = "StatusCode.UNAVAILABLE"
+"""In the text of an error of gRPC: the connection is gone, and can't be made again."""
 
 _WHILE = re.compile(r"((?:(?!\\n).)*?) ?\[while running '(.+?)'\]")
 

@@ -12,6 +12,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
 from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
+from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.flink import connected
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,7 @@ def test_services_select_pods_and_have_the_ports_of_the_configuration():
 
 # --- where a FlinkRunner finds its job server
 
-HOST = ["--flink-master=host:8081"]
+HOST = ["--flink-master=host:8081", f"--flink-conf-dir={jars.SOURCES / 'flink-remote'}"]
 EMBEDDED = ["--flink-master=[local]", f"--flink-conf-dir={jars.SOURCES / 'flink-local'}"]
 FOUND = [
     # What the options say, whether the default cluster runs, and where jobs go.
@@ -184,6 +185,7 @@ def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(flink_cluster, "default_folder", lambda: tmp_path / "default")
     monkeypatch.setattr(flink_cluster, "read", lambda folder: CLUSTER if folder in there else None)
     monkeypatch.setattr(guard, "watched", lambda address, pid: "a-name")
+    monkeypatch.setattr(flink, "_checked", lambda rest, options, *args, **kwargs: options)
     monkeypatch.setattr(
         job_servers,
         "connected_to_java",

@@ -1,0 +1,174 @@
+"""Asks a Flink cluster by its REST API: what it is, what runs on it, and why a job fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from beamjax.errors import OptionsError
+
+ENDED = ("FINISHED", "FAILED", "CANCELED")
+_SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+@dataclass(frozen=True)
+class FlinkRest:
+    """The REST API of a cluster.
+
+    Attributes:
+      address: its URL, without a path.
+    """
+
+    address: str
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        """The answer to a request.
+
+        Raises:
+          OSError: the job manager does not answer.
+          ValueError: the answer is no JSON.
+        """
+        # Not by a proxy: a cluster is in the same network.
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(f"{self.address}/{path}", method=method)
+        try:
+            with direct.open(request, timeout=_SECONDS_TO_ANSWER) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise OSError(f"{path}: {error}") from None
+
+    def configuration(self) -> dict[str, str]:
+        """The configuration of the job manager."""
+        return {entry["key"]: entry["value"] for entry in self.ask("jobmanager/config")}
+
+    def running(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The jobs that have not ended: all, or those of a name."""
+        jobs = self.ask("jobs/overview")["jobs"]
+        return [job for job in jobs if job["state"] not in ENDED and name in (None, job["name"])]
+
+    def cancel(self, name: str, seconds: float) -> list[str]:
+        """Cancels all jobs of a name, and waits for their end.
+
+        Args:
+          name: the name of the jobs.
+          seconds: how long to wait.
+
+        Returns:
+          The ids of the jobs that have not ended.
+
+        Raises:
+          OSError: the job manager does not answer.
+        """
+        end = time.monotonic() + seconds
+        while left := self.running(name):
+            for job in left:
+                if job["state"] != "CANCELLING":
+                    self.ask(f"jobs/{job['jid']}?mode=cancel", "PATCH")
+            if time.monotonic() > end:
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        return [job["jid"] for job in left]
+
+    def failures(self, name: str) -> list[str]:
+        """The stack traces of the failures of the running jobs of a name, from the last one."""
+        found = []
+        for job in self.running(name):
+            history = self.ask(f"jobs/{job['jid']}/exceptions")
+            entries = history.get("exceptionHistory", {}).get("entries", [])
+            found += [str(entry["stacktrace"]) for entry in entries]
+        return found
+
+
+def check(
+    rest: FlinkRest, version: str | None, parallelism: int | None, owns_strategy: bool
+) -> list[str]:
+    """Checks that a cluster can run pipelines.
+
+    Args:
+      rest: its REST API.
+      version: the version that the job server needs, such as "1.16"; None if it is not known.
+      parallelism: the number of slots that a pipeline takes; None if it is not given.
+      owns_strategy: whether the job server sets a restart strategy of its own.
+
+    Returns:
+      What may be a mistake, as texts.
+
+    Raises:
+      OptionsError: pipelines can't run there.
+    """
+    where = f"flink_master: {rest.address}"
+    try:
+        found = rest.ask("config")["flink-version"]
+        overview, settings = rest.ask("overview"), rest.configuration()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise OptionsError(
+            f"{where} does not answer as Flink ({reason}); expected the host and port of the REST "
+            "API of a job manager (rest.address and rest.port in its configuration)"
+        ) from error
+    if version is not None and not found.startswith(f"{version}."):
+        raise OptionsError(
+            f"{where} is Flink {found}, but the job server that beamjax starts is for Flink "
+            f"{version}; add flink_version={found.rpartition('.')[0]!r}, with which Beam fetches "
+            "its own job server, or name one with job_endpoint"
+        )
+    order = settings.get("classloader.resolve-order", "child-first")
+    if version is not None and order != "parent-first":
+        raise OptionsError(
+            f"{where} has classloader.resolve-order {order}, expected parent-first: Beam's jars "
+            "are in Flink's lib, not sent with each pipeline"
+        )
+    slots, free = overview["slots-total"], overview["slots-available"]
+    wanted = parallelism or 1
+    if slots < wanted:
+        raise OptionsError(
+            f"{where} has {slots} slots on {overview['taskmanagers']} task managers, expected at "
+            f"least {wanted} (option parallelism)"
+        )
+    doubts = []
+    if free < wanted:
+        names = ", ".join(f"{job['name']} ({job['jid']})" for job in rest.running())
+        doubts.append(
+            f"{where} has {free} free slots of {slots}, and this run needs {wanted}: it waits for "
+            f"{names}"
+        )
+    strategy = settings.get("restart-strategy", settings.get("restart-strategy.type", "none"))
+    if not owns_strategy and strategy in ("none", "off", "disable"):
+        doubts.append(
+            f"{where} has no restart-strategy, so one worker that dies ends the pipeline; set "
+            "fixed-delay in the configuration of the job server or the job manager"
+        )
+    return doubts
+
+
+_REFUSED = re.compile(
+    r"(?:Connection refused|UnknownHostException)[^\n]*?([\w.-]+(?:/[\d.]+)?:\d+)"
+)
+_NO_SLOTS = "NoResourceAvailableException"
+
+
+def reason_of(failures: list[str], pool: str) -> str | None:
+    """Why a job does not get on, if its failures show it; None if they don't.
+
+    Args:
+      failures: stack traces, see `FlinkRest.failures`.
+      pool: the address of the pools of workers, as task managers see it.
+    """
+    for text in failures:
+        refused = _REFUSED.search(text)
+        if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
+            return (
+                f"a task manager can't reach its pool of workers at {pool} ({refused[0]}); start "
+                "one on its host with `python -m beamjax.pipelines.clusters.worker_pool`, with "
+                "the host and port of environment_config"
+            )
+        if _NO_SLOTS in text:
+            return "Flink has no slots for it: other jobs have them, or task managers are gone"
+    return None

@@ -1,0 +1,159 @@
+"""What beamjax asks of Flink's REST API, answered by a server of the test as Flink 1.16 does."""
+
+import http.server
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+
+from beamjax.errors import OptionsError
+from beamjax.options import parse_options
+from beamjax.pipelines.clusters import flink_rest
+from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
+from beamjax.pipelines.runners import flink
+from beamjax.pipelines.runners.connect import connect
+
+REFUSED = """io.grpc.StatusRuntimeException: UNAVAILABLE: io exception
+Caused by: io.netty.channel.AbstractChannel$AnnotatedConnectException: finishConnect(..) failed: \
+Connection refused: localhost/127.0.0.1:50001
+"""
+
+
+@pytest.fixture
+def cluster():
+    """A job manager, whose answers the test may change."""
+    found = SimpleNamespace(
+        answers={
+            "/config": {"flink-version": "1.16.0"},
+            "/overview": {"slots-total": 2, "slots-available": 2, "taskmanagers": 2},
+            "/jobmanager/config": [
+                {"key": "classloader.resolve-order", "value": "parent-first"},
+                {"key": "restart-strategy", "value": "fixed-delay"},
+            ],
+            "/jobs/overview": {"jobs": []},
+        },
+        cancelled=[],
+        ends=True,
+    )
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(found.answers.get(self.path))
+
+        def do_PATCH(self):
+            job = self.path.split("/")[2].partition("?")[0]
+            found.cancelled.append(job)
+            for one in found.answers["/jobs/overview"]["jobs"]:
+                if one["jid"] == job:
+                    one["state"] = "CANCELED" if found.ends else "CANCELLING"
+            self.answer({})
+
+        def answer(self, value):
+            data = json.dumps(value).encode()
+            self.send_response(404 if value is None else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found.master = f"127.0.0.1:{server.server_port}"
+        found.rest = FlinkRest(f"http://{found.master}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield found
+        server.shutdown()
+
+
+def job(number, name="mine", state="RUNNING"):
+    return {"jid": f"job-{number}", "name": name, "state": state}
+
+
+def test_a_cluster_that_fits(cluster):
+    assert check(cluster.rest, "1.16", 2, owns_strategy=False) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/config", {"flink-version": "1.20.3"}, r"is Flink 1\.20\.3, .* flink_version='1\.20'"),
+        ("/config", None, "does not answer as Flink .*404"),
+        ("/jobmanager/config", [], "has classloader.resolve-order child-first, expected parent-f"),
+        ("/overview", {"slots-total": 0, "slots-available": 0, "taskmanagers": 0},
+         "has 0 slots on 0 task managers, expected at least 2"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_does_not_fit(path, answer, message, cluster):
+    cluster.answers[path] = answer
+    with pytest.raises(OptionsError, match=message):
+        check(cluster.rest, "1.16", 2, owns_strategy=True)
+
+
+def test_no_cluster():
+    with pytest.raises(OptionsError, match=r"flink_master: http://127.0.0.1:1 does not answer as"):
+        check(FlinkRest("http://127.0.0.1:1"), None, None, owns_strategy=True)
+
+
+def test_what_may_be_a_mistake(cluster):
+    cluster.answers["/jobmanager/config"].pop()
+    cluster.answers["/overview"]["slots-available"] = 1
+    cluster.answers["/jobs/overview"]["jobs"] = [job(1, "other"), job(2, "gone", "FINISHED")]
+    slots, strategy = check(cluster.rest, None, 2, owns_strategy=False)
+    assert "has 1 free slots of 2, and this run needs 2: it waits for other (job-1)" in slots
+    assert "no restart-strategy" in strategy
+
+
+def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    jobs = [job(1), job(2, "other"), job(3), job(4, state="FAILED")]
+    cluster.answers["/jobs/overview"]["jobs"] = jobs
+    options = PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"])
+    flink.cancel(options)
+    assert cluster.cancelled == ["job-1", "job-3"]
+    assert not caplog.records
+    cluster.ends = False
+    monkeypatch.setattr(flink, "_SECONDS_TO_GO", 0.0)
+    jobs.append(job(5))
+    flink.cancel(options)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"beamjax: the job job-5 at http://{cluster.master} still runs; cancel it in Flink's "
+        "dashboard"
+    ]
+
+
+def test_why_a_job_does_not_get_on(cluster, monkeypatch):
+    assert reason_of([], "localhost:50001") is None
+    assert reason_of(["java.lang.RuntimeException: x"], "localhost:50001") is None
+    assert reason_of([REFUSED], "localhost:7") is None
+    assert "Flink has no slots" in reason_of(["x.NoResourceAvailableException: y"], "localhost:1")
+    found = reason_of([REFUSED], "localhost:50001")
+    assert found.startswith("a task manager can't reach its pool of workers at localhost:50001 (Co")
+    now = time.monotonic()
+    monkeypatch.setattr(flink.time, "monotonic", lambda: now)
+    flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
+    (look,) = flink.looks(PipelineOptions([*flags, "--environment_config=localhost:50001"]))
+    cluster.answers["/jobs/overview"]["jobs"] = [job(1)]
+    entries = [{"stacktrace": REFUSED}]
+    cluster.answers["/jobs/job-1/exceptions"] = {"exceptionHistory": {"entries": entries}}
+    seen = []
+    for _ in range(10):
+        now += 2
+        seen.append(look() is not None)
+    # After 8 s, and once more: a pool that was restarted meanwhile is none of the user's business.
+    assert seen == [False] * 5 + [True] + [False, True, False, True]
+
+
+def test_versions_of_job_servers_are_those_of_beam(cluster):
+    for flags in (["--flink_version=1.20"], ["--flink_version=2.2"], ["--flink_job_server_jar=x"]):
+        options = PipelineOptions(flags)
+        assert flink.connected(options) is options
+
+
+def test_a_job_server_on_another_host_needs_a_folder():
+    for flag in ("--job_endpoint=192.0.2.1:8099", "--flink_master=192.0.2.1:8081"):
+        with pytest.raises(OptionsError, match=r"work_folder: found none, but \w+='192.0.2.1:"):
+            connect("FlinkRunner", parse_options([flag]))
