@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 _SHOWN = 12
@@ -54,29 +53,27 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
-@dataclass(frozen=True)
-class MemberBytes:
-    """A number of bytes that depends on an unknown number n of members: `n * each + fixed`."""
-
-    each: int
-    fixed: int = 0
-
-    def __add__(self, other: Bytes) -> MemberBytes:
-        if isinstance(other, MemberBytes):
-            return MemberBytes(self.each + other.each, self.fixed + other.fixed)
-        return MemberBytes(self.each, self.fixed + other)
-
-    __radd__ = __add__
+Bytes: TypeAlias = int | dict[str, int]
+"""A number of bytes. If it depends on an unknown number of members, a dict with the bytes of `each`
+member, and other, `fixed` bytes."""
 
 
-Bytes: TypeAlias = int | MemberBytes
+def add_bytes(counts: Iterable[Bytes]) -> Bytes:
+    """The sum of numbers of bytes."""
+    each, fixed, known = 0, 0, True
+    for count in counts:
+        if isinstance(count, dict):
+            each, fixed, known = each + count["each"], fixed + count["fixed"], False
+        else:
+            fixed += count
+    return fixed if known else {"each": each, "fixed": fixed}
 
 
 def human_bytes(count: Bytes) -> str:
     """A number of bytes with its unit: `20 B`, `1.5 KiB`, `n x 3.0 MiB`."""
-    if isinstance(count, MemberBytes):
-        fixed = f" + {human_bytes(count.fixed)}" if count.fixed else ""
-        return f"n x {human_bytes(count.each)}{fixed}"
+    if isinstance(count, dict):
+        fixed = f" + {human_bytes(count['fixed'])}" if count["fixed"] else ""
+        return f"n x {human_bytes(count['each'])}{fixed}"
     if count < 1024:
         return f"{count} B"
     size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]

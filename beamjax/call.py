@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from beamjax._text import hint
-from beamjax.diagnostics.fact_types import PlanFacts
-from beamjax.diagnostics.facts import facts_of
+from beamjax.diagnostics.plan_json import Json, plan_json
 from beamjax.errors import StructureError
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import FlatCall
@@ -72,19 +71,17 @@ class Call:
         """The name of the runner."""
         return runner_name(self.backend)
 
-    def facts(self, notes: tuple[str, ...] | None = None, cached: bool = False) -> PlanFacts:
-        """What `explain` shows of the plan.
+    def plan_json(self, notes: tuple[str, ...] | None = None, cached: bool = False) -> Json:
+        """The plan as JSON values, which `explain` shows.
 
         Args:
           notes: sentences on how the arguments are read; by default those of the plan.
           cached: whether to count the shards that the cache has.
-
-        Returns:
-          The facts about the plan.
         """
         notes = self.planned.notes if notes is None else notes
         inputs = self.inputs if cached else None
-        return facts_of(self.planned, self.flat.arguments, self.options, notes, self.runner, inputs)
+        flat = self.flat.arguments
+        return plan_json(self.planned, flat, self.options, notes, self.runner, inputs)
 
 
 def runner_name(backend: Any) -> str:

@@ -1,14 +1,12 @@
-"""`explain`: the stages of a function and its plan, as text, a page, a flowchart or JSON.
-
-All of these show `beamjax.diagnostics.fact_types.PlanFacts`, the facts about a plan.
-"""
+"""`explain`: the stages of a function and its plan, as text, a page, a flowchart or JSON."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +14,6 @@ import jax
 from beamjax import execution
 from beamjax import reading as reading_of
 from beamjax.call import by_position, parsed_options
-from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
 from beamjax.interpreters import planning
@@ -27,10 +24,10 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options, rules
-from beamjax.storage.schema import to_plain
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
+    from beamjax.diagnostics.plan_json import Json
 
 STAGES = ("staged", "flat", "placed", "graph", "plan")
 
@@ -44,12 +41,11 @@ class Explanation:
     Attributes:
       stage: the name of the stage.
       text: the stage as text.
-      facts: all facts about the plan, as dataclasses; None for stages other than "plan".
     """
 
     stage: str
     text: str
-    facts: PlanFacts | None = None
+    _plan: Json | None = field(default=None, hash=False)
 
     def __repr__(self) -> str:
         return self.text
@@ -60,7 +56,7 @@ class Explanation:
         return fragment(self._page(None))
 
     def to_html(self, run: Job | Report | None = None) -> str:
-        """Returns a page with the graph of the steps and the facts about each step.
+        """Returns a page with the graph of the steps, and tables on each step.
 
         The page is a single HTML file that needs no network and contains its data as JSON. For
         stages other than "plan" it shows the text.
@@ -105,24 +101,18 @@ class Explanation:
     def _page(self, run: Job | Report | None) -> Page:
         from beamjax.diagnostics.pages import plan_page
 
-        if self.facts is None:
+        if self._plan is None:
             return plan_page.text_page(f"stage {self.stage}", self.text)
         report = run.report() if isinstance(run, Job) else run
-        sources = source_lines(self.facts)
-        if report is None:
-            return plan_page.plan_page(self.facts, sources)
-        return plan_page.plan_page(
-            self.facts, sources, report.progress.steps, report.progress.seconds
-        )
+        return plan_page.plan_page(self._plan, None if report is None else report.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the facts about the plan as JSON values: dicts, lists, strings and numbers.
+        """Returns the plan as JSON values: dicts, lists, strings and numbers.
 
         Raises:
           OptionsError: the stage is not "plan".
         """
-        facts: dict[str, Any] = to_plain(self._plan_facts("to_json"))
-        return facts
+        return copy.deepcopy(self._plan_of("to_json"))
 
     def to_mermaid(self) -> str:
         """Returns a Mermaid flowchart of the steps.
@@ -130,15 +120,15 @@ class Explanation:
         Raises:
           OptionsError: the stage is not "plan".
         """
-        return plan_mermaid(self._plan_facts("to_mermaid"))
+        return plan_mermaid(self._plan_of("to_mermaid"))
 
-    def _plan_facts(self, method: str) -> PlanFacts:
-        if self.facts is None:
+    def _plan_of(self, method: str) -> Json:
+        if self._plan is None:
             raise OptionsError(
                 f"{method}: found an explanation of stage {self.stage!r}, expected stage 'plan'; "
                 "use str() for the others"
             )
-        return self.facts
+        return self._plan
 
 
 @by_position
@@ -157,14 +147,14 @@ def explain(
       stage: "plan" for the steps, their bytes, and what is gathered and why; or an earlier stage:
         "staged" (the jaxpr), "flat" (calls inlined), "placed" (the placement of each value),
         "graph" (cut at the reductions).
-      runner: the runner for which memory is estimated, as for `run`. It is not
-        started. If this process uses an accelerator of the platform of the plan, bodies are
-        compiled to find out how much device memory they need.
+      runner: the runner for which memory is estimated, as for `run`. It is not started. If this
+        process uses an accelerator of the platform of the plan, bodies are compiled to find out how
+        much device memory they need.
       options: as for `run`.
 
     Returns:
       An `Explanation`. `to_html()` and `save(path)` make a page. For the stage "plan" it also has
-      `facts`, `to_mermaid()` and `to_json()`.
+      `to_mermaid()` and `to_json()`.
 
     Raises:
       OptionsError: there is no such stage, or an option is unknown or has an impossible value.
@@ -185,8 +175,8 @@ def explain(
         if reading.planned is None:
             call = reading_of.with_number(call, reading.number)
     planned = execution.plan(call, runner, parsed)
-    facts = planned.facts(notes, cached=True)
-    return Explanation(stage, plan_text(facts), facts)
+    found = planned.plan_json(notes, cached=True)
+    return Explanation(stage, plan_text(found), found)
 
 
 def _as_array(argument: Argument) -> Argument:

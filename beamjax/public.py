@@ -17,13 +17,11 @@ from beamjax.execution import launch as launch
 from beamjax.execution import pipeline as pipeline
 from beamjax.execution import run as run
 from beamjax.execution import transform as transform
-from beamjax.explanation import Explanation as Explanation
 from beamjax.explanation import explain as explain
 from beamjax.jobs.job import Job as Job
 from beamjax.jobs.job import JobState as JobState
 from beamjax.jobs.job import open_job as open_job
 from beamjax.jobs.report import Report as Report
-from beamjax.ops.keyed import Keyed as Keyed
 from beamjax.ops.operators import broadcast as broadcast
 from beamjax.ops.operators import map_fn as map_fn
 from beamjax.ops.operators import program as program
@@ -68,5 +66,4 @@ from beamjax.sources.tables.arrow_source import from_arrow as from_arrow
 from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
 from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
 from beamjax.tables.pcollections import from_beam as from_beam
-from beamjax.telemetry.progress import Progress as Progress
 from beamjax.verification import verify as verify

@@ -213,14 +213,14 @@ def _error_of(job: Job) -> BaseException | None:
 def _found_in(job: Job) -> _Found:
     """What the folder of a job says of it."""
     report, error = job.report(), _error_of(job)
-    placements = report.plan.placements if report.plan is not None else ()
-    keys = {cuts_key(placement.name) for placement in placements}
+    placements = report.plan["placements"] if report.plan is not None else ()
+    keys = {cuts_key(placement["name"]) for placement in placements}
     cuts = {key: report.fingerprint[key] for key in keys.intersection(report.fingerprint)}
     return _Found(
         getattr(error, "failure", None),
         rounds=report.progress.rounds if error else 0,
-        shard_sizes={placement.name: placement.shard_size for placement in placements},
-        sizes={placement.name: placement.members for placement in placements},
+        shard_sizes={place["name"]: place["shard_size"] for place in placements},
+        sizes={place["name"]: place["members"] for place in placements},
         cuts=cuts if report.fingerprint else None,
     )
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import jax
+from explained import facts_of
 from programs import PROGRAMS
 
 import beamjax as bj
@@ -186,7 +187,7 @@ def cell(program: str) -> str:
         return "passed"
     with case.settings():
         fn, args = case.build(bj)
-        gathered = bj.explain(fn, *args, options={"shard_size": 8}).facts.gathered_bytes
+        gathered = facts_of(bj.explain(fn, *args, options={"shard_size": 8})).gathered_bytes
     return f"gathered {human_bytes(gathered)}"
 
 

@@ -5,7 +5,7 @@ import re
 
 import html_checks
 
-from beamjax.diagnostics.fact_types import walk_facts
+from beamjax.diagnostics.plan_json import all_steps
 
 LABEL = r'"(?:[^"<>\[\](){}|`]|<br/>)*"'
 NODE = re.compile(rf" +(n\d+)(?:\[{LABEL}\]|\(\[{LABEL}\]\)|{{{{{LABEL}}}}}|{{{LABEL}}})")
@@ -37,6 +37,20 @@ def check_mermaid(text):
     assert depth == 0
 
 
+class Facts(dict):
+    """A JSON object, whose keys are attributes as well."""
+
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def facts_of(explanation):
+    """The plan that `--json` prints."""
+    return json.loads(json.dumps(explanation.to_json()), object_hook=Facts)
+
+
 def areas_of(area):
     """An area of the graph of a page, and all those in it."""
     yield area
@@ -47,8 +61,8 @@ def areas_of(area):
 
 def check_explanation(explanation):
     """Steps, edges and totals agree, and the text, flowchart and page hold each step once."""
-    facts, text = explanation.facts, str(explanation)
-    steps = list(walk_facts(facts.steps))
+    facts, text = facts_of(explanation), str(explanation)
+    steps = list(all_steps(facts.steps))
     names = [step.name for step in steps]
     assert len(set(names)) == len(names)
     assert facts.passes == sum(step.kind == "Map" for step in steps)

@@ -130,7 +130,7 @@ def explain(call: Call, runner: str, stage: str, mermaid: bool, html: str | None
     if html:
         save_page(found, html)
     data: dict[str, object] = {"stage": found.stage}
-    data |= {"text": found.text} if found.facts is None else {"plan": found.to_json()}
+    data |= {"plan": found.to_json()} if stage == "plan" else {"text": found.text}
     if mermaid:
         return Answer({**data, "mermaid": found.to_mermaid()}, found.to_mermaid())
     return Answer(data, f"written to {html}" if html else found.text)

@@ -1,1 +1,1 @@
-"""What a plan does, and what it takes: facts, text, graphs, memory and time."""
+"""A plan as JSON and text, its memory, and the pages of a plan and of a run."""

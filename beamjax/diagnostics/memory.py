@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from jax import export
 
 from beamjax._text import human_bytes
 from beamjax.bodies.export import default_platform, with_x64
-from beamjax.diagnostics.fact_types import DeviceFact, MemoryFact, Parts
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options
@@ -49,6 +48,49 @@ PIECE_BYTES = 1 << 25
 COPIES = 2
 """Shards on an accelerator: one that it computes, and one on its way there or back."""
 
+Parts = Mapping[str, int]
+"""Bytes by what takes them."""
+
+
+@dataclass(frozen=True)
+class DeviceEstimate:
+    """The estimated peak memory of an accelerator of a worker, in bytes.
+
+    Attributes:
+      platform: "cuda", "rocm" or "tpu".
+      kept: in use during all steps.
+      steps: of each step in addition.
+      nbytes: the total, with the largest step.
+      made_from: what the estimate for bodies comes from, in words.
+    """
+
+    platform: str
+    kept: Parts
+    steps: Mapping[str, Parts]
+    nbytes: int
+    made_from: str
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """An upper bound of the memory of the processes of a run, in bytes.
+
+    Attributes:
+      kept: of a worker, in use during all steps.
+      steps: of each step in addition.
+      worker_bytes: the total of a worker process, with the largest step.
+      launcher: of the launching process.
+      launcher_bytes: the total of `launcher`, or `worker_bytes` if it is `shared`.
+      shared: whether the launching process is the worker.
+    """
+
+    kept: Parts
+    steps: Mapping[str, Parts]
+    worker_bytes: int
+    launcher: Parts
+    launcher_bytes: int
+    shared: bool
+
 
 def parts(found: Iterable[tuple[str, float]]) -> dict[str, int]:
     """Returns the parts that take memory, in whole bytes."""
@@ -66,7 +108,7 @@ def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
 
 def estimate(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
-) -> MemoryFact:
+) -> MemoryEstimate:
     """Returns an upper bound of the peak memory of the processes that run a plan.
 
     Args:
@@ -90,7 +132,7 @@ class _Estimation:
         self.in_loops = steps_in_loops(plan)
         self.steps = list(walk(plan.steps))
 
-    def estimate(self) -> MemoryFact:
+    def estimate(self) -> MemoryEstimate:
         base = BASE_BYTES if self.workers.beam else BASE_BYTES_LOCAL
         first = ("Python, JAX and Beam" if self.workers.beam else "Python and JAX", base)
         launcher = parts([first, *self.launching()])
@@ -100,7 +142,7 @@ class _Estimation:
         steps = {step.name: found for step in simple if (found := parts(self.step(step)))}
         worker = peak(kept, steps)
         whole = worker if self.workers.shared else sum(launcher.values())
-        return MemoryFact(kept, steps, worker, launcher, whole, self.workers.shared)
+        return MemoryEstimate(kept, steps, worker, launcher, whole, self.workers.shared)
 
     def launching(self) -> Iterator[tuple[str, float]]:
         """Yields what takes memory of the launching process."""
@@ -251,7 +293,7 @@ def device_broadcasts(plan: Plan) -> int:
 # --- accelerators
 
 
-def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceFact]:
+def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceEstimate]:
     """Estimates the memory of each accelerator of a worker, by platforms of the plan.
 
     XLA reports what a body takes besides its arguments where this process compiles for the
@@ -269,7 +311,7 @@ def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceFac
     return [_device(plan, name, beam) for name in platforms if name != "cpu"]
 
 
-def _device(plan: Plan, platform: str, beam: bool) -> DeviceFact:
+def _device(plan: Plan, platform: str, beam: bool) -> DeviceEstimate:
     compiled = {key: compiled_bytes(body, platform, plan.x64) for key, body in plan.bodies.items()}
     working = {key: body.working for key, body in plan.bodies.items()}
     working |= {key: nbytes for key, nbytes in compiled.items() if nbytes is not None}
@@ -285,7 +327,7 @@ def _device(plan: Plan, platform: str, beam: bool) -> DeviceFact:
         )
     else:
         made_from = f"the memory that XLA reports for the bodies, compiled for {platform}"
-    return DeviceFact(platform, kept, steps, peak(kept, steps), made_from)
+    return DeviceEstimate(platform, kept, steps, peak(kept, steps), made_from)
 
 
 def _on_device(
@@ -390,7 +432,7 @@ def machine_bytes() -> int | None:
         return None
 
 
-def _refusal(plan: Plan, found: MemoryFact, limit: int, advice: Sequence[str]) -> StagingError:
+def _refusal(plan: Plan, found: MemoryEstimate, limit: int, advice: Sequence[str]) -> StagingError:
     """Makes the error for a plan that may take more than `limit` bytes in a worker process."""
     name = max(found.steps, key=lambda name: sum(found.steps[name].values()), default=None)
     largest = [*found.kept.items(), *(found.steps[name].items() if name else ())]

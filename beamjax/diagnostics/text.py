@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from beamjax._text import aligned, human_bytes
-from beamjax.diagnostics.fact_types import PlanFacts, StepFact, ValueFact, walk_facts
+from beamjax.diagnostics.plan_json import Json, all_steps
 from beamjax.interpreters.cutting import stages as cut
 from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS
 
@@ -51,74 +51,64 @@ def count(number: int | None, noun: str, ending: str = "s") -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"
 
 
-def rounds_text(step: StepFact) -> str:
+def rounds_text(step: Json) -> str:
     """Returns how many rounds a loop has, in words."""
-    if step.rounds is None:
+    if step["rounds"] is None:
         return "rounds while a condition holds"
-    return count(step.rounds, "round") + (", the last entry first" if step.reverse else "")
+    return count(step["rounds"], "round") + (", the last entry first" if step["reverse"] else "")
 
 
 # --- tables
 
 
-def tables(facts: PlanFacts) -> dict[str, Table]:
+def tables(plan: Json) -> dict[str, Table]:
     """Returns the tables of a plan by their titles, in order."""
-    found = {
-        "inputs": Table(
-            ("input", "names in the plan", "type", "bytes", "read"),
-            [
-                (i.path, " ".join(i.values), i.type, human_bytes(i.nbytes), i.read)
-                for i in facts.inputs
-            ],
-            (0, 1, 2),
-        ),
-        "outputs": Table(
-            ("output", "type", "bytes", "from"),
-            [
-                (o.path, o.type, human_bytes(o.nbytes), f"from {o.source}")
-                for o in facts.outputs
-            ],
-            (0, 1),
-        ),
-        "totals": Table((), list(_totals(facts))),
-        "choices": Table(
-            ("what", "chosen", "because", "option"),
-            [(c.what, c.chosen, c.why, c.option) for c in facts.choices],
-            (3,),
-        ),
-    }  # fmt: skip
-    return found | dict(_memory(facts))
+    inputs: list[Row] = [
+        (i["path"], " ".join(i["names"]), i["type"], human_bytes(i["nbytes"]), i["read"])
+        for i in plan["inputs"]
+    ]
+    outputs: list[Row] = [
+        (o["path"], o["type"], human_bytes(o["nbytes"]), f"from {o['source']}")
+        for o in plan["outputs"]
+    ]
+    choices: list[Row] = [tuple(choice.values()) for choice in plan["choices"]]
+    return {
+        "inputs": Table(("input", "names in the plan", "type", "bytes", "read"), inputs, (0, 1, 2)),
+        "outputs": Table(("output", "type", "bytes", "from"), outputs, (0, 1)),
+        "totals": Table((), list(_totals(plan))),
+        "choices": Table(("what", "chosen", "because", "option"), choices, (3,)),
+        **dict(_memory(plan["memory"])),
+    }
 
 
-def _totals(facts: PlanFacts) -> Iterator[Row]:
-    for step in walk_facts(facts.steps):
-        if step.kind == "Map":
-            yield f"read by {step.name}", f"{human_bytes(step.read_bytes)} of members"
-    yield "read by all passes", human_bytes(facts.read_bytes)
-    yield "broadcast", human_bytes(facts.broadcast_bytes)
-    yield "gathered", human_bytes(facts.gathered_bytes)
-    yield "reduced", f"{human_bytes(facts.partial_bytes)} a shard"
-    if any(step.kind == "Loop" for step in walk_facts(facts.steps)):
+def _totals(plan: Json) -> Iterator[Row]:
+    every = list(all_steps(plan["steps"]))
+    for step in every:
+        if step["kind"] == "Map":
+            yield f"read by {step['name']}", f"{human_bytes(step['read_bytes'])} of members"
+    yield "read by all passes", human_bytes(plan["read_bytes"])
+    yield "broadcast", human_bytes(plan["broadcast_bytes"])
+    yield "gathered", human_bytes(plan["gathered_bytes"])
+    yield "reduced", f"{human_bytes(plan['partial_bytes'])} a shard"
+    if any(step["kind"] == "Loop" for step in every):
         yield "rounds", "each round of a loop is counted once in these totals"
-    for platform, nbytes in facts.executable_bytes.items():
+    for platform, nbytes in plan["executable_bytes"].items():
         yield f"code for {platform}", human_bytes(nbytes)
 
 
-def _memory(facts: PlanFacts) -> Iterator[tuple[str, Table]]:
-    memory, head = facts.memory, ("", "bytes", "for")
-    if memory is None:
-        return
-    rows = _parts(memory.kept, memory.steps)
-    rows.append(("a worker process", human_bytes(memory.worker_bytes), _LARGEST))
-    what = "the same process" if memory.shared else _row("", memory.launcher)[2]
-    rows.append(("the launching process", human_bytes(memory.launcher_bytes), what))
-    yield f"memory at most, {memory.where}", Table(head, rows)
-    for device in memory.devices:
-        rows = _parts(device.kept, device.steps)
-        rows.append(("a device", human_bytes(device.nbytes), _LARGEST))
+def _memory(memory: Json) -> Iterator[tuple[str, Table]]:
+    head = ("", "bytes", "for")
+    rows = _parts(memory["kept"], memory["steps"])
+    rows.append(("a worker process", human_bytes(memory["worker_bytes"]), _LARGEST))
+    what = "the same process" if memory["shared"] else _row("", memory["launcher"])[2]
+    rows.append(("the launching process", human_bytes(memory["launcher_bytes"]), what))
+    yield f"memory at most, {memory['where']}", Table(head, rows)
+    for device in memory["devices"]:
+        rows = _parts(device["kept"], device["steps"])
+        rows.append(("a device", human_bytes(device["nbytes"]), _LARGEST))
         excluded = "the driver, its libraries and what JAX reserves are not included"
-        rows.append(("estimated from", "", f"{device.made_from}; {excluded}"))
-        yield f"memory of a device, {device.platform}, about", Table(head, rows)
+        rows.append(("estimated from", "", f"{device['made_from']}; {excluded}"))
+        yield f"memory of a device, {device['platform']}, about", Table(head, rows)
 
 
 def _parts(kept: Mapping[str, int], steps: Mapping[str, Mapping[str, int]]) -> list[Row]:
@@ -142,91 +132,103 @@ def parts_text(parts: Mapping[str, int]) -> str:
 # --- steps
 
 
-def step_values(step: StepFact) -> list[Row]:
+def step_values(step: Json) -> list[Row]:
     """Returns rows of the values of a step: how it uses the value, its name, type and bytes."""
-    served = "broadcast" if step.kind == "Map" else "reads"
-    groups = [(served, step.served), ("reads", step.placed), ("makes", step.results)]
+    served = "broadcast" if step["kind"] == "Map" else "reads"
+    groups = [(served, step["served"]), ("reads", step["placed"]), ("makes", step["results"])]
     rows: list[Row] = [
-        (label, v.name, v.type, _value_bytes(v)) for label, values in groups for v in values
+        (label, v["name"], v["type"], _value_bytes(v)) for label, values in groups for v in values
     ]
-    if step.kind == "Loop":
+    if step["kind"] == "Loop":
         rows = []
-        for h in step.handed:
-            names = " -> ".join(filter(None, (h.outside, h.inside.name, h.afterwards)))
-            rows.append((h.how, names, h.inside.type, _value_bytes(h.inside)))
-    for r in step.reductions:
-        how = f"{r.reducer} in buffer {r.buffer}, {human_bytes(r.nbytes)} a shard, {r.exactness}"
-        rows.append(("reduces", r.result.name, r.result.type, how))
+        for h in step["handed"]:
+            inside = h["inside"]
+            names = " -> ".join(filter(None, (h["outside"], inside["name"], h["afterwards"])))
+            rows.append((h["how"], names, inside["type"], _value_bytes(inside)))
+    for r in step["reductions"]:
+        nbytes, result = human_bytes(r["nbytes"]), r["result"]
+        how = f"{r['reducer']} in buffer {r['buffer']}, {nbytes} a shard, {r['exactness']}"
+        rows.append(("reduces", result["name"], result["type"], how))
     return rows
 
 
-def _value_bytes(value: ValueFact) -> str:
-    if value.member_bytes is None or value.shard_bytes is None:
-        return human_bytes(value.nbytes)
-    member, shard = human_bytes(value.member_bytes), human_bytes(value.shard_bytes)
-    return f"{member} a member, {human_bytes(value.nbytes)} in total, {shard} a shard"
+def _value_bytes(value: Json) -> str:
+    if value["member_bytes"] is None:
+        return human_bytes(value["nbytes"])
+    member, shard = human_bytes(value["member_bytes"]), human_bytes(value["shard_bytes"])
+    return f"{member} a member, {human_bytes(value['nbytes'])} in total, {shard} a shard"
 
 
-def step_notes(step: StepFact, facts: PlanFacts) -> Iterator[Row]:
+def step_notes(step: Json, plan: Json) -> Iterator[Row]:
     """Yields rows on a step besides its values: a label and a text."""
-    if step.merge is not None:
-        yield "merges", step.merge.text(human_bytes(step.merge.nbytes))
-    if step.functions:
-        yield "functions", ", ".join(step.functions)
-    if step.cost is not None:
-        each = "a member: " if step.kind == "Map" else ""
-        guess = f", if loops have {GUESSED_ROUNDS} rounds" if step.cost.guessed else ""
-        nbytes = human_bytes(round(step.cost.nbytes))
-        yield "computes", f"{each}{step.cost.flops:,.0f} operations, {nbytes} moved{guess}"
-    if step.reason:
-        yield "why", step.reason
-    for line in filter(None, step.lines):
+    if merge := step.get("merge"):
+        yield "merges", _merge_text(merge)
+    if functions := step.get("functions"):
+        yield "functions", ", ".join(functions)
+    if cost := step.get("cost"):
+        each = "a member: " if step["kind"] == "Map" else ""
+        guess = f", if loops have {GUESSED_ROUNDS} rounds" if cost["guessed"] else ""
+        nbytes = human_bytes(round(cost["moved_bytes"]))
+        yield "computes", f"{each}{cost['operations']:,.0f} operations, {nbytes} moved{guess}"
+    if step["reason"]:
+        yield "why", step["reason"]
+    for line in step["lines"]:
         yield "line", line
-    if step.python:
-        yield "code", f"Python, pickled with {facts.program}: {step.python}"
-    for platform, size in step.executables.items():
+    if python := step.get("python"):
+        yield "code", f"Python, pickled with {plan['program']}: {python}"
+    for platform, size in step.get("executables", {}).items():
         yield "code", f"{human_bytes(size)} for {platform}"
 
 
-def step_title(step: StepFact, facts: PlanFacts) -> str:
+def _merge_text(merge: Json) -> str:
+    pieces = count(merge["pieces"], "range")
+    groups = f", each first in {merge['groups']} groups" if merge["groups"] > 1 else ""
+    size = human_bytes(merge["nbytes"])
+    return f"{size} of accumulators, merged in {pieces}{groups}: {merge['why']}"
+
+
+def step_title(step: Json, plan: Json) -> str:
     """Returns the kind of a step in words, such as `Map, a pass over clients, 3 shards`."""
-    match step.kind:
+    match step["kind"]:
         case "Map":
-            (placement,) = (p for p in facts.placements if p.name == step.placement)
-            shards = f"shards of {placement.shard_size}"
-            if placement.shards is not None:
-                shards = count(placement.shards, "shard")
-            return f"Map, a pass over {placement.name}, {shards}"
+            (placement,) = (p for p in plan["placements"] if p["name"] == step["placement"])
+            shards = f"shards of {placement['shard_size']}"
+            if placement["shards"] is not None:
+                shards = count(placement["shards"], "shard")
+            return f"Map, a pass over {placement['name']}, {shards}"
         case "Loop":
             return f"Loop, {rounds_text(step)}"
         case "Branch":
-            return f"Branch, one of {count(len(step.blocks), 'block')}"
-    return step.kind
+            return f"Branch, one of {count(len(step['blocks']), 'block')}"
+    return str(step["kind"])
 
 
 # --- the text
 
 
-def plan_text(facts: PlanFacts) -> str:
+def plan_text(plan: Json) -> str:
     """Returns a plan as text."""
-    shown = tables(facts)
+    shown = tables(plan)
     lines = [
-        f"plan of {facts.program}",
-        f"  jax {facts.jax_version}, 64-bit types {'on' if facts.x64 else 'off'}",
-        f"  {count(facts.passes, 'pass', 'es')} over members, "
-        f"{count(len(list(walk_facts(facts.steps))), 'step')}",
+        f"plan of {plan['program']}",
+        f"  jax {plan['jax_version']}, 64-bit types {'on' if plan['x64'] else 'off'}",
+        f"  {count(plan['passes'], 'pass', 'es')} over members, "
+        f"{count(len(list(all_steps(plan['steps']))), 'step')}",
         *(
-            f"  {p.name}: {count(p.members, 'member')} in {count(p.shards, 'shard')} of "
-            f"{p.shard_size}"
-            for p in facts.placements
+            f"  {p['name']}: {count(p['members'], 'member')} in {count(p['shards'], 'shard')} of "
+            f"{p['shard_size']}"
+            for p in plan["placements"]
         ),
-        *(f"  {note}" for note in facts.notes),
+        *(f"  {note}" for note in plan["notes"]),
         *_section("inputs", shown.pop("inputs").rows),
-        *["", "steps", *(line for step in facts.steps for line in _step_lines(step, facts))],
-        *["", "gathered and scattered", *_moves(facts)],
+        *["", "steps", *(line for step in plan["steps"] for line in _step_lines(step, plan))],
+        *["", "gathered and scattered", *_moves(plan)],
     ]
     for title, table in shown.items():
-        lines += _choices(table.rows) if title == "choices" else _section(title, table.rows)
+        rows = table.rows
+        if title == "choices":
+            rows = [(*row, f"{why} (option {to})" if to else why) for *row, why, to in rows]
+        lines += _section(title, rows)
     return "\n".join(lines)
 
 
@@ -234,62 +236,57 @@ def _section(title: str, rows: Sequence[Row]) -> list[str]:
     return ["", title, *(f"  {line}" for line in (aligned(rows) if rows else ["none"]))]
 
 
-def _choices(rows: Sequence[Row]) -> list[str]:
-    short = [
-        (what, chosen, why + (f" (option {option})" if option else ""))
-        for what, chosen, why, option in rows
-    ]
-    return _section("choices", short)
-
-
-def _step_lines(step: StepFact, facts: PlanFacts) -> list[str]:
+def _step_lines(step: Json, plan: Json) -> list[str]:
     rows = aligned((f"{label:<9}", *rest) for label, *rest in step_values(step))
-    rows += [f"{label:<9}  {text}" for label, text in step_notes(step, facts)]
-    for block in step.blocks:
-        returned = ", ".join(value.name for value in block.outputs) or "nothing"
-        rows.append(f"{block.title}, returns {returned}")
-        rows += [line for inner in block.steps for line in _step_lines(inner, facts)]
-    return [f"  {step.name}: {step_title(step, facts)}", *(f"    {row}" for row in rows)]
+    rows += [f"{label:<9}  {text}" for label, text in step_notes(step, plan)]
+    for block in step["blocks"]:
+        returned = ", ".join(value["name"] for value in block["outputs"]) or "nothing"
+        rows.append(f"{block['title']}, returns {returned}")
+        rows += [line for inner in block["steps"] for line in _step_lines(inner, plan)]
+    return [f"  {step['name']}: {step_title(step, plan)}", *(f"    {row}" for row in rows)]
 
 
-def _moves(facts: PlanFacts) -> Iterator[str]:
-    steps = [s for s in walk_facts(facts.steps) if s.kind in ("Gather", "Scatter")]
-    if all(step.kind != "Gather" for step in steps):
+def _moves(plan: Json) -> Iterator[str]:
+    steps = [s for s in all_steps(plan["steps"]) if s["kind"] in ("Gather", "Scatter")]
+    if all(step["kind"] != "Gather" for step in steps):
         yield "  nothing is gathered"
-    sources = {(edge.target, edge.value): edge.source for edge in facts.edges}
+    sources = {(edge["target"], edge["value"]): edge["source"] for edge in plan["edges"]}
     for step in steps:
-        (value,) = (*step.served, *step.placed)
+        (value,) = step["served"] + step["placed"]
         yield (
-            f"  {step.name}: {value.name} of {sources[step.name, value.name]}, "
-            f"{human_bytes(value.nbytes)}, along axis {step.axis}, because {step.reason}"
+            f"  {step['name']}: {value['name']} of {sources[step['name'], value['name']]}, "
+            f"{human_bytes(value['nbytes'])}, along axis {step['axis']}, because {step['reason']}"
         )
-        yield from (f"    at {line}" for line in step.lines if line)
+        yield from (f"    at {line}" for line in step["lines"])
 
 
 # --- the flowchart
 
 
-def plan_mermaid(facts: PlanFacts) -> str:
+def plan_mermaid(plan: Json) -> str:
     """Returns a plan as a Mermaid flowchart; steps that gather or scatter are red.
 
     Loops and branches are subgraphs. A node in each stands for the loop or branch itself: edges of
     the values that its rounds read begin there, and those of the values that they return end there.
     """
-    ends = {edge.source for edge in facts.edges}
-    inputs = [fact for fact in facts.inputs if fact.path in ends]
-    steps = list(walk_facts(facts.steps))
-    keys = [*(i.path for i in inputs), *(s.name for s in steps), *(o.path for o in facts.outputs)]
-    names = {key: f"n{i}" for i, key in enumerate(keys)}
-    lines = ["flowchart TD"]
-    lines += [f"  {_node(names[i.path], '([', '])', i.path, i.type)}" for i in inputs]
-    memory = facts.memory.steps.items() if facts.memory else ()
+    ends = {edge["source"] for edge in plan["edges"]}
+    inputs = [each for each in plan["inputs"] if each["path"] in ends]
+    steps = list(all_steps(plan["steps"]))
+    keys = [each["path"] for each in inputs] + [step["name"] for step in steps]
+    names = {key: f"n{i}" for i, key in enumerate([*keys, *(o["path"] for o in plan["outputs"])])}
+
+    def end(each: Json) -> str:
+        return f"  {_node(names[each['path']], '([', '])', each['path'], each['type'])}"
+
+    memory = plan["memory"]["steps"].items()
     notes = {name: f"memory up to {human_bytes(sum(parts.values()))}" for name, parts in memory}
-    lines += [f"  {line}" for step in facts.steps for line in _step_nodes(step, names, notes)]
-    lines += [f"  {_node(names[o.path], '([', '])', o.path, o.type)}" for o in facts.outputs]
-    for edge in facts.edges:
-        label = _escaped(f"{edge.value} {human_bytes(edge.nbytes)}")
-        lines.append(f'  {names[edge.source]} -->|"{label}"| {names[edge.target]}')
-    moves = [names[step.name] for step in steps if step.kind in ("Gather", "Scatter")]
+    lines = ["flowchart TD", *map(end, inputs)]
+    lines += [f"  {line}" for step in plan["steps"] for line in _step_nodes(step, names, notes)]
+    lines += map(end, plan["outputs"])
+    for edge in plan["edges"]:
+        label = _escaped(f"{edge['value']} {human_bytes(edge['nbytes'])}")
+        lines.append(f'  {names[edge["source"]]} -->|"{label}"| {names[edge["target"]]}')
+    moves = [names[step["name"]] for step in steps if step["kind"] in ("Gather", "Scatter")]
     if moves:
         lines.append("  classDef moved fill:#fdd,stroke:#c00,color:#900")
         lines.append(f"  class {','.join(moves)} moved")
@@ -300,23 +297,21 @@ def _node(name: str, left: str, right: str, *texts: str) -> str:
     return f'{name}{left}"{"<br/>".join(_escaped(text) for text in texts if text)}"{right}'
 
 
-def _step_nodes(step: StepFact, names: Mapping[str, str], notes: Mapping[str, str]) -> list[str]:
+def _step_nodes(step: Json, names: Mapping[str, str], notes: Mapping[str, str]) -> list[str]:
     """Returns a node; a loop or a branch also has a subgraph with the nodes of its blocks."""
-    name = names[step.name]
-    if not step.blocks:
-        texts = (*step.functions, step.reason, notes.get(step.name, ""))
-        return [_node(name, "[", "]", step.name, *texts)]
-    left, right = ("{{", "}}") if step.kind == "Loop" else ("{", "}")
-    rounds = rounds_text(step) if step.kind == "Loop" else ""
-    lines = [f'subgraph {name}_all["{_escaped(step.name)}"]']
-    lines.append(f"  {_node(name, left, right, step.name, rounds)}")
-    for i, block in enumerate(step.blocks):
-        if block.steps:
-            lines.append(f'  subgraph {name}_{i}["{_escaped(block.title)}"]')
-            lines += [
-                f"    {line}" for inner in block.steps for line in _step_nodes(inner, names, notes)
-            ]
-            lines.append("  end")
+    name = names[step["name"]]
+    if not step["blocks"]:
+        texts = (*step.get("functions", ()), step["reason"], notes.get(step["name"], ""))
+        return [_node(name, "[", "]", step["name"], *texts)]
+    left, right = ("{{", "}}") if step["kind"] == "Loop" else ("{", "}")
+    rounds = rounds_text(step) if step["kind"] == "Loop" else ""
+    lines = [f'subgraph {name}_all["{_escaped(step["name"])}"]']
+    lines.append(f"  {_node(name, left, right, step['name'], rounds)}")
+    for i, block in enumerate(step["blocks"]):
+        if block["steps"]:
+            inner = [line for each in block["steps"] for line in _step_nodes(each, names, notes)]
+            lines.append(f'  subgraph {name}_{i}["{_escaped(block["title"])}"]')
+            lines += [*(f"    {line}" for line in inner), "  end"]
     return [*lines, "end"]
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from beamjax._version import __version__
 from beamjax.call import Call
-from beamjax.diagnostics.fact_types import PlanFacts, source_lines
 from beamjax.diagnostics.memory import machine_bytes
+from beamjax.diagnostics.plan_json import Json
 from beamjax.jobs.display import Display
 from beamjax.jobs.report import HISTORY, SETUP, Curve, History, Setup, read_report
 from beamjax.options import OWN, Options, beam_flags
@@ -144,17 +144,14 @@ class Recording:
             self._folder.write(HISTORY, to_plain(history), make=False)
 
     def _setup(self) -> Setup:
-        plan: PlanFacts | None = None
+        plan: Json | None = None
         fingerprint: Fingerprint = {}
         with contextlib.suppress(Exception):
-            plan = self._call.facts()
+            plan = self._call.plan_json()
         with contextlib.suppress(Exception):
             fingerprint = plan_fingerprint(self._call.plan, self._call.options)
-        lines = {} if plan is None else source_lines(plan)
-        return Setup(
-            options=shown_options(self._call.options), machine=machine(), plan=plan,
-            source_lines=lines, fingerprint=fingerprint,
-        )  # fmt: skip
+        options = shown_options(self._call.options)
+        return Setup(options=options, machine=machine(), plan=plan, fingerprint=fingerprint)
 
 
 class _Heard(logging.Handler):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from beamjax.diagnostics.fact_types import PlanFacts
 from beamjax.errors import OptionsError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.options import RULES
@@ -50,8 +49,7 @@ class Setup:
 
     options: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
-    plan: PlanFacts | None = None
-    source_lines: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, Any] | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -94,8 +92,7 @@ class Report(Setup, History):
       error: type, message, step, traceback and more of the error; None if the run did not fail.
       options: the options of the run.
       machine: versions, and the machine of the launching process.
-      plan: the facts of the plan, as in `Explanation.facts`; None if they are unknown.
-      source_lines: the text of the user's lines in the plan.
+      plan: the plan as JSON values, as from `Explanation.to_json`; None if it is unknown.
       fingerprint: hashes of the parts of the plan. Equal plans have equal hashes.
       provenance: the processors, versions and numbers of threads that computed the results. The
         same fingerprint, inputs and provenance give the same bits, unless `provenance.is_mixed`.
@@ -124,7 +121,7 @@ class Report(Setup, History):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as JSON values; numbers that are not finite are None."""
-        return to_plain(self) | {"is_mixed": self.provenance.is_mixed}
+        return to_plain(self) | {"is_mixed": self.provenance.is_mixed, "started": self.started}
 
     def to_html(self) -> str:
         """Returns a page with the progress over time, the shares of time, and errors.
@@ -163,9 +160,9 @@ class Report(Setup, History):
         return fragment(self._page())
 
     def _page(self) -> Page:
-        from beamjax.jobs.run_page import run_page
+        from beamjax.diagnostics.pages.run_page import run_page
 
-        return run_page(self)
+        return run_page(self.to_json())
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))

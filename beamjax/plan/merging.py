@@ -50,12 +50,6 @@ class FanOut:
     groups: int
     why: str
 
-    def text(self, size: str) -> str:
-        """A line for the user; `size` is `nbytes` as text."""
-        pieces = "1 range" if self.pieces == 1 else f"{self.pieces} ranges"
-        groups = f", each first in {self.groups} groups" if self.groups > 1 else ""
-        return f"{size} of accumulators, merged in {pieces}{groups}: {self.why}"
-
 
 def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
     """Chooses how the reductions of a pass are merged.

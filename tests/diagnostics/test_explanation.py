@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from explained import check_explanation, check_mermaid
+from explained import check_explanation, check_mermaid, facts_of
 from programs import PROGRAMS, W, rnd
 
 import beamjax
 from beamjax import sources
-from beamjax._text import MemberBytes, human_bytes
-from beamjax.diagnostics.facts import exactness
+from beamjax._text import add_bytes, human_bytes
+from beamjax.diagnostics.plan_json import exactness
 from beamjax.diagnostics.text import _escaped
 from beamjax.errors import OptionsError, StagingError
 from beamjax.explanation import STAGES, explain
@@ -58,7 +58,7 @@ def closes_over_placed(w, x):
 
 def test_bytes_of_a_plain_sum():
     explanation = explain(total, W, X, options={"platforms": ["cpu", "cuda"]})
-    facts = explanation.facts
+    facts = facts_of(explanation)
     (step,) = facts.steps
     assert (step.read_bytes, step.broadcast_bytes, step.partial_bytes) == (7 * 60, 12, 20)
     (value,) = step.placed
@@ -89,7 +89,7 @@ def test_human_bytes():
         3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB", 2**50: "1024.0 TiB",
     }  # fmt: skip
     assert {count: human_bytes(count) for count in expected} == expected
-    unknown = sum([MemberBytes(4), 8, MemberBytes(2044, 2)])
+    unknown = add_bytes([{"each": 4, "fixed": 0}, 8, {"each": 2044, "fixed": 2}])
     assert human_bytes(unknown) == "n x 2.0 KiB + 10 B"
 
 
@@ -118,7 +118,8 @@ def test_inputs_and_how_they_are_read():
         return sums, same
 
     explanation = explain(prog, W, source, jnp.ones((2, 2), jnp.int32), jnp.float32(1))
-    found = {fact.path: (fact.type, fact.nbytes, fact.read) for fact in explanation.facts.inputs}
+    inputs = facts_of(explanation).inputs
+    found = {fact.path: (fact.type, fact.nbytes, fact.read) for fact in inputs}
     assert found["args[0]"] == ("float32[3]", 12, "whole, in memory")
     kind, nbytes, read = found["args[1]['x']"]
     assert (kind, nbytes) == ("float32[5,3]@clients", 420)
@@ -131,9 +132,9 @@ def test_inputs_and_how_they_are_read():
 
 def test_abstract_arguments_are_placed_as_arrays_are():
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
-    facts = explain(total, *abstract).facts
+    facts = facts_of(explain(total, *abstract))
     assert [fact.read for fact in facts.inputs] == ["whole, abstract", "by shards, abstract"]
-    assert facts.steps == explain(total, W, X).facts.steps
+    assert facts.steps == facts_of(explain(total, W, X)).steps
     fn, args = PROGRAMS["keys_as_results"].build(beamjax)
     assert "key<" in section(explain(fn, *args), "inputs")
 
@@ -150,7 +151,7 @@ def test_nothing_is_read_or_computed():
 
 
 def test_outputs_say_where_they_come_from():
-    found = {o.path: (o.type, o.source) for o in explain(mixed, W, X).facts.outputs}
+    found = {o.path: (o.type, o.source) for o in facts_of(explain(mixed, W, X)).outputs}
     assert found == {
         "result['gram']": ("float32[7,7]", "server_0"),
         "result['placed']": ("float32[5]@clients", "map_clients_0"),
@@ -159,7 +160,7 @@ def test_outputs_say_where_they_come_from():
         "result['three']": ("float32[]", "constant"),
     }
     grad = jax.grad(lambda w, k: jnp.sum(total(w * k.astype(w.dtype), X)), (0, 1), allow_int=True)
-    first, second = explain(grad, W, jnp.arange(3)).facts.outputs
+    first, second = facts_of(explain(grad, W, jnp.arange(3))).outputs
     assert (first.type, second.type) == ("float32[3]", "float0[3]")
     assert (second.path, second.source, second.nbytes) == ("result[1]", "constant", 0)
 
@@ -169,7 +170,7 @@ def test_outputs_say_where_they_come_from():
 
 def test_gathers_name_the_line_the_bytes_and_the_reason():
     explanation = explain(mixed, W, X)
-    assert explanation.facts.gathered_bytes == 420 + 140
+    assert facts_of(explanation).gathered_bytes == 420 + 140
     text = section(explanation, "gathered and scattered")
     assert f"{line_of('mixes')}(mixed)" in text
     assert f"{line_of('sorts')}(mixed)" in text
@@ -179,7 +180,7 @@ def test_gathers_name_the_line_the_bytes_and_the_reason():
     text = section(explanation, "gathered and scattered")
     assert line_of("closes") in text
     assert "closes over a placed value" in text
-    assert explanation.facts.passes == 2
+    assert facts_of(explanation).passes == 2
     nothing = section(explain(total, W, X), "gathered and scattered")
     assert nothing == "  nothing is gathered"
 
@@ -218,7 +219,7 @@ def test_mermaid_of_awkward_names_and_red_gathers():
 
 def test_a_plan_without_placements():
     explanation = explain(lambda x: jnp.sum(x), W)
-    assert explanation.facts.passes == 0
+    assert facts_of(explanation).passes == 0
     assert "nothing is gathered" in str(explanation)
     nothing = explain(dict)
     assert section(nothing, "inputs") == section(nothing, "outputs") == "  none"
@@ -249,7 +250,7 @@ def rounds(w, x):
 def test_loops_and_branches():
     explanation = explain(rounds, W, X)
     check_explanation(explanation)
-    facts, text = explanation.facts, str(explanation)
+    facts, text = facts_of(explanation), str(explanation)
     assert "3 passes over members, 12 steps" in text
     assert (facts.passes, facts.read_bytes, facts.broadcast_bytes) == (3, 3 * 420, 16)
     first, last = [step for step in facts.steps if step.kind == "Loop"]
@@ -324,7 +325,7 @@ def test_steps_say_their_shards_and_how_members_are_computed():
     stream = beamjax.from_chunks(lambda: [np.asarray(x)])
     unknown = explain(free, W, stream, options=options)
     assert ": Map, a pass over clients, shards of 8\n" in str(unknown)
-    (number,) = [i for i in unknown.facts.inputs if i.path == "number of clients"]
+    (number,) = [i for i in facts_of(unknown).inputs if i.path == "number of clients"]
     assert (number.type, number.nbytes) == ("int32[]", 4)
     for more, words in (
         ({"member_loop": "loop"}, "members sequentially: "),
@@ -333,7 +334,7 @@ def test_steps_say_their_shards_and_how_members_are_computed():
             "members in batches of 8: ",
         ),
     ):
-        (step,) = explain(free, W, x, options=options | more).facts.steps
+        (step,) = facts_of(explain(free, W, x, options=options | more)).steps
         assert step.reason.startswith(words), step.reason
 
 
@@ -344,7 +345,7 @@ def free(w, x):
 
 def test_inputs_without_values_take_no_bytes():
     nothing = np.zeros((3,), jax.dtypes.float0)
-    facts = explain(lambda x, y: jnp.sum(x), W, nothing).facts
+    facts = facts_of(explain(lambda x, y: jnp.sum(x), W, nothing))
     assert [(fact.type, fact.nbytes) for fact in facts.inputs] == [
         ("float32[3]", 12), ("float0[3]", 0),
     ]  # fmt: skip
@@ -353,7 +354,7 @@ def test_inputs_without_values_take_no_bytes():
 def test_merging_takes_memory_of_each_bundle_and_of_the_pieces():
     def merged(threads):
         beam = {"direct_running_mode": "multi_threading", "direct_num_workers": threads}
-        found = explain(total, W, X, options={"shard_size": 8, **beam}).facts.memory
+        found = facts_of(explain(total, W, X, options={"shard_size": 8, **beam})).memory
         return found.steps["map_clients_0"]["accumulators being merged"]
 
     one, two = merged(1), merged(2)

@@ -15,8 +15,8 @@ import pytest
 
 import beamjax as bj
 from beamjax.diagnostics.pages.page import document
+from beamjax.diagnostics.pages.run_page import run_page
 from beamjax.jobs.report import Curve
-from beamjax.jobs.run_page import run_page
 from beamjax.plan.dropping import Dropped
 from tests.jobs.test_reports import EVIL, example_report
 
@@ -57,7 +57,9 @@ def wide_plan():
 def evil_run():
     error = {"type": "ValueError", "message": f"{EVIL}\n" * 30, "traceback": f"{EVIL * 9}\n" * 30}
     dropped = tuple(Dropped(EVIL, i, EVIL, EVIL, EVIL * 4) for i in range(40))
-    return document(run_page(example_report(program="x" * 200, error=error, dropped=dropped)))
+    return document(
+        run_page(example_report(program="x" * 200, error=error, dropped=dropped).to_json())
+    )
 
 
 def measured():
@@ -72,7 +74,7 @@ PAGES = {
     "rounds": lambda: bj.explain(rounds, np.ones(3, np.float32), X).to_html(),
     "wide": wide_plan,
     "flat": lambda: bj.explain(trimmed, X, stage="flat").to_html(),
-    "run": lambda: document(run_page(example_report())),
+    "run": lambda: document(run_page(example_report().to_json())),
     "evil": evil_run,
     "measured": measured,
 }
@@ -274,7 +276,7 @@ def test_charts_are_drawn_and_losses_have_a_logarithmic_axis():
     return [canvases.length, canvases.every(inked),
       [...document.querySelectorAll('.plot')].map(e => e.dataset.log ?? null)];
     """
-    page = document(run_page(example_report(curves=curves)))
+    page = document(run_page(example_report(curves=curves).to_json()))
     count, drawn, log = browser.look(page, script)[0]
     assert (count, drawn) == (10, True)
     assert log == ["false"] * 6 + ["true", "false", "false", "true", None]

@@ -1,6 +1,5 @@
 """The page of a plan: what it says, where it says it, and that users' texts stay texts."""
 
-import dataclasses
 import re
 
 import html_checks
@@ -8,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import ChoiceFact
 from beamjax.diagnostics.pages.page import document, fragment
-from beamjax.diagnostics.pages.plan_page import plan_page, seconds_of, text_page
+from beamjax.diagnostics.pages.plan_page import plan_page, text_page
 from beamjax.diagnostics.text import human_seconds
 from beamjax.errors import OptionsError, SourceError
-from beamjax.telemetry.progress import Tally
+from beamjax.jobs.report import Report
+from beamjax.telemetry.progress import Progress, Tally
 from tests.diagnostics.test_explanation import N, W, X, rounds
 
 EVIL = '<script>alert("it\'s")</script> & </title> <!-- ]]> \u2028 λ'
@@ -27,12 +27,12 @@ def trimmed(x):
     return jnp.mean(jnp.sort(scores)[1:-1])  # <sorts & "gathers">
 
 
-def text_of(facts):
-    return html_checks.parsed(document(plan_page(facts, {}))).text
+def text_of(plan):
+    return html_checks.parsed(document(plan_page(plan))).text
 
 
-def graph_of(facts):
-    return html_checks.parsed(document(plan_page(facts, {}))).data["graph"]
+def graph_of(plan):
+    return html_checks.parsed(document(plan_page(plan))).data["graph"]
 
 
 def words_of(node):
@@ -59,7 +59,7 @@ def test_a_gather_is_red_and_says_where():
 
 
 def test_loops_and_branches_are_boxes_in_boxes():
-    facts = bj.explain(rounds, W, X).facts
+    facts = facts_of(bj.explain(rounds, W, X))
     boxes = {node["key"]: node for node in graph_of(facts)["nodes"]}
     (round_,) = boxes["loop_0"]["blocks"]
     assert round_["title"] == "each round"
@@ -84,7 +84,7 @@ def test_loops_and_branches_are_boxes_in_boxes():
 
 
 def test_lines_have_bytes_and_those_of_a_member():
-    edges = graph_of(bj.explain(trimmed, X).facts)["edges"]
+    edges = graph_of(facts_of(bj.explain(trimmed, X)))["edges"]
     words = [["420 B", "60 B a member"], ["28 B", "4 B a member"], ["28 B"], ["4 B"]]
     assert [edge["words"][1:] for edge in edges] == words
     assert [edge["kind"] for edge in edges] == ["placed", "gathered", "served", "served"]
@@ -92,7 +92,7 @@ def test_lines_have_bytes_and_those_of_a_member():
     assert edges[0]["title"] == "arg0@clients: float32[5,3]@clients, 420 B, 60 B a member"
     (n,) = jax.export.symbolic_shape("n")
     total = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: v * 2, x)))
-    unknown = bj.explain(total, jax.ShapeDtypeStruct((n, 3), "float32")).facts
+    unknown = facts_of(bj.explain(total, jax.ShapeDtypeStruct((n, 3), "float32")))
     assert graph_of(unknown)["edges"][0]["words"][1:] == ["n x 12 B"]
     assert "n x 12 B" in text_of(unknown)
 
@@ -102,7 +102,7 @@ def test_many_inputs_are_one_box():
     fit = bj.program(clients=N)(
         lambda tree, x: bj.reduce_sum(bj.map_fn(lambda v: sum(map(jnp.sum, tree.values())) * v, x))
     )
-    graph = graph_of(bj.explain(fit, tree, X).facts)
+    graph = graph_of(facts_of(bj.explain(fit, tree, X)))
     inputs = [node for node in graph["nodes"] if node["kind"] == "input"]
     assert [len(node["names"]) for node in inputs] == [9, 1]
     assert words_of(inputs[0]) == ["args[0]…", "9 arrays, 180 B"]
@@ -113,11 +113,13 @@ def test_many_inputs_are_one_box():
 
 
 def test_measured_seconds():
-    facts = bj.explain(trimmed, X).facts
-    spent = {"map_clients_0": Tally(read=0.5, compute=1.0), "server_0": Tally(compute=0.5)}
-    found = html_checks.parsed(document(plan_page(facts, {}, spent, 2.5)))
+    plan = bj.explain(trimmed, X).to_json()
+    steps = {"map_clients_0": Tally(read=0.5, compute=1.0), "server_0": Tally(compute=0.5)}
+    run = Report("f", "local", "done", 0.0, Progress(steps=steps, seconds=2.5)).to_json()
+    found = html_checks.parsed(document(plan_page(plan, run)))
     boxes = {node["key"]: node for node in found.data["graph"]["nodes"]}
     assert "measured 1.5 s, 75%" in words_of(boxes["map_clients_0"])
+    assert "measured 500 ms, 25%" in words_of(boxes["server_0"])
     assert "1.5 s, the sum over all workers" in found.text
     assert "read 33%, compute 67%" in found.text
     assert [a["style"] for a in found.all("span") if "style" in a][:2] == [
@@ -125,12 +127,8 @@ def test_measured_seconds():
         "width:66.67%",
     ]
     assert "2.5 s" in found.text
-    seconds = found.data["seconds"]["server_0"]
-    assert (seconds["measured"], seconds["share"]) == (0.5, 0.25)
-    assert seconds_of(facts, {}) == {}
-
-    choices = (ChoiceFact("shard size", "64", "a reason", "shard_size=64"),)
-    assert "a reason" in text_of(dataclasses.replace(facts, choices=choices))
+    choices = [{"what": "shard size", "chosen": "64", "why": "a reason", "option": "shard_size"}]
+    assert "a reason" in text_of({**plan, "choices": choices})
 
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
@@ -139,7 +137,8 @@ def test_a_run_measures_the_steps_of_a_plan(runner):
         job.result()
         for run in (job, job.report()):
             found = html_checks.parsed(bj.explain(trimmed, X).to_html(run=run))
-            assert found.data["seconds"]["map_clients_0"]["measured"] > 0
+            words = [words_of(node) for node in found.data["graph"]["nodes"]]
+            assert any(text.startswith("measured ") for each in words for text in each)
             assert found.text.count("over all workers") >= 2
 
 
@@ -151,21 +150,18 @@ def test_texts_of_users_stay_texts():
     def evil(x):
         return bj.reduce_sum(bj.map_fn(lambda v: v, x[EVIL])), jnp.sort(x[EVIL], axis=0)
 
-    facts = bj.explain(evil, {EVIL: X}).facts
-    facts = dataclasses.replace(facts, program=EVIL, notes=(EVIL,))
-    steps = tuple(
-        dataclasses.replace(s, functions=(EVIL,), reason=EVIL, lines=(f"{EVIL}:3 ({EVIL})",))
-        for s in facts.steps
-    )
-    facts = dataclasses.replace(facts, steps=steps)
-    lines = {f"{EVIL}:3 ({EVIL})": EVIL}
-    page = plan_page(facts, lines)
+    line = f"{EVIL}:3 ({EVIL})"
+    plan = bj.explain(evil, {EVIL: X}).to_json()
+    plan |= {"program": EVIL, "notes": [EVIL], "source_lines": {line: EVIL}}
+    for step in plan["steps"]:
+        step |= {"functions": [EVIL], "reason": EVIL, "lines": [line]}
+    page = plan_page(plan)
     for html in (document(page), fragment(page)):
         assert "<script>alert" not in html
         found = html_checks.parsed(html)
         assert found.text.count('alert("it\'s")') >= 8
         assert found.data["plan"]["program"] == EVIL
-        assert found.data["source_lines"] == lines
+        assert found.data["plan"]["source_lines"] == {line: EVIL}
         assert len(found.all("script")) == 2
 
 
@@ -196,6 +192,9 @@ def test_a_page_is_one_file_with_its_data(tmp_path):
 
 def test_parts_of_a_notebook_have_ids_and_styles_of_their_own():
     explanation = bj.explain(trimmed, X)
+    for html, count in ((explanation.to_html(), 6), (explanation._repr_html_(), 0)):
+        sections = html_checks.parsed(html).all("details", class_="section")
+        assert (len(sections), sum("open" in each for each in sections)) == (6, count)
     both = explanation._repr_html_() + explanation._repr_html_()
     found = html_checks.parsed(both)  # Which finds ids that are there twice.
     assert not [name for name, _ in found.tags if name in ("html", "head", "body", "main")]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 from helpers import assert_close, assert_same_bits
 from jax.extend import core as jex
 from programs import PROGRAMS, Program, steps_of
@@ -89,7 +90,7 @@ def test_programs_give_what_drjax_gives_as_they_are_and_by_another_import(name):
         local = bj.run(fn, *args, runner="local")
         assert_close(local, expected)
         assert_same_bits(bj.run(fn, *args, runner="DirectRunner"), local)
-        assert steps_of(bj.explain(fn, *args).facts) == case.plan
+        assert steps_of(facts_of(bj.explain(fn, *args))) == case.plan
         staged = str(bj.explain(fn, *args, stage="staged"))
     assert "bj_" in staged
     assert not [p for p in ("clients", "inner", "outer") if f"_{p}" in staged]
@@ -97,7 +98,7 @@ def test_programs_give_what_drjax_gives_as_they_are_and_by_another_import(name):
 
 def test_lines_are_those_of_the_user_and_verify_agrees():
     fn, args = keywords(drjax)
-    lines = [line for step in bj.explain(fn, *args).facts.steps for line in step.lines]
+    lines = [line for step in facts_of(bj.explain(fn, *args)).steps for line in step.lines]
     assert lines
     assert all(line.startswith(__file__) for line in lines)
     assert bj.verify(fn, *args, runner="local").ok
@@ -188,7 +189,7 @@ def test_neither_is_served_what_the_other_traced(first):
     for _ in range(2):
         # A new function each time, so that it is staged each time.
         whole = lambda x: total(x) + 0.0
-        assert bj.explain(whole, X).facts.passes == 1
+        assert facts_of(bj.explain(whole, X)).passes == 1
         assert "bj_map" not in str(jax.make_jaxpr(lambda x: total(x) * 1.0)(X))
         np.testing.assert_allclose(total(X), expected, rtol=1e-5)
 

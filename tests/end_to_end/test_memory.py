@@ -101,9 +101,9 @@ def program(i):
 members = bj.from_range({"placed": 1000, "attention": 64, "sums": 64}[case])
 jax.block_until_ready(bj.run(program, members, runner=runner, options=options))
 own, workers = watch.end()
-bound = bj.explain(program, members, runner=runner, options=options).facts.memory
+bound = bj.explain(program, members, runner=runner, options=options).to_json()["memory"]
 MIB = 2**20
-print(json.dumps([own, bound.launcher_bytes / MIB, workers, bound.worker_bytes / MIB]))
+print(json.dumps([own, bound["launcher_bytes"] / MIB, workers, bound["worker_bytes"] / MIB]))
 """
 
 

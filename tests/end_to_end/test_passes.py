@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 from helpers import assert_close
 from jax import lax
 from programs.members import N, X
@@ -22,7 +23,7 @@ def test_members_are_moved_over_many_shards(k):
     prog = bj.program(clients=n)(lambda x: jnp.roll(bj.map_fn(lambda v: v + 1, x), k, 0))
     for options in ({"shard_size": 16}, {"shard_size": 24}, {}):
         np.testing.assert_array_equal(bj.run(prog, x, options=options), np.roll(x + 1, k, 0))
-        assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
+        assert facts_of(bj.explain(prog, x, options=options)).gathered_bytes == 0
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 7), (7, 0), (3, 4), (5, 5)])
@@ -47,7 +48,7 @@ def test_windows_of_members_over_many_shards(low, high):
         np.testing.assert_array_equal(found[0], sums(jnp.asarray(x[2:-1] + 1)))
         if low + high == width - 1:
             np.testing.assert_array_equal(found[1], whole[5:])
-            assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
+            assert facts_of(bj.explain(prog, x, options=options)).gathered_bytes == 0
 
 
 @pytest.mark.parametrize(("fill", "gathers"), [(0.0, False), (5.0, True)])
@@ -60,7 +61,7 @@ def test_windows_of_members_that_are_padded(fill, gathers):
 
     prog = bj.program(clients=N)(fn)
     assert_close(bj.run(prog, X, options={"shard_size": 8}), jax.jit(prog)(X))
-    assert (bj.explain(prog, X).facts.gathered_bytes > 0) == gathers
+    assert (facts_of(bj.explain(prog, X)).gathered_bytes > 0) == gathers
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)
@@ -74,12 +75,12 @@ def test_running_sums_of_many_members(options):
     np.testing.assert_array_equal(ints, np.cumsum(numbers, dtype="int32"))
     # The error of a sum does not grow with the number of shards.
     np.testing.assert_allclose(floats, np.cumsum(shares, dtype="float64"), rtol=5e-6)
-    assert bj.explain(prog, (numbers, shares), options=options).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(prog, (numbers, shares), options=options)).gathered_bytes == 0
 
 
 def test_members_that_may_be_dropped_are_gathered():
     prog = bj.program(clients=N)(lambda x: jnp.cumsum(bj.map_fn(jnp.sum, x)))
-    assert bj.explain(prog, X, options={"on_nonfinite": "drop"}).facts.gathered_bytes > 0
+    assert facts_of(bj.explain(prog, X, options={"on_nonfinite": "drop"})).gathered_bytes > 0
 
 
 def test_decompositions_of_tall_matrices():
@@ -88,7 +89,7 @@ def test_decompositions_of_tall_matrices():
     x = x.at[:, 4].set(x[:, 0] + 1e-4 * x[:, 5]).at[:9].set(0)
     prog = bj.program(clients=len(x))(lambda x: jnp.linalg.qr(bj.map_fn(lambda v: v + 0, x)))
     for options in ({}, {"shard_size": 16}):
-        assert bj.explain(prog, x, options=options).facts.gathered_bytes == 0
+        assert facts_of(bj.explain(prog, x, options=options)).gathered_bytes == 0
         q, r = bj.run(prog, x, options=options)
         assert_close(q.T @ q, jnp.eye(6), atol=1e-5)
         assert_close(q @ r, x, atol=1e-5)
@@ -121,7 +122,7 @@ def test_members_in_order(monkeypatch, dtype):
     monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
     x = special_values(dtype)
     prog = bj.program(clients=len(x))(lambda x: picked_in_order(bj.map_fn(lambda v: v * 1, x)))
-    assert bj.explain(prog, x).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(prog, x)).gathered_bytes == 0
     for runner in ("local", "DirectRunner"):
         found = bj.run(prog, x, runner=runner, options={"shard_size": 16})
         assert_close(found, jax.jit(prog)(x), rtol=0, atol=0)
@@ -131,7 +132,7 @@ def test_few_members_are_sorted_on_the_server_and_explain_says_why():
     reasons = []
     for function in (jnp.median, jnp.sort):
         prog = bj.program(clients=N)(lambda x, f=function: f(bj.map_fn(jnp.tanh, x), axis=0))
-        (gather,) = [s for s in bj.explain(prog, X).facts.steps if s.kind == "Gather"]
+        (gather,) = [s for s in facts_of(bj.explain(prog, X)).steps if s.kind == "Gather"]
         reasons.append(gather.reason)
     assert "less than 1.0 MiB" in reasons[0]
     assert reasons[1] == "sort mixes members"
@@ -140,7 +141,7 @@ def test_few_members_are_sorted_on_the_server_and_explain_says_why():
 def test_medians_of_many_members_are_counted():
     x = np.random.default_rng(0).normal(size=300_001).astype("float32")
     prog = bj.program(clients=len(x))(lambda x: jnp.median(bj.map_fn(lambda v: v + 0, x)))
-    assert bj.explain(prog, x).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(prog, x)).gathered_bytes == 0
     assert bj.run(prog, x) == np.median(x)
     few = bj.program(clients=N)(lambda x: jnp.median(bj.map_fn(jnp.sum, x)))
-    assert bj.explain(few, X).facts.gathered_bytes > 0
+    assert facts_of(bj.explain(few, X)).gathered_bytes > 0

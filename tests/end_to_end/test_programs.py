@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conformance import PATH, TEXT, VERSION, cells, markdown, without_bytes
-from explained import check_explanation
+from explained import all_steps, check_explanation, facts_of
 from faults import PROCESSES, THREADS
 from helpers import assert_close, assert_same_bits, assert_same_types
 from jax import lax
@@ -23,7 +23,6 @@ from programs.bodies import FLOATS, INTEGERS, OTHERS, of_dtype
 from programs.rounds import X, program
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.ops.combining import reduce_p
 from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
 
@@ -52,7 +51,7 @@ def test_a_program(name):
             close(bj.run(fn, *args, runner="local", options={**OPTIONS, **GUARDED}), expected)
         explanation = bj.explain(fn, *args, options=OPTIONS)
         check_explanation(explanation)
-        assert steps(steps_of(explanation.facts)) == steps(case.plan)
+        assert steps(steps_of(facts_of(explanation))) == steps(case.plan)
         if case.eqns is not None:
             check_jaxpr(fn, args, case)
 
@@ -146,15 +145,15 @@ def test_donated_arguments():
 # --- what a plan holds
 
 
-def facts_of(fn, *args):
-    return bj.explain(fn, *args, options=OPTIONS).facts
+def facts(fn, *args):
+    return facts_of(bj.explain(fn, *args, options=OPTIONS))
 
 
 def blocks_of(name, kind):
     """The kinds of steps in each block of the one loop or branch of a program."""
     fn, args = PROGRAMS[name].build(bj)
-    (step,) = [step for step in walk_facts(facts_of(fn, *args).steps) if step.kind == kind]
-    return step, [[inner.kind for inner in walk_facts(block.steps)] for block in step.blocks]
+    (step,) = [step for step in all_steps(facts(fn, *args).steps) if step.kind == kind]
+    return step, [[inner.kind for inner in all_steps(block.steps)] for block in step.blocks]
 
 
 def test_what_a_round_reads_from_around_the_loop_is_gathered_once():
@@ -164,7 +163,7 @@ def test_what_a_round_reads_from_around_the_loop_is_gathered_once():
         one = lambda c, i: (c + jnp.sort(y, 0)[i] + bj.reduce_sum(bj.map_fn(jnp.cos, y)), None)
         return lax.scan(one, w, jnp.arange(4))[0]
 
-    steps = [step.kind for step in facts_of(fn, W, X).steps]  # Without those in the loop.
+    steps = [step.kind for step in facts(fn, W, X).steps]  # Without those in the loop.
     assert steps.count("Gather") == step_kinds(fn, W, X, **OPTIONS)["Gather"] == 1
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 from helpers import assert_close, planned
 from jax import lax
 
@@ -20,7 +21,7 @@ def mapped(w, x, batch_size):
 
 def check(fn, *args):
     expected = jax.jit(fn)(*args)
-    assert bj.explain(fn, *args).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(fn, *args)).gathered_bytes == 0
     assert_close(bj.run(fn, *args, runner="local", options={"shard_size": 8}), expected)
 
 

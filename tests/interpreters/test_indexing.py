@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import all_steps, facts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 
 SMALL = {"shard_size": 8}
 
@@ -269,7 +269,9 @@ def test_more_than_half_of_the_members_are_gathered():
     program = program_of(20, [lambda y, i: y[i]])
     for count in (10, 11):
         plan = bj.explain(program, np.arange(count), members(20), options=SMALL)
-        assert ("Gather" in {fact.kind for fact in walk_facts(plan.facts.steps)}) == (count == 11)
+        assert ("Gather" in {fact.kind for fact in all_steps(facts_of(plan).steps)}) == (
+            count == 11
+        )
 
 
 def test_indices_that_members_make():

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import all_steps, facts_of
 from helpers import assert_close, assert_same_bits, plan_of
 from jax import export
 from jax.custom_batching import custom_vmap
 from programs import run_everywhere
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.plan.steps import Map, walk
 
 N = 45
@@ -41,8 +41,8 @@ def two_passes(w, x):
 
 def ways_of(fn, *args, **options):
     """What `bj.explain` says of each pass: "in batches of 8", "sequentially", or nothing."""
-    facts = bj.explain(fn, *args, options=options).facts
-    reasons = [step.reason for step in walk_facts(facts.steps) if step.kind == "Map"]
+    facts = facts_of(bj.explain(fn, *args, options=options))
+    reasons = [step.reason for step in all_steps(facts.steps) if step.kind == "Map"]
     return [r.partition(":")[0].removeprefix("members ") for r in reasons]
 
 
@@ -97,7 +97,7 @@ def test_shards_that_are_short_are_computed_in_batches():
 
     w, x = np.ones(16, np.float32), RNG.normal(size=(3001, 8, 16)).astype(np.float32)
     (way,) = ways_of(trained, w, x)
-    (placement,) = bj.explain(trained, w, x).facts.placements
+    (placement,) = facts_of(bj.explain(trained, w, x)).placements
     assert placement.shard_size >= 2 * int(way.removeprefix("in batches of "))
     assert "no more members fit in the cache" in str(bj.explain(trained, w, x))
     assert "batches" not in str(ways_of(trained, w, x, shard_size=128))

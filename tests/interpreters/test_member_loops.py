@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 from helpers import assert_close
 from jax import lax
 
@@ -20,7 +21,7 @@ OPTIONS = {"shard_size": 8}
 def check(fn, *args, gathered=None):
     """Values of a run in shards; and the bytes that are gathered."""
     if gathered is not None:
-        assert bj.explain(fn, *args).facts.gathered_bytes == gathered
+        assert facts_of(bj.explain(fn, *args)).gathered_bytes == gathered
     found = bj.run(fn, *args, runner="local", options=OPTIONS)
     assert_close(found, jax.jit(fn)(*args), rtol=2e-5, atol=2e-5)
     return found
@@ -132,7 +133,7 @@ def kinds(steps):
 @pytest.mark.parametrize("name", CASES)
 def test_loops_on_placed_values(name):
     fn, expected = program_of(CASES[name][0]), CASES[name][1]
-    found = kinds(bj.explain(fn, W, X, options=OPTIONS).facts.steps)
+    found = kinds(facts_of(bj.explain(fn, W, X, options=OPTIONS)).steps)
     assert {kind: found[kind] for kind in ("Map", "Loop", "Gather") if found[kind]} == expected
     check(fn, W, X)
 
@@ -184,7 +185,7 @@ def test_a_loop_with_a_sort_that_nothing_reads_runs_inside_the_pass():
 
         return lax.fori_loop(0, 3, one, x)
 
-    found = kinds(bj.explain(program_of(rounds), W, X, options=OPTIONS).facts.steps)
+    found = kinds(facts_of(bj.explain(program_of(rounds), W, X, options=OPTIONS)).steps)
     assert (found["Map"], found["Loop"]) == (1, 0)
 
 
@@ -233,8 +234,8 @@ def test_what_is_gathered_anyway_is_reduced_on_the_server():
     check(lambda x: sliced_and_sorted(same(x)), A, gathered=A.nbytes)
     # Nothing but the slice asks for the rows, and the sort needs all of them.
     check(sliced_and_sorted, A, gathered=0)
-    (seen,) = bj.explain(sliced_and_sorted, A).facts.inputs
-    assert seen.values == ("arg0",)
+    (seen,) = facts_of(bj.explain(sliced_and_sorted, A)).inputs
+    assert seen.names == ["arg0"]
 
 
 @pytest.mark.parametrize("n", [16, 17, 24])

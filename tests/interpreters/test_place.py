@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import facts_of
 from helpers import assert_close, assert_same_bits, planned
 
 import beamjax as bj
@@ -240,9 +241,9 @@ def _walk(steps):
 def reads_of(fn, *args):
     """How each argument is read."""
     text = []
-    for fact in bj.explain(fn, *args, options=OPTIONS).facts.inputs:
-        rows = any(".rows" in value for value in fact.values)
-        placed = any("@" in value for value in fact.values)
+    for fact in facts_of(bj.explain(fn, *args, options=OPTIONS)).inputs:
+        rows = any(".rows" in value for value in fact.names)
+        placed = any("@" in value for value in fact.names)
         text.append("r" if rows else "m" if placed else ".")
     return "".join(text)
 
@@ -276,7 +277,7 @@ def test_views_are_gathered_once():
     }
     for fn, nbytes in sizes.items():
         prog = bj.program(clients=N)(fn)
-        assert bj.explain(prog, X).facts.gathered_bytes == nbytes
+        assert facts_of(bj.explain(prog, X)).gathered_bytes == nbytes
         found = bj.run(prog, X, runner="local", options=OPTIONS)
         assert_close(found, jax.jit(prog)(X), 2e-5, 2e-5)
 

@@ -9,10 +9,10 @@ programs of each rewrite, whose values are compared with those of `jit`.
 import jax
 import jax.numpy as jnp
 import pytest
+from explained import all_steps, facts_of
 from helpers import planned
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters.placement import (
     associative_scans,
     order_statistics,
@@ -213,7 +213,7 @@ def avoided_steps(function):
         prog, x = bj.program(clients=N)(lambda x: function(x)), ROWS
     else:
         prog, x = bj.program(clients=N)(lambda x: function(bj.map_fn(jnp.cos, x))), MEMBERS
-    steps = walk_facts(bj.explain(prog, x).facts.steps)
+    steps = all_steps(facts_of(bj.explain(prog, x)).steps)
     return [f"{step.kind} at {step.lines}" for step in steps if step.kind in AVOIDED]
 
 

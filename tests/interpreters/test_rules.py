@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import all_steps, facts_of
 from helpers import assert_close
 from jax import lax
 from programs import run_everywhere, step_kinds
 from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters.rules import factors
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.factors import FACTORS
@@ -54,8 +54,8 @@ def element(function, i):
 
 def misread(prog, values, kind):
     """What the plan of a program does otherwise than rows of this kind."""
-    facts = bj.explain(prog, *values, options=OPTIONS).facts
-    steps = list(walk_facts(facts.steps))
+    facts = facts_of(bj.explain(prog, *values, options=OPTIONS))
+    steps = list(all_steps(facts.steps))
     gathers = [f"gathers at {step.lines}" for step in steps if step.kind == "Gather"]
     if kind == "gather":
         return [] if gathers else ["gathers nothing"]
@@ -148,7 +148,7 @@ def test_a_member_picked_out_is_not_rounded():
         rows = bj.map_fn(lambda row: row, tables)
         return jax.tree.map(lambda rows: (rows[0], rows[-1], rows[i]), rows)
 
-    assert bj.explain(ends, tables, 1).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(ends, tables, 1)).gathered_bytes == 0
     found = bj.run(ends, tables, 1, runner="local", options=OPTIONS)
     assert_close(found, jax.jit(ends)(tables, 1), rtol=0, atol=0)
 
@@ -158,8 +158,8 @@ def test_the_server_reads_a_row_of_its_own_table():
     def row(table, x):
         return table[0] + bj.reduce_sum(bj.map_fn(lambda v: v, x))
 
-    facts = bj.explain(row, jnp.ones((N, 3)), jnp.ones((N, 3))).facts
-    assert [i.values for i in facts.inputs] == [("arg0",), ("arg1@clients",)]
+    facts = facts_of(bj.explain(row, jnp.ones((N, 3)), jnp.ones((N, 3))))
+    assert [i.names for i in facts.inputs] == [["arg0"], ["arg1@clients"]]
 
 
 # --- reductions whose partials a function brings together

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from explained import all_steps, facts_of
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 from beamjax.interpreters import planning
 
 pytestmark = pytest.mark.versions
@@ -36,7 +36,7 @@ PROGRAMS = {
 
 
 def steps_of(fn, *args):
-    return [step.kind for step in walk_facts(bj.explain(fn, *args).facts.steps)]
+    return [step.kind for step in all_steps(facts_of(bj.explain(fn, *args)).steps)]
 
 
 def test_the_gradient_of_a_mean_is_one_pass():

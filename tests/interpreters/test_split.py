@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.testing.util import assert_that
+from explained import facts_of
 from helpers import assert_close, plan_of
 from streams import stream
 
@@ -34,7 +35,7 @@ def graph(fn, *args):
 
 def passes(fn, *args, **options):
     """The passes of the plan."""
-    facts = bj.explain(fn, *args, options={**OPTIONS, **options}).facts
+    facts = facts_of(bj.explain(fn, *args, options={**OPTIONS, **options}))
     found = [step for step in facts.steps if step.kind == "Map"]
     assert facts.passes == len(found)
     return found
@@ -280,7 +281,7 @@ def test_reasons_functions_and_lines():
         far = bj.map_fn(lambda v: y @ v, x)
         return ordered, bj.reduce_sum(far), bj.map_fn(jnp.cos, jnp.cumsum(y, 0))
 
-    steps = bj.explain(prog, V, options=OPTIONS).facts.steps
+    steps = facts_of(bj.explain(prog, V, options=OPTIONS)).steps
     first = prog.__wrapped__.__code__.co_firstlineno
     lines = [f"{HERE}:{first + k} (" for k in range(6)]
     (gathered,) = [step for step in steps if step.kind == "Gather"]
@@ -290,7 +291,7 @@ def test_reasons_functions_and_lines():
     (scattered,) = [step for step in steps if step.kind == "Scatter"]
     assert scattered.reason == "bj_map reads it along the members"
     assert scattered.lines[0].startswith(lines[5])
-    assert steps[0].functions == ("weigh",)
+    assert steps[0].functions == ["weigh"]
     assert steps[0].lines[0].startswith(lines[2])
 
 
@@ -378,5 +379,5 @@ NOTES = {
 def test_streams_are_read_once_where_one_pass_is_enough(fn):
     x = np.arange(60, dtype=np.float32).reshape(20, 3)
     prog = opened(fn)
-    assert NOTES[fn] in "".join(bj.explain(prog, stream(x)).facts.notes)
+    assert NOTES[fn] in "".join(facts_of(bj.explain(prog, stream(x))).notes)
     assert_close(bj.run(prog, stream(x), runner="local", options=OPTIONS), jax.jit(prog)(x), 1e-4)

@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
+from beamjax.call import Call
 from beamjax.diagnostics.pages.page import document, fragment
+from beamjax.diagnostics.pages.run_page import run_page, speed
 from beamjax.errors import ArrayFormatError, JobError, OptionsError
 from beamjax.jobs import recording
 from beamjax.jobs.recording import curves, shown_options
 from beamjax.jobs.report import Curve, Report, read_report
-from beamjax.jobs.run_page import run_page, speed
 from beamjax.options import parse_options
 from beamjax.plan.dropping import Dropped
 from beamjax.storage.schema import to_plain
@@ -78,8 +79,8 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     (curve,) = found.curves
     assert (curve.path, curve.rounds, curve.of) == ("result[1]['loss']", (0, 1, 2, 3, 4), 5)
     np.testing.assert_array_equal(np.float32(curve.values), stacked["loss"])
-    assert [step.kind for step in found.plan.steps] == ["Loop"] or found.plan.passes == 1
-    assert any("bj.reduce_mean" in line for line in found.source_lines.values())
+    assert [step["kind"] for step in found.plan["steps"]] == ["Loop"] or found.plan["passes"] == 1
+    assert any("bj.reduce_mean" in line for line in found.plan["source_lines"].values())
     assert found.options["shard_size"] == "8"
     assert found.machine["jax"] == jax.__version__
     assert {"python", "beamjax", "numpy", "apache-beam", "processors"} <= set(found.machine)
@@ -173,7 +174,7 @@ def test_a_recording_that_fails_costs_no_result(tmp_path, monkeypatch):
     def wrong(*args):
         raise RuntimeError("wrong")
 
-    monkeypatch.setattr(recording, "source_lines", wrong)
+    monkeypatch.setattr(Call, "plan_json", wrong)
     monkeypatch.setattr(recording, "curves", wrong)
     run(tmp_path / "job")
     found = bj.open_job(tmp_path / "job").report()
@@ -222,8 +223,8 @@ def test_damaged_records_are_clear_errors(tmp_path):
     folder.write("course", to_plain({"samples": samples, "events": [["w", "s", 0, 8, 1, 2.0]]}))
     found = read_report(folder)
     assert found.samples == samples
-    folder.write("about", {"plan": {"program": 3}})
-    with pytest.raises(ArrayFormatError, match="expected str"):
+    folder.write("about", {"plan": 3})
+    with pytest.raises(ArrayFormatError, match=r"found 3 as Setup\.plan"):
         read_report(folder)
 
 
@@ -302,7 +303,7 @@ def test_what_a_page_shows():
         for i in range(30)
     )
     given = example_report(dropped=dropped, warnings=("a warning",), plan=None)
-    found = html_checks.parsed(document(run_page(given)))
+    found = html_checks.parsed(document(run_page(given.to_json())))
     for text in (
         "run of train", "✓ done", "Members done", "Members per second", "Rounds done",
         "Shards retried", "Members dropped", "result['loss']", "Where the time went", "a warning",
@@ -321,13 +322,13 @@ def test_what_a_page_shows():
     assert loss["wide"]
     shares = charts["How workers spend their time"]["series"]
     np.testing.assert_allclose(np.sum([each["y"] for each in shares], axis=0), 1)
-    page = run_page(example_report())
+    page = run_page(example_report().to_json())
     html_checks.parsed(fragment(page) + fragment(page))  # A notebook may hold both.
     empty = html_checks.parsed(Report("f", "r", "lost", 0.0, Progress()).to_html())
     assert "too short for charts" in empty.text
     assert "? lost" in empty.text
     nothing = Curve("nothing", (0, 1), (None, None), 2)
-    found = html_checks.parsed(document(run_page(example_report(curves=(nothing,)))))
+    found = html_checks.parsed(document(run_page(example_report(curves=(nothing,)).to_json())))
     assert "There are no finite values" in found.text
     assert found.data["charts"][-1]["series"] == []
 
@@ -341,7 +342,7 @@ def test_texts_of_users_stay_texts():
             curves=(Curve(EVIL, (0, 1), (1.0, 2.0), 9),),
             dropped=(Dropped(EVIL, 1, EVIL, EVIL, EVIL),),
         )  # fmt: skip
-        for html in (document(run_page(found)), fragment(run_page(found))):
+        for html in (found.to_html(), found._repr_html_()):
             assert "<script>alert" not in html
             page = html_checks.parsed(html)
             assert page.text.count("alert('x')") >= 14

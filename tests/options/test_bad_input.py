@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
+from explained import facts_of
 from faults import WAYS
 
 import beamjax as bj
@@ -336,7 +337,7 @@ def test_options_are_refused_by_every_front_door():
 def test_options_of_other_runners_are_fine_in_this_process():
     options = {"direct_num_workers": 2, "machine_type": "n2", "parallelism": 3, "shard_size": 8}
     np.testing.assert_array_equal(run_here(total, X, options=options), 2 * X.sum(0))
-    assert bj.explain(total, X, options=PipelineOptions(["--zzzzz=1"])).facts is not None
+    assert facts_of(bj.explain(total, X, options=PipelineOptions(["--zzzzz=1"]))) is not None
     # Of Flink and Spark in Java: Beam's Python does not have them.
     flags = "checkpointing_interval object_reuse state_backend storage_level cache_disabled"
     check_flags([f"--{name}=1" for name in flags.split()], "FlinkRunner")

@@ -13,6 +13,7 @@ from apache_beam.runners.direct.direct_runner import BundleBasedDirectRunner
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.portable_runner import PortableRunner
 from apache_beam.transforms import environments
+from explained import facts_of
 
 import beamjax as bj
 from beamjax.diagnostics.topology import Workers
@@ -217,7 +218,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
     def told(runner, **options):
         found = bj.explain(outer, *args, runner=runner, options=options)
         where = str(found).split("\nmemory at most, ")[1].split("\n")[0]
-        return found.facts.memory, where
+        return facts_of(found).memory, where
 
     local, where = told("local", local_threads=1)
     assert where == "local, 1 thread of the launching process"
@@ -230,6 +231,6 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
     assert where == "DataflowRunner, processes of 12 threads"
     assert dataflow.worker_bytes > threads.worker_bytes
     assert told("PrismRunner", local_threads=1)[0].worker_bytes == direct.worker_bytes
-    assert bj.explain(outer, *args, options={"local_threads": 1}).facts.memory == direct
+    assert facts_of(bj.explain(outer, *args, options={"local_threads": 1})).memory == direct
     own, _ = told(make_runner("DirectRunner"), local_threads=3)
     assert own.where == "FnApiRunner, 3 threads of the launching process"

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from explained import all_steps, facts_of
 from helpers import assert_close, assert_same_bits, assert_same_types
 
 import beamjax as bj
-from beamjax.diagnostics.fact_types import walk_facts
 
 N, M = 11, 7  # Sizes of placements: a full shard of 8 and a short one; no other axis has them.
 KINDS = {
@@ -205,11 +205,11 @@ class Pair:
 
 def step_kinds(fn, *args, **options):
     """How many steps of each kind the plan has, as `bj.explain` shows it."""
-    return kinds_of(bj.explain(fn, *args, options=options).facts)
+    return kinds_of(facts_of(bj.explain(fn, *args, options=options)))
 
 
 def kinds_of(facts):
-    return collections.Counter(step.kind for step in walk_facts(facts.steps))
+    return collections.Counter(step.kind for step in all_steps(facts.steps))
 
 
 def steps_of(facts):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
+from explained import facts_of
 from faults import WAYS
 from helpers import assert_same_bits
 
@@ -80,7 +81,7 @@ def test_slices_of_members_are_arrays(way, tmp_path):
     assert [isinstance(leaf, bj.Placed) for leaf in found] == [True, False, False]
     assert_same_bits(found, run(changes, W, X, way="local", keep=None))
     assert_same_bits(found[1], found[0][1:])
-    assert bj.explain(changes, W, X).facts.gathered_bytes == 0
+    assert facts_of(bj.explain(changes, W, X)).gathered_bytes == 0
 
 
 @pytest.mark.parametrize("way", ["local", "one", PROCESSES])

@@ -12,6 +12,7 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
+from explained import facts_of
 from helpers import assert_close, assert_same_bits, assert_same_types, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +115,7 @@ PROGRAMS = {
 
 def note(fn, *args):
     explanation = bj.explain(fn, *args, options=OPTIONS)
-    text = " ".join(explanation.facts.notes)
+    text = " ".join(facts_of(explanation).notes)
     assert text in str(explanation).replace("\n  ", " ")
     return text
 

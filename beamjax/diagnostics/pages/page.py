@@ -22,9 +22,27 @@ from markupsafe import Markup
 
 from beamjax._text import human_bytes
 from beamjax._version import __version__
-from beamjax.diagnostics.text import human_seconds
+from beamjax.diagnostics import text as texts
+from beamjax.diagnostics.plan_json import all_steps
 from beamjax.errors import SourceError
 from beamjax.storage import files
+from beamjax.telemetry.progress import SECONDS
+
+KINDS = {
+    "Map": "a pass over members",
+    "Server": "computes on the server",
+    "Gather": "gathers members to the server",
+    "Scatter": "scatters a value over members",
+    "Loop": "repeats a block",
+    "Branch": "runs one of several blocks",
+}
+STATES = {
+    "running": "▶ running",
+    "done": "✓ done",
+    "failed": "✗ failed",
+    "cancelled": "■ cancelled",
+    "lost": "? lost",
+}
 
 SHORT = 20
 """Largest number of letters of a cell that stays on one line."""
@@ -55,13 +73,16 @@ def document(page: Page) -> str:
 
 
 def fragment(page: Page) -> str:
-    """Returns the page as the output of a cell, with unique ids; its styles affect nothing else."""
+    """Returns the page as the output of a cell, with unique ids; its styles affect nothing else.
+
+    Its tables are folded.
+    """
     return _rendered("fragment", page, f"bjx-{os.getpid()}-{next(_numbers)}")
 
 
 def _rendered(name: str, page: Page, prefix: str) -> str:
     html = _templates().get_template(f"{name}.html").render(
-        page=page, prefix=prefix, version=__version__, **page.values
+        page=page, prefix=prefix, version=__version__, folded=name == "fragment", **page.values
     )  # fmt: skip
     return _UNPRINTABLE.sub("\ufffd", html)  # HTML forbids these characters
 
@@ -104,8 +125,19 @@ def _templates() -> jinja2.Environment:
         loader=jinja2.PackageLoader("beamjax.diagnostics.pages"),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"cell": _cell, "json": _json, "bytes": human_bytes, "seconds": human_seconds}
-    made.globals["bundled"] = _bundled
+    made.filters |= {
+        "cell": _cell, "json": _json, "bytes": human_bytes, "seconds": texts.human_seconds,
+        "number": lambda n: "n" if n is None else f"{n:,}",
+        "capitalized": lambda text: text[:1].upper() + text[1:],
+        "kinds": lambda tally: {kind: tally[kind] for kind in SECONDS},
+        "seconds_of": lambda kinds: sum(kinds.values()),
+    }  # fmt: skip
+    made.globals |= {
+        "bundled": _bundled, "all_steps": all_steps, "KINDS": KINDS, "STATES": STATES,
+        "SECONDS": SECONDS, "count": texts.count, "tables": texts.tables,
+        "step_notes": texts.step_notes, "step_values": texts.step_values,
+        "rounds_text": texts.rounds_text, "parts_text": texts.parts_text,
+    }  # fmt: skip
     return made
 
 
