@@ -29,6 +29,19 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(found[:_SHOWN])}{more}" if found else "none"
 
 
+def printable(text: str, lines: bool = False) -> str:
+    """Text for a terminal: characters that control it are escaped, as in `\\x1b`.
+
+    Args:
+      text: any text, such as one from a file.
+      lines: whether line ends and tabs stay.
+    """
+    stay = "\n\t" if lines else ""
+    return "".join(
+        c if c.isprintable() or c in stay else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def described(error: BaseException) -> str:
     """`Type: message` of an error, after that of the callback whose failure it reports, if any.
 

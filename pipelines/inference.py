@@ -7,6 +7,7 @@ parameters as raw arrays, so a worker needs neither the code that made it nor a 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,11 @@ from beamjax.bodies.export import with_x64
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.interpreters.staging.flatten import host_call
 from beamjax.options import parse_options
+from beamjax.sources.source_base import Count, Positive
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.schema import from_plain
 from beamjax.storage.treedefs import tree_from_json, tree_to_json
 
 BATCH_SIZES = (1, 8, 64)
@@ -108,7 +111,7 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
                     "save_model(path, fn, params, example), JaxModelHandler(model_path=path)."
                 )
         elif batch_sizes is None:
-            batch_sizes = decode_model(files.read(self._path or ""), self._path or "").batch_sizes
+            batch_sizes = decode_model(_read(self._path or ""), self._path or "").batch_sizes
         self._sizes = _checked_sizes(batch_sizes)
         super().__init__(
             min_batch_size=min_batch_size,
@@ -121,7 +124,7 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
 
     def load_model(self) -> Model:
         """Reads the model, and puts its parameters on the device."""
-        data = files.read(self._path) if self._path else self._data
+        data = _read(self._path) if self._path else self._data
         return Model(decode_model(data, self._path or "JaxModelHandler"), self._sizes)
 
     def run_inference(
@@ -192,6 +195,11 @@ def save_model(
     files.write(path, encode_model(fn, params, example, batch_sizes, platforms))
 
 
+def _read(path: str) -> memoryview:
+    # Users may name a model by a link, unlike files that beamjax names.
+    return files.read(path if files.is_url(path) else os.path.realpath(path))
+
+
 # --- the bytes of a model
 
 
@@ -208,7 +216,7 @@ class SavedModel:
       x64: whether it computes with 64-bit types.
     """
 
-    artefacts: dict[int, bytes]
+    artefacts: dict[int, export.Exported]
     params: list[np.ndarray]
     example: tuple[Any, list[jax.ShapeDtypeStruct]]
     result: Any
@@ -368,18 +376,51 @@ def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
             f"{path}: found the format {meta.get('format')!r}, expected {_FORMAT!r}: a file that "
             "save_model of this version of beamjax wrote."
         )
-    count = len(meta["artefacts"])
-    types = [
-        jax.ShapeDtypeStruct(tuple(shape), dtype_from_name(name)) for name, shape in meta["types"]
-    ]
-    return SavedModel(
-        dict(zip(meta["artefacts"], map(bytes, arrays[:count]), strict=True)),
-        arrays[count:],
-        (tree_from_json(meta["example"], path), types),
-        tree_from_json(meta["result"], path),
-        tuple(meta["batch_sizes"]),
-        meta["x64"],
-    )
+    found = from_plain(_Meta, meta, path)
+    params = arrays[len(found.artefacts) :]
+    try:
+        types = [jax.ShapeDtypeStruct(shape, dtype_from_name(name)) for name, shape in found.types]
+    except ArrayFormatError as error:
+        raise ArrayFormatError(f"{path}: {error}") from None
+    example = tree_from_json(found.example, path)
+    if example.num_leaves != len(types) or len(found.artefacts) > len(arrays):
+        raise ArrayFormatError(
+            f"{path}: found {len(arrays)} arrays and {len(types)} types, expected arrays for "
+            f"{len(found.artefacts)} artefacts, and {example.num_leaves} types"
+        )
+    artefacts = {
+        size: _exported(data, path, len(params) + len(types))
+        for size, data in zip(found.artefacts, arrays, strict=False)
+    }
+    result = tree_from_json(found.result, path)
+    return SavedModel(artefacts, params, (example, types), result, found.batch_sizes, found.x64)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """The fields of a model that are not arrays; see `SavedModel`."""
+
+    artefacts: tuple[Count, ...]
+    batch_sizes: tuple[Positive, ...]
+    x64: bool
+    example: Any
+    types: tuple[tuple[str, tuple[Count, ...]], ...]
+    result: Any
+
+
+def _exported(data: np.ndarray, path: str, arguments: int) -> export.Exported:
+    try:
+        found = export.deserialize(bytearray(data))
+        number = len(found.in_avals)
+    except Exception as error:  # of any type: the bytes may be anything
+        raise ArrayFormatError(
+            f"{path}: found an artefact that JAX can't read ({error})"
+        ) from error
+    if number != arguments:
+        raise ArrayFormatError(
+            f"{path}: found an artefact of {number} arguments, expected {arguments}"
+        )
+    return found
 
 
 def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
@@ -439,10 +480,7 @@ class Model:
         self._x64 = saved.x64
         with with_x64(self._x64):
             self._params = jax.device_put(saved.params)
-        self._calls = {
-            size: jax.jit(export.deserialize(bytearray(data)).call)
-            for size, data in saved.artefacts.items()
-        }
+        self._calls = {size: jax.jit(found.call) for size, found in saved.artefacts.items()}
         self._checked: set[int] = set()
 
     def __call__(self, examples: list[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from beamjax._text import printable
 from beamjax.errors import BeamjaxError, OptionsError
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
@@ -66,7 +67,7 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
                 interrupts = sys.modules.get("beamjax.telemetry.interrupts")
                 if interrupts is not None:  # else no job has begun
                     interrupts.exit_with(INTERRUPTED)
-            click.echo(_error_text(error, full), err=True)
+            click.echo(printable(_error_text(error, full), lines=True), err=True)
             status = refused if isinstance(error, OptionsError) else FAILED
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else status
             answer = Answer({"error": error_data(error)}, "", status)
@@ -83,7 +84,7 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
 def echo(text: object) -> None:
     """Prints to stdout; raises a `ClickException` if that fails."""
     try:
-        click.echo(text)
+        click.echo(printable(str(text), lines=True))
     except BrokenPipeError:  # click ends the process quietly
         raise
     except OSError as error:

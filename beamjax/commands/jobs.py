@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beamjax._text import aligned, hint, listed
+from beamjax._text import aligned, hint, listed, printable
 from beamjax.commands.answers import DONE, FAILED, Answer, answers
 from beamjax.commands.calls import Command, make_call, parsed
 from beamjax.errors import BeamjaxError, JobError, OptionsError
@@ -42,6 +42,7 @@ def list_jobs(folder: str) -> Answer:
 
     FOLDER is local. The default is $BEAMJAX_JOBS, or else the current folder.
     """
+    from beamjax.storage import trust
     from beamjax.storage.files import is_url
     from beamjax.telemetry.job_folder import JobFolder
 
@@ -54,16 +55,19 @@ def list_jobs(folder: str) -> Answer:
     found = []
     for path in _folders(folder):
         try:
+            trust.check_folder(path, "jobs list")
             place = JobFolder(path)
             found.append(_summary(place, place.progress()))
         except BeamjaxError as error:
-            found.append({"folder": path, "state": "damaged", "error": str(error)})
+            state = "not trusted" if isinstance(error, OptionsError) else "damaged"
+            found.append({"folder": path, "state": state, "error": str(error)})
     found.sort(key=lambda job: (job.get("started") or "", job["folder"]))
     rows = [("JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS")]
     for job in found:
         shown = [job.get(name, "-") for name in ("state", "program", "runner", "started", "done")]
         rows.append((os.path.basename(job["folder"]), *shown))
-    return Answer({"jobs": found}, "\n".join(aligned(rows)) if found else f"no jobs in {folder}")
+    lines = aligned([tuple(map(printable, row)) for row in rows])
+    return Answer({"jobs": found}, "\n".join(lines) if found else f"no jobs in {folder}")
 
 
 def _folders(root: str) -> list[str]:
@@ -102,6 +106,7 @@ def _summary(folder: JobFolder, progress: Progress) -> dict[str, Any]:
 
 def find_job(job: str) -> JobFolder:
     """The folder of a job, by its path or by its name in `ROOT`; OptionsError if there is none."""
+    from beamjax.storage import trust
     from beamjax.storage.files import is_url
     from beamjax.telemetry.job_folder import JobFolder
 
@@ -109,6 +114,7 @@ def find_job(job: str) -> JobFolder:
     inside = os.path.join(root, job) if root and not is_url(job) else job
     if not is_url(job) and not _holds_job(job) and _holds_job(inside):
         job = inside
+    trust.check_folder(job, "jobs")
     folder = JobFolder(job)
     try:
         folder.describe()
@@ -152,7 +158,8 @@ def show(job: str, html: str | None) -> Answer:
     if html:
         save_page(read_report(folder), html)
         rows.append(("page", html))
-    lines = aligned(rows)
+    # The message of an error may have several lines, and comes last.
+    lines = aligned([(name, printable(text, lines=name == "error")) for name, text in rows])
     if found["state"] == "done":
         lines += _add_result(folder, found)
     return Answer({"job": found}, "\n".join(lines))
@@ -213,7 +220,6 @@ def resume(job: str) -> Answer:
     if state == "done":
         raise OptionsError(f"{folder.path}: the job is done; `beamjax jobs show` shows its result")
     argv = _enter(folder)
-    click.echo(f"beamjax: in {os.getcwd()}: {shlex.join(['beamjax', *argv])}", err=True)
     callback: Any = run.callback
     answer: Answer = callback.__wrapped__(**parsed(run, argv))
     return answer
@@ -256,7 +262,7 @@ def read_command(folder: JobFolder) -> Command | None:
 
 
 def _enter(folder: JobFolder) -> list[str]:
-    """Changes to the folder in which a job was started; returns the command line.
+    """Changes to the folder in which a job was started; prints and returns the command line.
 
     Raises:
       OptionsError: no command line started the job, or the folder does not exist any more.
@@ -271,4 +277,7 @@ def _enter(folder: JobFolder) -> list[str]:
     if not os.path.isdir(command.cwd):
         raise OptionsError(f"{command.cwd}: the folder in which the job was started is gone")
     os.chdir(command.cwd)
+    # It runs code of that folder, so users see it before it runs.
+    line = shlex.join(["beamjax", *command.argv])
+    click.echo(printable(f"beamjax: in {os.getcwd()}: {line}"), err=True)
     return list(command.argv)

@@ -24,7 +24,7 @@ from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.storage import files, records
+from beamjax.storage import files, records, trust
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
@@ -224,8 +224,11 @@ def open_job(folder: str | os.PathLike[str]) -> Job:
       JobError: there is no job in the folder.
       ArrayFormatError: a file in the folder is damaged.
       SourceError: a file in the folder can't be read.
+      OptionsError: another user can write to the folder.
     """
-    return Job(JobFolder(files.local_path(os.fspath(folder))))
+    path = files.local_path(os.fspath(folder))
+    trust.check_folder(path, "open_job")
+    return Job(JobFolder(path))
 
 
 # --- jobs of this process

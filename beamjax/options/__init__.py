@@ -15,7 +15,7 @@ from typing import Any
 from beamjax.errors import OptionsError
 from beamjax.options import rules
 from beamjax.options.rules import Rule
-from beamjax.storage import files
+from beamjax.storage import files, trust
 
 
 def _option(default: Any, rule: Rule, planning: bool = False) -> Any:
@@ -148,6 +148,8 @@ class Options:
 
 RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
 """The rule for the values of each option. An option with the default None may also be None."""
+_OWN_FOLDERS = ("job_folder", "cache", "checkpoint", "compile_cache", "results_folder")
+"""The options with folders of which beamjax reads what it finds there."""
 _DEFAULTS = Options()
 OWN = tuple(RULES)
 """Names of the options of beamjax; all others are options of Beam."""
@@ -247,6 +249,11 @@ def _checked(options: Options) -> Options:
                     f"{name}: found {value!r}, which {reason}; expected a path, or a URL that "
                     "fsspec reaches here and on the workers"
                 )
+    for name in _OWN_FOLDERS:
+        if name in values:
+            trust.check_folder(values[name], name)
+    if "work_folder" in values:  # each run makes a folder of its own there
+        trust.check_folder(files.join(values["work_folder"], "run"), "work_folder")
     # Read during and after a run, when the working directory may have changed.
     for name in ("cache", "checkpoint", "dead_letters", "report"):
         if name in values and not files.is_url(values[name]):

@@ -16,7 +16,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.storage.arrays import decode_array, encode_array
-from beamjax.storage.schema import from_plain, to_plain
+from beamjax.storage.schema import from_plain, parse_json, to_plain
 
 _LOG = logging.getLogger("beamjax")
 MAX_MESSAGE = 2000
@@ -90,10 +90,7 @@ def decode_lines(data: bytes, path: str) -> list[Dropped]:
     Raises:
       ArrayFormatError: the bytes at `path` are not lines of dropped members.
     """
-    try:
-        found = [json.loads(line) for line in data.splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise ArrayFormatError(f"{path}: {error}; expected lines of JSON") from None
+    found = [parse_json(line, path) for line in data.splitlines()]
     return [from_plain(Dropped, record, path) for record in found]
 
 

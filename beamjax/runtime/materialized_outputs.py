@@ -28,6 +28,8 @@ from beamjax.sources.arrays.part_files import PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import LeafSpec, open_spec
 from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.storage import trust
+from beamjax.storage.schema import parse_json
 from beamjax.storage.scratch import allocate
 
 VERSION = 1
@@ -169,6 +171,7 @@ def materialized_outputs(
         parent, persistent = options.work_folder or tempfile.gettempdir(), False
         base = f"{parent.rstrip('/')}/beamjax-results-{uuid.uuid4().hex}"
     base = base if is_url(base) else os.path.abspath(base)
+    trust.check_folder(base, "results_folder")
     folders: dict[str, str] = {}
     for number, (path, out) in enumerate(zip(paths, plan.outputs, strict=True)):
         if out.members or out.tail or (options.keep is None and number not in numbers):
@@ -219,19 +222,21 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
     Raises:
       SourceError: the folder has no finished result, or a file is missing or has changed.
       ArrayFormatError: the list of files is damaged.
+      OptionsError: another user can write to the folder.
     """
     from beamjax.storage import files
 
     where = files.local_path(os.fspath(folder))
     where = where if is_url(where) else os.path.abspath(where)
+    trust.check_folder(where, "open_placed")
     for kind in (KeyedTable, CollectedMembers):
         if not is_url(where) and os.path.exists(os.path.join(where, kind.manifest)):
             return kind.open(where)
     path = f"{where}/{MANIFEST}"
     try:
-        record = json.loads(bytes(files.read(path)))
-    except ValueError as error:
-        raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
+        record = parse_json(files.read(path), path)
+    except ArrayFormatError:
+        raise
     except Exception as error:
         raise SourceError(
             f"{path}: cannot read ({error}); expected the folder of a result that a run with "

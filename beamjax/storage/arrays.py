@@ -13,8 +13,8 @@ One buffer holds any number of arrays and a small JSON dictionary (`meta`)::
            64·k payloads  each at the next multiple of 64, C order; zeros between
 
 The bytes depend on the arrays and `meta` alone. Decoding copies nothing: the arrays are read-only
-views of the buffer. Every size in the header is checked against the buffer before it is used, so a
-forged header can't cause a large allocation.
+views of the buffer. The header has at most 16 MiB, and every size in it is checked against the
+buffer before it is used, so a forged header can't cause a large allocation.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.schema import MAX_JSON_BYTES, parse_json
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -109,7 +110,7 @@ def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> 
 
     Raises:
         StructureError: for a dtype that is not raw data, a masked array, something that is no
-            array, or a `meta` that JSON would change.
+            array, a `meta` that JSON would change, or a header of more than 16 MiB.
     """
     views = [
         array if isinstance(array, Joined) else plain_array(array, f"array {index}")
@@ -234,6 +235,11 @@ def _layout(views: list[np.ndarray | Joined], meta: dict[str, Any]) -> tuple[byt
         text = json.dumps(
             {"arrays": records, "meta": meta}, sort_keys=True, separators=(",", ":")
         ).encode()
+        if len(text) > MAX_JSON_BYTES - ALIGNMENT:
+            raise StructureError(
+                f"{len(views)} arrays and their meta: the header has {len(text)} bytes, expected "
+                f"at most {MAX_JSON_BYTES - ALIGNMENT}."
+            )
         end = _aligned(_CHECKED_PREFIX.size + len(text))
         if end <= start:
             return text.ljust(start - _CHECKED_PREFIX.size), offsets, position
@@ -272,6 +278,10 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
         raise ArrayFormatError(
             f"array buffer: {found}, found {len(view)} bytes, expected {total} by its header."
         )
+    if length > MAX_JSON_BYTES:  # before anything of that size is read
+        raise ArrayFormatError(
+            f"array buffer: found a header of {length} bytes, expected at most {MAX_JSON_BYTES}."
+        )
     end = start + length
     if end > len(view):
         raise ArrayFormatError(
@@ -293,12 +303,7 @@ def _check_crc(what: str, found: int, expected: int) -> None:
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ArrayFormatError(
-            f"header of an array buffer: found {text[:40]!r}, expected JSON ({error})."
-        ) from None
+    header = parse_json(text, "header of an array buffer")
     if not isinstance(header, dict):
         raise ArrayFormatError(
             f"header of an array buffer: found {type(header).__name__}, expected a JSON object."

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from beamjax.errors import OptionsError
+from beamjax.storage import trust
 
 
 def cache_folder(name: str) -> Path:
@@ -14,7 +15,7 @@ def cache_folder(name: str) -> Path:
     Without that variable it is `~/.cache/beamjax/name`, or `$XDG_CACHE_HOME/beamjax/name`.
 
     Raises:
-      OptionsError: the folder can't be made.
+      OptionsError: the folder can't be made, or another user can write to it.
     """
     root = os.environ.get("BEAMJAX_CACHE")
     if not root:
@@ -28,4 +29,5 @@ def cache_folder(name: str) -> Path:
             f"{folder}: cannot make this folder, in which beamjax caches what takes long to build "
             f"({error}); set the environment variable BEAMJAX_CACHE to a folder that you may write"
         ) from error
+    trust.check_folder(folder, "BEAMJAX_CACHE")
     return folder

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from beamjax.storage import trust
 from beamjax.storage.patience import patiently
 from beamjax.storage.urls import is_url as is_url
 from beamjax.storage.urls import local_path as local_path
@@ -68,12 +69,14 @@ def make_folder(folder: str) -> None:
 def read(path: str) -> memoryview:
     """The whole content, read-only. A large local file is mapped, not read.
 
+    A local file must be a regular one: links, FIFOs and devices are errors.
+
     Raises:
         Exception: whatever the file system raises.
     """
     if is_url(path):
         return remote().read(path)
-    with open(path, "rb") as file:
+    with open(trust.open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size < _MAP_BYTES:
             return memoryview(file.read())
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -100,7 +103,7 @@ def names(folder: str) -> list[str]:
         return remote().names(folder)
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_file()]
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return []
 
@@ -153,7 +156,7 @@ def listed(folder: str) -> list[Listed]:
     found = []
     for name in names(folder):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            status = os.stat(os.path.join(folder, name))
+            status = os.lstat(os.path.join(folder, name))
             found.append(Listed(name, status.st_size, status.st_mtime))
     return found
 

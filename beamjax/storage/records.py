@@ -10,10 +10,11 @@ import os
 import socket
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax import errors
+from beamjax._text import printable
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
@@ -97,8 +98,11 @@ def error_of(
     Raises:
       ArrayFormatError: the record is not one that `error_record` makes.
     """
-    found = from_plain(_Raised, record, path)
+    raised = from_plain(_Raised, record, path)
     failure = from_plain(Failure, record, path)
+    # Python prints errors as they are, and the process that wrote this one may run foreign code.
+    found = replace(raised, message=printable(raised.message, lines=True))
+    failure = replace(failure, traceback=printable(failure.traceback, lines=True))
     made = getattr(errors, found.type, None)
     if isinstance(made, type) and issubclass(made, BeamjaxError):
         error = made(found.message)

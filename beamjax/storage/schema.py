@@ -1,4 +1,4 @@
-"""Dataclasses and named tuples as JSON values, and back."""
+"""Dataclasses and named tuples as JSON values, and back; JSON that was read is limited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import collections.abc
 import contextlib
 import dataclasses
 import functools
+import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -15,6 +17,13 @@ from typing import Any, TypeVar
 from beamjax.errors import ArrayFormatError
 
 T = TypeVar("T")
+
+MAX_JSON_BYTES = 16 * 2**20
+"""Bytes of JSON that are parsed, in headers and other files. Objects take 25 times as many."""
+MAX_JSON_DEPTH = 400
+"""Levels of lists and objects that are parsed. Python fails on deeper ones, when it parses, prints
+or compares them."""
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Codecs of types that are no dataclasses: to plain values, and back."""
@@ -29,6 +38,42 @@ def add_codec(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], 
       decode: undoes `encode`; raises KeyError, TypeError or ValueError for anything else.
     """
     _CODECS[kind] = encode, decode
+
+
+def parse_json(data: bytes | bytearray | memoryview, where: str) -> Any:
+    """The values of a JSON text.
+
+    Args:
+      data: the text.
+      where: the beginning of the message of an error, such as the path of the file.
+
+    Raises:
+      ArrayFormatError: it is no JSON, is too long, or is nested too deeply.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise ArrayFormatError(
+            f"{where}: found {len(data)} bytes of JSON, expected at most {MAX_JSON_BYTES}"
+        )
+    text = bytes(data)
+    if text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH and _depth(text) > MAX_JSON_DEPTH:
+        raise ArrayFormatError(
+            f"{where}: found JSON of more than {MAX_JSON_DEPTH} levels, expected fewer"
+        )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArrayFormatError(f"{where}: found {text[:40]!r}, expected JSON ({error})") from None
+
+
+def _depth(text: bytes) -> int:
+    depth = deepest = 0
+    for token in _BRACKETS.findall(text):
+        if token in (b"[", b"{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token in (b"]", b"}"):
+            depth -= 1
+    return deepest
 
 
 def to_plain(value: Any) -> Any:

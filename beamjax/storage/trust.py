@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from beamjax.errors import OptionsError
+from beamjax.errors import ArrayFormatError, OptionsError
 from beamjax.storage import urls
 
 _MAX_LINKS = 40
@@ -50,11 +50,11 @@ def checked_name(name: object, where: str) -> str:
     """A name from a record, if it is that of a file directly in a folder.
 
     Raises:
-      OptionsError: it is no text, or would leave the folder.
+      ArrayFormatError: it is no text, or would leave the folder.
     """
     if isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0"):
         return name
-    raise OptionsError(
+    raise ArrayFormatError(
         f"{where}: found {str(name)[:200]!r}, expected the name of a file in this folder"
     )
 

@@ -24,14 +24,15 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from beamjax._text import printable
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
-from beamjax.storage import files, records
+from beamjax.storage import files, records, trust
 from beamjax.storage.arrays import decode_array, encode_array
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
@@ -157,6 +158,7 @@ class JobFolder:
           OptionsError: a job in this folder still runs, or is done.
           SourceError: the folder cannot be written.
         """
+        trust.check_folder(self.path, "job_folder")
         try:
             self._refuse_other(overwrite)
             files.make_folder(self.path)  # readable for this user only, unlike its parents
@@ -201,7 +203,9 @@ class JobFolder:
                 f"{self.path}: found no job; expected a folder that a run had as job_folder, or "
                 "job.folder"
             )
-        return from_plain(JobRecord, found, self.record_path("job"))
+        record = from_plain(JobRecord, found, self.record_path("job"))
+        name, runner = printable(record.name), printable(record.runner)
+        return replace(record, name=name, runner=runner)
 
     def state(self) -> tuple[str, dict[str, Any] | None]:
         """The state and the record of the error; the state is "lost" without a launching process,

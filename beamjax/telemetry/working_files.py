@@ -15,7 +15,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from beamjax.storage.schema import from_plain
+from beamjax.errors import ArrayFormatError
+from beamjax.storage import trust
+from beamjax.storage.schema import from_plain, parse_json
 from beamjax.storage.scratch import allocate
 from beamjax.telemetry import process_ids
 
@@ -111,10 +113,10 @@ class WorkingProcess:
 def read_file(path: str) -> WorkingProcess | None:
     """Reads the file of a process and checks all fields; None if it is something else."""
     try:
-        with open(path, "rb") as file:
+        with open(trust.open_regular(path), "rb") as file:
             data = file.read(_FILE_BYTES + 1)
-        process = json.loads(data[:_LEFT_AT].rstrip(b"\0"))
-    except (OSError, ValueError, RecursionError):
+        process = parse_json(data[:_LEFT_AT].rstrip(b"\0"), path)
+    except (OSError, ArrayFormatError):
         return None
     if len(data) != _FILE_BYTES or not _is_process(process):
         return None
@@ -134,8 +136,8 @@ def _is_process(found: Any) -> bool:
 
 def _read_slot(data: bytes, path: str) -> WorkEntry | None:
     try:
-        entry = from_plain(WorkEntry, json.loads(data), path)
-    except (ValueError, RecursionError):
+        entry = from_plain(WorkEntry, parse_json(data, path), path)
+    except ArrayFormatError:
         return None
     first, last = entry.members or (0, 0)
     is_sound = entry.doing in DOING and entry.step.isprintable() and 0 < entry.since < 1e11

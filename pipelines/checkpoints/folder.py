@@ -3,7 +3,7 @@
     00000012.checkpoint   a manifest, see `beamjax.runtime.checkpoints`
     *.arrays, *.members   values, under names that are unique or hashes of the content
     inputs.record         hashes of the files that are inputs
-    lock                  locked by the process of the run, with its pid
+    lock                  locked by the process of the run
     work/                 temporary files of the run
 
 A manifest is written atomically, after all of its files are on the disk. So the folder stays valid
@@ -26,7 +26,7 @@ from beamjax.options import Options
 from beamjax.runtime import checkpoints
 from beamjax.runtime.checkpoints import Checkpoint
 from beamjax.storage import files as file_io
-from beamjax.storage import records
+from beamjax.storage import locks, records, trust
 
 MANIFEST = re.compile(r"(\d{8,18})\.checkpoint")
 INPUTS = f"inputs{records.SUFFIX}"
@@ -54,46 +54,32 @@ def held(folder: str) -> Iterator[None]:
 
     Raises:
       CheckpointError: another process uses it, or it can't be created.
+      OptionsError: another user can write to it.
     """
+    if file_io.is_url(folder):
+        yield
+        return
+    trust.check_folder(folder, "checkpoint")
     try:
         file_io.make_folder(folder)
-        handle = None if file_io.is_url(folder) else _locked(folder)
+        handle = locks.try_lock(os.path.join(folder, locks.NAME))
     except OSError as error:
         raise CheckpointError(
             f"checkpoint folder {folder}: cannot be written ({error}); expected a folder that this "
             "process and all workers can write and read"
         ) from error
+    if handle is None:
+        raise CheckpointError(
+            f"checkpoint folder {folder}: another run is using it; wait for its end, or give each "
+            "run a folder of its own"
+        )
     try:
         # Only under the lock: what is there now is left from a killed process.
-        if handle is not None:
-            shutil.rmtree(work_folder(folder), ignore_errors=True)
+        shutil.rmtree(work_folder(folder), ignore_errors=True)
         yield
     finally:
-        if handle is not None:
-            shutil.rmtree(work_folder(folder), ignore_errors=True)
-            os.close(handle)  # releases the lock
-
-
-def _locked(folder: str) -> int | None:
-    """Locks a folder; returns the file descriptor, or None if the system has no such locks."""
-    handle = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(handle, 20, 0).decode(errors="replace").strip()
+        shutil.rmtree(work_folder(folder), ignore_errors=True)
         os.close(handle)
-        raise CheckpointError(
-            f"checkpoint folder {folder}: another run is using it (process {owner}); wait for its "
-            "end, or give each run a folder of its own"
-        ) from None
-    except (ImportError, OSError):
-        os.close(handle)
-        return None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
-    return handle
 
 
 class CheckpointFolder:

@@ -25,6 +25,7 @@ from beamjax.pipelines.clusters import guard, jars, processes
 from beamjax.pipelines.clusters.processes import LOOPBACK
 from beamjax.storage import files, locks, trust
 from beamjax.storage.cache_folder import cache_folder
+from beamjax.storage.schema import parse_json
 
 WORKERS = "beamjax-workers"
 """The host name by which every task manager connects to its own pool."""
@@ -102,7 +103,8 @@ def read(folder: Path | str) -> Cluster | None:
     if not locks.is_locked(Path(folder) / locks.NAME):
         return None
     try:
-        record = json.loads(bytes(files.read(os.fspath(Path(folder) / _RECORD))))
+        path = os.fspath(Path(folder) / _RECORD)
+        record = parse_json(files.read(path), path)
         record["settings"] = Settings(**record["settings"])
         return Cluster(**{**record, "pools": tuple(record["pools"])})
     except (OSError, ValueError, TypeError, KeyError):

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from beamjax.storage import files
+from beamjax.storage.schema import parse_json
 from beamjax.telemetry import process_ids
 
 BEAT_SECONDS, REMOTE_BEAT_SECONDS = 2.0, 4.0
@@ -72,7 +73,7 @@ class Pulse:
     """
 
     def __init__(self, data: bytes):
-        record = json.loads(data)
+        record = parse_json(data, "a heartbeat")
         if not isinstance(record, dict) or not isinstance(record.get("process"), dict):
             raise ValueError(f"found {data!r:.80}, expected a heartbeat")
         self.process: dict[str, Any] = record["process"]

@@ -3,14 +3,15 @@
 Each worker has a unique random name and gets tasks one at a time. These are the files of a folder:
 
     worker-W            worker W has joined; its heartbeat
-    program-P           program P, signed
+    program-P           program P
     task-W-K, reply-W-K task number K of worker W, and its reply; the launcher removes both
     launcher            the heartbeat of the launcher
     stop                all workers end, including those that join later
 
-A file appears whole: it is written under a temporary name that is then renamed, or by one request.
-Only heartbeats are rewritten. No file has two writers, except that any worker whose launcher is
-dead may write `stop`. So there are no locks, and both sides poll.
+Programs, tasks and replies are signed. A file appears whole: it is written under a temporary name
+that is then renamed, or by one request. Only heartbeats are rewritten. No file has two writers,
+except that any worker whose launcher is dead may write `stop`. So there are no locks, and both
+sides poll.
 
 In a local folder, a reader opens the file that it expects. At a URL each operation is a request.
 There, the launcher lists the folder once per poll, which shows new workers, replies and heartbeats,
@@ -42,8 +43,10 @@ from beamjax.pipelines.resident.messages import (
     decode_task,
     encode_reply,
     encode_task,
+    signed,
+    verified,
 )
-from beamjax.storage import files
+from beamjax.storage import files, trust
 from beamjax.storage.patience import patiently, retried
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
@@ -119,14 +122,9 @@ class Mailbox(Protocol):
 
 
 class WorkerEnd(abc.ABC):
-    """A worker's end of a mailbox.
+    """A worker's end of a mailbox."""
 
-    Args:
-      secret: the key with which programs are signed.
-    """
-
-    def __init__(self, secret: bytes):
-        self.secret = secret
+    def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self._programs: dict[str, Program] = {}
 
@@ -147,7 +145,7 @@ class WorkerEnd(abc.ABC):
         if name not in self._programs:
             if len(self._programs) == MOST_PROGRAMS:  # remove the oldest
                 del self._programs[next(iter(self._programs))]
-            self._programs[name] = Program.decode(self._encoded(name), self.secret)
+            self._programs[name] = Program.decode(self._encoded(name))
         return self._programs[name]
 
 
@@ -171,7 +169,7 @@ class MemoryMailbox:
     def publish(self, program: Program) -> None:
         # Encoded, so that each worker has its own DoFns, as in Beam: they have state.
         if program.name not in self.programs:
-            self.programs[program.name] = program.encode(b"")
+            self.programs[program.name] = program.encode()
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
         peer.sent += 1
@@ -210,7 +208,7 @@ class MemoryWorker(WorkerEnd):
     """The worker's end of a `MemoryMailbox`."""
 
     def __init__(self, mailbox: MemoryMailbox):
-        super().__init__(b"")
+        super().__init__()
         self.mailbox = mailbox
 
     def tasks(self) -> Iterator[WorkerTask]:
@@ -239,7 +237,7 @@ class FileMailbox:
 
     Args:
       folder: a path or URL.
-      secret: the key with which programs are signed.
+      secret: the key with which messages are signed.
     """
 
     def __init__(self, folder: str, secret: bytes):
@@ -263,11 +261,11 @@ class FileMailbox:
 
     def publish(self, program: Program) -> None:
         if program.name not in self._published:
-            _write(self.folder, f"program-{program.name}", program.encode(self.secret))
+            self._write_signed(f"program-{program.name}", program.encode())
             self._published.add(program.name)
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
-        _write(self.folder, f"task-{peer.name}-{peer.sent}", encode_task(task))
+        self._write_signed(f"task-{peer.name}-{peer.sent}", encode_task(task))
         peer.sent += 1
 
     def reply(self, peer: Peer) -> Reply | None:
@@ -277,7 +275,7 @@ class FileMailbox:
             return None
         # The worker already waits for the next number, so it reads neither file again.
         files.remove_files(self.folder, [name, f"task-{peer.name}-{peer.sent - 1}"])
-        return decode_reply(data)
+        return decode_reply(verified(self.secret, name, data))
 
     def wait(self, since: float) -> None:
         time.sleep(_pause(self.folder, since))
@@ -288,6 +286,9 @@ class FileMailbox:
     def stop(self) -> None:
         self._heart.stop()
         _write(self.folder, "stop", b"stop")
+
+    def _write_signed(self, name: str, data: bytes) -> None:
+        _write(self.folder, name, signed(self.secret, name, data))
 
     def _new(self, names: list[str]) -> list[Peer]:
         """The workers among these files that have not been seen before."""
@@ -329,13 +330,15 @@ class RemoteMailbox(FileMailbox):
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
         name = f"{peer.name}-{peer.sent}"
-        self._outbox[files.join(self.folder, f"task-{name}")] = encode_task(task)
+        content = signed(self.secret, f"task-{name}", encode_task(task))
+        self._outbox[files.join(self.folder, f"task-{name}")] = content
         self._awaited[f"reply-{name}"] = f"task-{name}"
         peer.sent += 1
 
     def reply(self, peer: Peer) -> Reply | None:
-        data = self._inbox.pop(f"reply-{peer.name}-{peer.sent - 1}", None)
-        return None if data is None else decode_reply(data)
+        name = f"reply-{peer.name}-{peer.sent - 1}"
+        data = self._inbox.pop(name, None)
+        return None if data is None else decode_reply(verified(self.secret, name, data))
 
     def wait(self, since: float) -> None:
         begun = time.monotonic()
@@ -366,12 +369,13 @@ class FileWorker(WorkerEnd):
 
     Args:
       folder: the folder of the mailbox.
-      secret: the key with which programs are signed.
+      secret: the key with which messages are signed.
     """
 
     def __init__(self, folder: str, secret: bytes):
-        super().__init__(secret)
+        super().__init__()
         self.folder = folder
+        self.secret = secret
         self._next = 0
         self._launcher: Pulse | None = None
         # When it joined, and when the folder could be read.
@@ -383,10 +387,11 @@ class FileWorker(WorkerEnd):
         every = REMOTE_STOP_SECONDS if files.is_url(self.folder) else STOP_SECONDS
         try:
             while True:
-                data = self._look_for(f"task-{self.name}-{self._next}")
+                name = f"task-{self.name}-{self._next}"
+                data = self._look_for(name)
                 if data is not None:
                     try:
-                        task = decode_task(data)
+                        task = decode_task(verified(self.secret, name, data))
                     except ArrayFormatError as error:
                         self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
                     else:
@@ -402,10 +407,14 @@ class FileWorker(WorkerEnd):
             self._heart.stop()
 
     def _encoded(self, name: str) -> bytes:
-        return bytes(files.read(files.join(self.folder, f"program-{name}")))
+        file = f"program-{name}"
+        content = bytes(files.read(files.join(self.folder, file)))
+        return verified(self.secret, file, content)
 
     def reply(self, reply: Reply) -> None:
-        retried(_write, self.folder, f"reply-{self.name}-{self._next}", encode_reply(reply))
+        name = f"reply-{self.name}-{self._next}"
+        content = signed(self.secret, name, encode_reply(reply))
+        retried(_write, self.folder, name, content)
         self._next += 1
 
     def _look_for(self, name: str) -> bytes | None:
@@ -461,7 +470,7 @@ def _read(folder: str, name: str) -> bytes | None:
     path = files.join(folder, name)
     try:
         if not files.is_url(path):
-            with open(path, "rb") as file:
+            with open(trust.open_regular(path), "rb") as file:
                 return file.read()
         return bytes(files.read(path))
     except FileNotFoundError:
@@ -484,7 +493,7 @@ def open_mailbox(folder: str, secret: bytes, shared: bool) -> Mailbox:
 
     Args:
       folder: the folder of messages.
-      secret: the key with which programs are signed.
+      secret: the key with which messages are signed.
       shared: whether workers are threads of this process.
     """
     if not shared:

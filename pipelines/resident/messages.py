@@ -1,7 +1,7 @@
 """The messages between the launcher and resident workers, and their encoding.
 
-Programs are pickled and signed, since they hold DoFns. Tasks and replies, which travel in each
-round, are buffers of `beamjax.storage.arrays` and never unpickled.
+Programs are pickled, since they hold DoFns. Tasks and replies, which travel in each round, are
+buffers of `beamjax.storage.arrays` and never unpickled. In files, all of them are signed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,43 @@ NO_PASS = -1
 """The number of the pass in a reply to a task that the worker could not decode."""
 
 
+def signed(secret: bytes, name: str, data: bytes) -> bytes:
+    """The content of a file of messages.
+
+    Programs are unpickled, and tasks name modules that workers import. So both ends read only what
+    has a signature of this job; its key travels with the Beam job. Then other processes that can
+    write into the folder of messages can't run code, nor pass off one message as another one.
+
+    Args:
+      secret: the key.
+      name: the name of the file.
+      data: the message.
+    """
+    return _signature(secret, name, data) + data
+
+
+def verified(secret: bytes, name: str, content: bytes) -> bytes:
+    """Undoes `signed`.
+
+    Raises:
+      ArrayFormatError: the message does not come from this job.
+    """
+    size = hashlib.sha256().digest_size
+    data = content[size:]
+    if not hmac.compare_digest(content[:size], _signature(secret, name, data)):
+        raise ArrayFormatError(
+            f"{name}, a message of resident workers: found a wrong signature, expected that of "
+            "this job; something else has written into its folder"
+        )
+    return data
+
+
+def _signature(secret: bytes, name: str, data: bytes) -> bytes:
+    found = hmac.new(secret, name.encode() + b"\0", hashlib.sha256)
+    found.update(data)
+    return found.digest()
+
+
 @dataclass(frozen=True)
 class Program:
     """A DoFn that workers run for the same step of each round.
@@ -46,29 +83,14 @@ class Program:
     fn: StepFn
     written: tuple[str, ...] = ()
 
-    def encode(self, secret: bytes) -> bytes:
-        """The program as bytes, with a signature.
-
-        Workers unpickle only what has the signature of the launcher, so other processes that can
-        write into the folder of messages can't run code on workers. The key travels with the
-        Beam job.
-        """
+    def encode(self) -> bytes:
+        """The program as bytes."""
         data: bytes = cloudpickle.dumps(self)
-        return hmac.digest(secret, data, hashlib.sha256) + data
+        return data
 
     @staticmethod
-    def decode(signed: bytes, secret: bytes) -> Program:
-        """Undoes `encode`.
-
-        Raises:
-          ArrayFormatError: the bytes do not come from the launcher of this job.
-        """
-        signature, data = signed[:32], signed[32:]
-        if not hmac.compare_digest(signature, hmac.digest(secret, data, hashlib.sha256)):
-            raise ArrayFormatError(
-                "a program for resident workers: found a wrong signature, expected that of the "
-                "launcher; something else has written into the folder of the job"
-            )
+    def decode(data: bytes) -> Program:
+        """Undoes `encode`. It runs code, so the bytes must be those of the launcher."""
         program: Program = cloudpickle.loads(data)
         return program
 

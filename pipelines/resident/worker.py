@@ -22,7 +22,7 @@ class ServeTasks(beam.DoFn):
 
     Args:
       folder: the folder of the mailbox.
-      secret: the key with which programs are signed.
+      secret: the key with which messages are signed.
     """
 
     def __init__(self, folder: str, secret: bytes):

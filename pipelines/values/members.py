@@ -31,7 +31,7 @@ from beamjax.sources.source_base import Count, LeafSpec, PlainSource, Source, na
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.dtypes import dtype_from_name
-from beamjax.storage.schema import from_plain
+from beamjax.storage.schema import from_plain, parse_json
 
 SUFFIX = ".members"
 
@@ -121,7 +121,7 @@ class StackedSource(PlainSource, kind="stacked"):
     def entries(self) -> list[tuple[Source, int]]:
         """The sources of the stacked values and their leaves there, opened at their first use."""
         try:
-            listed = json.loads(bytes(files.read(self.path)))
+            listed = parse_json(files.read(self.path), self.path)
             entries = [(open_spec(spec), natural(leaf)) for spec, leaf in listed]
         except OSError as error:
             raise SourceError(f"{self.path}: cannot read the list of a stack ({error})") from error

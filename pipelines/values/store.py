@@ -34,7 +34,7 @@ from beamjax.pipelines.values.refs import (
     ref_to_files,
     unique_key,
 )
-from beamjax.storage import aligned
+from beamjax.storage import aligned, trust
 from beamjax.storage import arrays as wire
 from beamjax.storage import files as file_io
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
@@ -99,11 +99,13 @@ class Store:
 
         Raises:
             SourceError: the folder can't be created.
+            OptionsError: another user can write to the parent folder.
         """
         parent = tempfile.gettempdir() if parent is None else parent
         store = cls(file_io.join(parent, f"{_STORE}{uuid.uuid4().hex}"), persistent=False)
         try:
             file_io.make_folder(store.root)
+            trust.check_folder(store.root, "work_folder")
         except OSError as error:
             raise SourceError(
                 f"{store.root}: cannot write here ({error}); expected a folder that the launcher "

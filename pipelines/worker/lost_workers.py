@@ -23,7 +23,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import OFTEN, RepeatedError, record_error
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
-from beamjax.storage import files
+from beamjax.storage import files, trust
 from beamjax.telemetry import process_ids, working_files
 from beamjax.telemetry.watchdog import WorkTable, placed_error
 from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
@@ -222,7 +222,7 @@ def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
 def _read_trace(store: Store, working: WorkingProcess) -> str:
     """The stack that Python wrote when a process crashed; "" if there is none."""
     path = os.path.join(store.root, f"{_CRASH}{working.process['pid']}")
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(trust.open_regular(path), "rb") as file:
         return file.read(MAX_TRACE).decode(errors="replace")
     return ""
 

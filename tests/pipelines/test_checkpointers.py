@@ -374,7 +374,7 @@ def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monk
 def test_folders_that_cannot_be_used(tmp_path):
     with (
         checkpoint_folder.held(str(tmp_path)),
-        pytest.raises(CheckpointError, match=rf"another run is using it \(process {os.getpid()}\)"),
+        pytest.raises(CheckpointError, match="another run is using it"),
     ):
         run(descent, (W, X), checkpoint=str(tmp_path))
     run(descent, (W, X), checkpoint=str(tmp_path))

@@ -22,7 +22,8 @@ from helpers import assert_close, assert_same_bits
 
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.pipelines import JaxModelHandler, save_model
-from beamjax.pipelines.inference import MAX_INLINE_BYTES
+from beamjax.pipelines.inference import MAX_INLINE_BYTES, encode_model
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(4, 3)).astype("f4"), "b": np.ones((1, 3), "f4")}
@@ -196,6 +197,42 @@ def test_saved_models(tmp_path):
 def prints(params, x):
     jax.debug.print("{}", x.shape[0])
     return x.at[0].set(x[0])  # needs a batch
+
+
+def test_a_model_may_be_named_by_a_link(tmp_path):
+    save_model(str(tmp_path / "model"), linear, PARAMS, EXAMPLES[0])
+    (tmp_path / "latest").symlink_to("model")
+    assert_predicts(JaxModelHandler(model_path=str(tmp_path / "latest")), EXAMPLES, linear, PARAMS)
+
+
+FORGED = [
+    {"artefacts": None},
+    {"artefacts": 5},
+    {"artefacts": [0, 8, 16]},
+    {"types": []},
+    {"types": [["float32", [-1]]]},
+    {"types": [["no", [3]]]},
+    {"example": "x"},
+    {"result": 7},
+    {"batch_sizes": "x"},
+    {"batch_sizes": [0]},
+    {"x64": 1},
+    {"damaged": True},
+    {"params": 1},
+]
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_forged_models_are_refused(change, tmp_path):
+    found, meta = decode_arrays(encode_model(linear, PARAMS, EXAMPLES[0], None, None))
+    if change.pop("damaged", False):
+        found[0] = np.zeros(40, np.uint8)
+    if change.pop("params", 0):
+        found.append(np.zeros(3))
+    meta = {name: value for name, value in (meta | change).items() if value is not None}
+    (tmp_path / "m.model").write_bytes(encode_arrays(found, meta))
+    with pytest.raises(ArrayFormatError, match=r"m\.model: "):
+        JaxModelHandler(model_path=str(tmp_path / "m.model")).load_model()
 
 
 def test_what_is_no_model_is_refused_at_once():

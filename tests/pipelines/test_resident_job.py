@@ -11,7 +11,7 @@ import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax._beam_compat import FlinkRunner
-from beamjax.errors import JobCancelledError, SourceError, WorkerError
+from beamjax.errors import ArrayFormatError, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.resident import heartbeats, job, mailbox, messages
 from beamjax.pipelines.values.store import Store
 from beamjax.telemetry import process_ids
@@ -337,3 +337,37 @@ def test_a_late_task_gets_further_copies(clock):
     assert [name for name, _, _ in workers.sent] == list("abcd")
     waits = [1 * job.UNKNOWN_SECONDS * (1 + 4 + 16), 2 + job.UNKNOWN_SECONDS * (1 + 4 + 16)]
     assert waits[0] < clock.now < waits[1]
+
+
+@pytest.mark.parametrize("forge", ["task", "replay", "reply"])
+def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path, monkeypatch):
+    """A task names modules that a worker imports; the folder may be shared with others."""
+    launcher = mailbox.FileMailbox(str(tmp_path), b"secret")
+    worker = mailbox.FileWorker(str(tmp_path), b"secret")
+    (peer,) = launcher.joined()
+    task = messages.WorkerTask(messages.Pass(0, "p", "step"), 0, [b"element"])
+    launcher.send(peer, task)
+    file = tmp_path / f"task-{worker.name}-0"
+    own = file.read_bytes()
+    other = messages.signed(b"other", file.name, messages.encode_task(task))
+    file.write_bytes(other if forge == "task" else own)
+    if forge == "replay":  # of another message of the same job
+        file.rename(tmp_path / f"task-{worker.name}-1")
+        worker._next = 1
+        peer.sent = 2
+    tasks = worker.tasks()
+    if forge == "reply":
+        assert next(tasks).elements == [b"element"]
+        reply = messages.encode_reply(messages.Reply(0, 0, [], 0.1))
+        name = f"reply-{worker.name}-0"
+        (tmp_path / name).write_bytes(messages.signed(b"other", name, reply))
+        with pytest.raises(ArrayFormatError, match=rf"{name}, .* wrong signature"):
+            launcher.reply(peer)
+    else:
+        decoded = []
+        monkeypatch.setattr(mailbox, "decode_task", decoded.append)
+        launcher.stop()
+        assert list(tasks) == []
+        assert "found a wrong signature" in launcher.reply(peer).error
+        assert decoded == []
+    launcher.stop()

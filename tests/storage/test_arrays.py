@@ -3,6 +3,8 @@
 import json
 import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 
@@ -188,12 +190,14 @@ REFUSED = [
     (b"\x93BJ", "truncated, found 3 bytes"),
     (b"PK\3\4" * 20, r"bad magic b'PK.*expected b'\\x93BJARR"),
     (forge({}, version=2), "unknown version 2, expected 1"),
-    (forge({}, length=1 << 31), "header longer than the data, found 64 bytes, expected at"),
+    (forge({}, length=1 << 20), "header longer than the data, found 64 bytes, expected at"),
+    (forge({}, length=1 << 31), "found a header of 2147483648 bytes, expected at most 16777216"),
+    (forge(b'{"a":' * 500 + b"0" + b"}" * 500), "JSON of more than 400 levels"),
+    (forge(b"[" * 100_000), "JSON of more than 400 levels"),
     (forge({}, total=1 << 60), "truncated, found 64 bytes, expected 1152921504606846976"),
     (forge({}, total=63), "trailing bytes, found 64 bytes, expected 63"),
     (forge(b"not json"), "found b'not json.*expected JSON"),
     (forge(b"\xff\xfe"), "expected JSON"),
-    (forge(b"[" * 100_000), "expected JSON"),
     (forge(b"1" * 10_000), "expected JSON"),
     (forge(b"[1]"), "found list, expected a JSON object"),
     (forge({"arrays": [], "meta": 3}), "expected a list 'arrays' and a dictionary 'meta'"),
@@ -239,6 +243,30 @@ def test_decode_refuses_headers_that_lie():
     for count in (0, 2):
         with pytest.raises(ArrayFormatError, match=f"found {count} arrays, expected one"):
             arrays.decode_array(arrays.encode_arrays([np.zeros(1)] * count))
+
+
+LARGE = """
+import resource, sys
+from beamjax.errors import ArrayFormatError
+from beamjax.storage import files, records
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    records.decode(files.read(sys.argv[1]), "a record")
+except ArrayFormatError as error:
+    print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_large_header_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "large.record"
+    path.write_bytes(forge(b'{"arrays":[],"meta":{"x":[' + b"{}," * 20_000_000 + b"0]}}"))
+    done = subprocess.run([sys.executable, "-c", LARGE, path], capture_output=True, text=True)
+    message, mib = done.stdout.splitlines()
+    assert re.search(r"a record: .* header of 600000\d\d bytes, expected at most", message)
+    assert int(mib) < 100
+    with pytest.raises(StructureError, match=r"the header has .* bytes, expected at most 167"):
+        arrays.encode_arrays([], {"x": ["x" * 1000] * 20_000})
 
 
 SAMPLE = arrays.encode_arrays(

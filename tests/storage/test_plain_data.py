@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.storage.schema import from_plain, to_plain
+from beamjax.storage.schema import MAX_JSON_DEPTH, from_plain, parse_json, to_plain
 from beamjax.storage.treedefs import tree_from_json, tree_to_json
 
 
@@ -136,3 +136,19 @@ def test_what_is_no_structure():
         deep = {"list": [deep]}
     with pytest.raises(ArrayFormatError, match=r"^p: found a tree that is too deep$"):
         tree_from_json(deep, "p")
+
+
+def nested(depth, text="0"):
+    return f"{'[' * depth}{text}{']' * depth}".encode()
+
+
+def test_json_is_parsed_up_to_a_depth():
+    brackets = json.dumps(["[{" * 500, {"]": '\\"[' * 500}])  # in texts, they are not levels
+    for text in (nested(MAX_JSON_DEPTH), brackets.encode(), b"[" + b"[]," * 1000 + b"0]"):
+        assert parse_json(text, "here") == json.loads(text)
+    for text in (nested(MAX_JSON_DEPTH + 1), nested(100_000), b"[" * 100_000, b'{"":' * 10_000):
+        with pytest.raises(ArrayFormatError, match=r"^here: found JSON of more than 400 levels"):
+            parse_json(text, "here")
+    for text in (b"", b"{", b"\xff", b"[1,]"):
+        with pytest.raises(ArrayFormatError, match=r"^here: found .*, expected JSON"):
+            parse_json(text, "here")

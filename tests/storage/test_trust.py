@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from beamjax.errors import OptionsError
+from beamjax.errors import ArrayFormatError, OptionsError
 from beamjax.storage import locks, trust
 
 NOBODY = 65534
@@ -94,10 +94,10 @@ def test_links_in_a_circle(tmp_path):
 @pytest.mark.parametrize("name", ["", ".", "..", "../victim", "a/b", "a\\b", "/etc/passwd", "a\0"])
 def test_names_that_leave_a_folder(name):
     with pytest.raises(
-        OptionsError, match=r"(?s)^placed\.json: found .*expected the name of a fil"
+        ArrayFormatError, match=r"(?s)^placed\.json: found .*expected the name of a fil"
     ):
         trust.checked_name(name, "placed.json")
-    with pytest.raises(OptionsError):
+    with pytest.raises(ArrayFormatError):
         trust.checked_name(7, "placed.json")
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource, storable, unmap
 from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
-from beamjax.storage import files
+from beamjax.storage import files, trust
+from beamjax.storage.schema import parse_json
 
 Part = tuple[int, int]
 """The number of a part, and the number of members in it."""
@@ -100,11 +101,9 @@ class PartFiles(NpySource):
 
         path = os.path.join(folder, cls.manifest)
         try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            record = parse_json(files.read(path), path)
         except OSError as error:
             raise SourceError(f"{path}: cannot read ({error}).") from error
-        except (ValueError, RecursionError) as error:
-            raise ArrayFormatError(f"{path}: found no list of files ({error}).") from error
         try:
             if record["version"] != cls.version:
                 raise TypeError(f"found version {record['version']!r:.20}, expected {cls.version}")
@@ -166,7 +165,9 @@ def prepare_folder(folder: str) -> None:
 
     Raises:
       SourceError: the folder can't be written.
+      OptionsError: another user can write to the folder.
     """
+    trust.check_folder(folder, "a folder for members")
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         remove_parts(folder)

@@ -27,7 +27,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     describe_source,
 )
-from beamjax.storage import files
+from beamjax.storage import files, trust
 
 MANIFEST = "placed.json"
 
@@ -56,7 +56,7 @@ class MemberFiles(PlainSource):
         size: Count,
     ):
         self.folder = folder
-        self.stem = stem
+        self.stem = trust.checked_name(stem, folder)
         self.leaf = leaf
         self.size = size
         self.parts: list[tuple[int, int]] = []
