@@ -24,6 +24,7 @@ from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
 from beamjax.interpreters.staging.stage import Argument, FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
+from beamjax.jobs.claims import claimed
 from beamjax.jobs.job import Job, JobRun
 from beamjax.numerics.exact_sum import with_subnormals
 from beamjax.options import Options, parse_options
@@ -202,8 +203,9 @@ def prepare(
     Returns:
       The call, ready for `execute`.
     """
-    flat = stage("run", fn, args)
     with contextlib.ExitStack() as files:
+        files.enter_context(claimed(options))
+        flat = stage("run", fn, args)
         known = files.enter_context(with_lengths(flat, runner, options))
         call = plan(known, runner, options)
         warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)

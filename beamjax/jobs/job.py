@@ -375,7 +375,7 @@ class JobRun:
     def _begin(self) -> None:
         assert self._folder is not None
         call = self._call
-        self._folder.begin(call.plan.name, call.runner, call.options.overwrite)
+        self._folder.begin(call.plan.name, call.runner)
         self._has_begun = True
 
     def returned(self, value: Any) -> Any:

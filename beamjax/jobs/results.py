@@ -35,7 +35,7 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
     for number, leaf in enumerate(leaves):
         folder.write_leaf(number, np.asarray(unwrap(leaf)))
     # Written last: a result with a record is whole.
-    record = _ResultRecord(types, x64, treedefs.tree_to_json(treedef))
+    record = _ResultRecord(types, x64, treedefs.tree_to_json(treedef), folder.run)
     folder.write("result", to_plain(record))
 
 
@@ -47,20 +47,23 @@ class _LeafType:
       impl: implementation of typed PRNG keys, or None.
       weak: whether it has a weak type.
       placed: folder of a result in files, or None.
+      stem: prefix of the names of these files, which is that of the run; "" for a `KeyedTable`.
     """
 
     impl: str | None
     weak: bool
     placed: str | None
+    stem: str = ""
 
 
 @dataclass(frozen=True)
 class _ResultRecord:
-    """The types of the leaves, whether 64-bit types were enabled, and the structure of the tree."""
+    """The types of the leaves, whether 64-bit types were enabled, the tree, and the run."""
 
     types: tuple[_LeafType, ...]
     x64: bool
     tree: Any = None
+    run: str = ""
 
 
 def _leaf_type(leaf: Any) -> _LeafType:
@@ -69,6 +72,7 @@ def _leaf_type(leaf: Any) -> _LeafType:
         key_impl(leaf.dtype) if is_key else None,
         bool(getattr(leaf, "weak_type", False)),
         leaf.folder if isinstance(leaf, Placed | KeyedTable) else None,
+        leaf.stem if isinstance(leaf, Placed) else "",
     )
 
 
@@ -97,13 +101,21 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
             "one for each type"
         )
     kinds = enumerate(found.types)
-    leaves = [_leaf(folder.leaf(number), kind, found.x64, path) for number, kind in kinds]
+    leaves = [
+        _leaf(folder.leaf(number, found.run), kind, found.x64, path) for number, kind in kinds
+    ]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
 def _leaf(array: np.ndarray, kind: _LeafType, x64: bool, path: str) -> Any:
     if kind.placed is not None:
-        return open_placed(kind.placed)
+        placed = open_placed(kind.placed)
+        if isinstance(placed, Placed) and placed.stem != kind.stem:
+            raise ArrayFormatError(
+                f"{path}: found results of another run in {kind.placed}, which have replaced those "
+                "of this job"
+            )
+        return placed
     if array.dtype == jax.dtypes.float0:
         return array
     if kind.impl and kind.weak:

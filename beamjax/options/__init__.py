@@ -52,7 +52,8 @@ class Options:
         in any process. It is a path or URL that this process and all workers can reach. beamjax
         does not remove it. While the job runs, values are stored below it, unless there is a
         `work_folder`. None makes a temporary folder where one is needed.
-      overwrite: whether the job may replace a finished one in its `job_folder`, with its result.
+      overwrite: whether the run may replace a job that is done in its `job_folder`, with its
+        result, and results of other runs in its `results_folder`.
         Jobs that failed, were cancelled or are lost are always replaced, running jobs never.
       progress: whether to show the progress of `run` or `launch` on stderr, as a bar in terminals
         and notebooks, and as a line every ten seconds elsewhere. None shows the bar of a `run` of

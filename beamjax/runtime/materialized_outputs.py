@@ -10,7 +10,7 @@ import re
 import tempfile
 import uuid
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.steps import Plan
 from beamjax.sources.arrays.collected import CollectedMembers
@@ -33,6 +33,7 @@ from beamjax.storage.schema import parse_json
 from beamjax.storage.scratch import allocate
 
 VERSION = 1
+_PART = re.compile(r"part-[0-9a-f]{8}-\d+-\d+\.npy")
 HANDED_BYTES = 1 << 24
 """Largest placed value, in bytes, that passes exchange in memory; larger ones go through files."""
 
@@ -126,6 +127,8 @@ class MaterializedOutputs:
         """
         record = {"version": VERSION, **placed.to_spec()}
         _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
+        with contextlib.suppress(Exception):
+            _remove_others(placed)
         if not self.persistent:
             weakref.finalize(placed, _remove, placed.to_spec())
         return placed
@@ -158,6 +161,9 @@ def materialized_outputs(
 
     Returns:
       The results that go to files; `NOTHING` if there are none.
+
+    Raises:
+      OptionsError: a folder has a result of another run, or another user can write to it.
     """
     if options.keep is None and not numbers:
         return NOTHING
@@ -186,7 +192,21 @@ def materialized_outputs(
         folders[name] = f"{base}/{taken}"
     if not folders and not numbers:
         return NOTHING
+    if not options.overwrite:
+        _refuse_results(folders.values())
     return MaterializedOutputs(folders, f"part-{uuid.uuid4().hex[:8]}", persistent, base)
+
+
+def _refuse_results(folders: Iterable[str]) -> None:
+    from beamjax.storage import files
+
+    for folder in folders:
+        if files.exists(files.join(folder, MANIFEST)):
+            raise OptionsError(
+                f"results_folder: found a result of another run in {folder}, expected a folder of "
+                "its own for each run; open_placed reads that result, and the option "
+                "overwrite=True replaces it"
+            )
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
@@ -258,6 +278,15 @@ def _remove(spec: dict[str, Any]) -> None:
         placed.remove()
         if not is_url(placed.folder):
             os.rmdir(os.path.dirname(placed.folder))
+
+
+def _remove_others(placed: Placed) -> None:
+    """Removes files of earlier runs, which were replaced or killed."""
+    from beamjax.storage import files
+
+    own = set(placed.files)
+    gone = [n for n in files.names(placed.folder) if _PART.fullmatch(n) and n not in own]
+    files.remove_files(placed.folder, gone)
 
 
 def _clear(folder: str, stem: str) -> None:

@@ -29,21 +29,42 @@ def try_lock(path: str | os.PathLike[str], seconds: float = 0.0) -> int | None:
       OSError: the file can't be opened or locked, or is not a regular file.
     """
     end = time.monotonic() + seconds
-    handle = trust.open_regular(path, os.O_RDWR | os.O_CREAT)
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    os.close(handle)
-                    return None
-                time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
-            else:
+    while (handle := _attempt(path)) is None:
+        if time.monotonic() >= end:
+            return None
+        time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+    return handle
+
+
+def unlock(path: str | os.PathLike[str], handle: int) -> None:
+    """Removes a file that this process has locked, and releases its lock."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    os.close(handle)
+
+
+def _attempt(path: str | os.PathLike[str]) -> int | None:
+    while True:
+        handle = trust.open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have removed the file between the two calls.
+            if _is_at(path, handle):
                 return handle
-    except BaseException:
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
         os.close(handle)
-        raise
+
+
+def _is_at(path: str | os.PathLike[str], handle: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from beamjax._text import printable
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
 from beamjax.storage import files, records, trust
-from beamjax.storage.arrays import decode_array, encode_array
+from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
 from beamjax.telemetry.progress import Progress, WorkerRecord
@@ -59,6 +60,7 @@ class JobRecord:
       process: the launching process, as `process_ids.this_process` describes it.
       time: start of the job, in seconds since the epoch.
       format: version of the layout of the folder.
+      run: identifies this run among those that have used the folder.
     """
 
     name: str
@@ -66,6 +68,7 @@ class JobRecord:
     process: Mapping[str, Any]
     time: float
     format: int = FORMAT
+    run: str = ""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -93,6 +96,8 @@ class JobFolder:
 
     def __init__(self, path: str):
         self.path = path if files.is_url(path) else os.path.abspath(path)
+        self.run = ""
+        """Identifies the run of this process in the folder, once it has begun."""
 
     @property
     def slowness(self) -> float:
@@ -144,7 +149,7 @@ class JobFolder:
 
     # --- the job
 
-    def begin(self, name: str, runner: str, overwrite: bool = False) -> None:
+    def begin(self, name: str, runner: str) -> None:
         """Makes the folder for a job that starts now in this process.
 
         Removes the files of an earlier job in it; other files stay.
@@ -152,15 +157,13 @@ class JobFolder:
         Args:
           name: name of the program.
           runner: name of the runner.
-          overwrite: whether a job that is done may be replaced.
 
         Raises:
-          OptionsError: a job in this folder still runs, or is done.
+          OptionsError: another user can write to the folder.
           SourceError: the folder cannot be written.
         """
         trust.check_folder(self.path, "job_folder")
         try:
-            self._refuse_other(overwrite)
             files.make_folder(self.path)  # readable for this user only, unlike its parents
             files.make_folder(files.join(self.path, _RECORDS))
             self.clear()
@@ -169,11 +172,20 @@ class JobFolder:
                 f"{self.path}: cannot be the folder of a job ({error}); expected a folder that "
                 "this process and all workers can write and read"
             ) from error
-        record = JobRecord(name, runner, process_ids.this_process(), time.time())
+        self.run = uuid.uuid4().hex
+        record = JobRecord(name, runner, process_ids.this_process(), time.time(), run=self.run)
         self.write("job", to_plain(record))
         self.write_state("running")
 
-    def _refuse_other(self, overwrite: bool) -> None:
+    def refuse_other(self, overwrite: bool) -> None:
+        """Refuses a folder with another job.
+
+        Args:
+          overwrite: whether a job that is done may be replaced.
+
+        Raises:
+          OptionsError: a job in this folder still runs, or is done.
+        """
         with contextlib.suppress(ArrayFormatError, JobError):
             state = self.state()[0]
             if state == "done" and not overwrite:
@@ -308,14 +320,14 @@ class JobFolder:
     # --- the result
 
     def write_leaf(self, number: int, leaf: np.ndarray) -> None:
-        """Writes a leaf of the result."""
-        self._write(self._leaf_path(number), encode_array(leaf))
+        """Writes a leaf of the result, with the run that wrote it."""
+        self._write(self._leaf_path(number), encode_arrays([leaf], {"run": self.run}))
 
-    def leaf(self, number: int) -> np.ndarray:
-        """A leaf of the result.
+    def leaf(self, number: int, run: str) -> np.ndarray:
+        """A leaf of the result of a run.
 
         Raises:
-          ArrayFormatError: the file is damaged.
+          ArrayFormatError: the file is damaged, or another run wrote it.
           SourceError: the file is missing.
         """
         path = self._leaf_path(number)
@@ -324,9 +336,15 @@ class JobFolder:
         except Exception as error:
             raise SourceError(f"{path}: cannot read a leaf of the result ({error})") from error
         try:
-            return decode_array(data)
+            arrays, meta = decode_arrays(data)
         except ArrayFormatError as error:
             raise ArrayFormatError(f"{path}: {error}") from None
+        if len(arrays) != 1 or meta.get("run", "") != run:
+            raise ArrayFormatError(
+                f"{path}: found {len(arrays)} arrays of run {meta.get('run', '')!r:.50}, expected "
+                f"a leaf of run {run!r}; another run has written to this folder"
+            )
+        return arrays[0]
 
     def _leaf_path(self, number: int) -> str:
         return files.join(self.path, f"result-{number}.arrays")
