@@ -33,11 +33,20 @@ from beamjax.plan.steps import Output, Plan
 from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import evaluate
-from beamjax.runtime.materialized_outputs import MaterializedOutputs, materialized_outputs
+from beamjax.runtime.materialized_outputs import (
+    MaterializedOutputs,
+    materialized_outputs,
+    refuse_results,
+)
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage.snapshots import is_immutable
-from beamjax.tables.keyed_results import keyed_outputs, materialized_numbers, with_tables
+from beamjax.tables.keyed_results import (
+    keyed_outputs,
+    materialized_numbers,
+    table_folders,
+    with_tables,
+)
 from beamjax.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -280,10 +289,11 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     sources = sources_of(call.values.values)
     options = with_fitting_threads(call.plan, sources, call.options, call.runner)
     check_memory(call.plan, sources, options, call.runner)
-    staged, materialized = call.planned.staged, frozenset[int]()
-    if staged.returns_keyed:
-        materialized = materialized_numbers(keyed_outputs(staged.out_tree, options))
-    results = materialized_outputs(call.plan, staged.out_tree, options, materialized)
+    staged = call.planned.staged
+    keyed = keyed_outputs(staged.out_tree, options) if staged.returns_keyed else []
+    numbers = materialized_numbers(keyed)
+    results = materialized_outputs(call.plan, staged.out_tree, options, numbers)
+    refuse_results(table_folders(keyed, results), options)
     return call.backend, options, results
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +25,7 @@ from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Gather, Map, Plan, Server, walk
 from beamjax.runtime.inputs import Inputs
-from beamjax.storage import files
+from beamjax.storage import files, temporary
 from beamjax.telemetry.monitor import Monitor
 
 
@@ -57,7 +55,8 @@ class DryStore(Store):
 
 def described(job: Any) -> dict[str, Any]:
     """The description of a job that Dataflow receives, besides its pipeline."""
-    staging = tempfile.mkdtemp(prefix="beamjax-dry-run-")
+    staging = temporary.new_name(None, "dry-run")
+    temporary.make(staging)
     try:
         # Beam's client stages files while it makes the description, here into a local folder.
         cloud = job.options.view_as(GoogleCloudOptions)
@@ -68,7 +67,7 @@ def described(job: Any) -> dict[str, Any]:
         cloud.staging_location = given
         return json.loads(job.json())
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        temporary.remove(staging)
 
 
 def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from beamjax.pipelines.worker.errors import PipelineError, own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.storage import temporary
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import SECONDS_TO_STOP
@@ -176,12 +176,14 @@ def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pi
       runner: replaces the runner of the connection.
     """
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
+    # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
+    folder = temporary_folder(pipeline)
+    temporary.adopt(folder)
     try:
-        with submission_files_in(temporary_folder(pipeline)):
+        with submission_files_in(folder):
             yield pipeline
     finally:
-        # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
-        shutil.rmtree(temporary_folder(pipeline), ignore_errors=True)
+        temporary.remove(folder)
 
 
 class OwnPipeline(beam.Pipeline):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +34,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource, live_spec, open_spec, register, release
-from beamjax.storage import files, patience
+from beamjax.storage import files, patience, temporary
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
@@ -321,7 +320,7 @@ def remove_store(store: Store) -> None:
     if files.is_url(store.root):
         store.cleanup()
     else:
-        shutil.rmtree(store.root, ignore_errors=True)
+        temporary.remove(store.root)
 
 
 @contextlib.contextmanager

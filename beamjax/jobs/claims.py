@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import Options
-from beamjax.storage import files, locks
+from beamjax.storage import files, locks, temporary
 from beamjax.telemetry.job_folder import JobFolder
 
 
@@ -25,6 +26,8 @@ def claimed(options: Options) -> Iterator[None]:
     named = {"job_folder": options.job_folder, "results_folder": options.results_folder}
     # The same folder may be given for both.
     local = {os.path.abspath(f): name for name, f in named.items() if f and not files.is_url(f)}
+    if not files.is_url(options.work_folder or ""):
+        temporary.sweep_once(options.work_folder or tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         for folder, name in local.items():
             stack.enter_context(_locked(name, folder))

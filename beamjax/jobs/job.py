@@ -8,10 +8,8 @@ import enum
 import functools
 import logging
 import os
-import tempfile
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -24,7 +22,7 @@ from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.storage import files, records, trust
+from beamjax.storage import files, records, temporary, trust
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
@@ -309,8 +307,7 @@ class JobRun:
         if options.job_folder is not None:
             self._folder = JobFolder(options.job_folder)
         elif reports or display is not None:
-            parent = options.work_folder or tempfile.gettempdir()
-            self._folder = JobFolder(files.join(parent, f"beamjax-job-{uuid.uuid4().hex}"))
+            self._folder = JobFolder(temporary.new_name(options.work_folder, "job"))
         letters = DeadLetters(options.drop_limit, options.dead_letters)
         self.monitor = Monitor(call.plan, self._folder, letters)
         self._recording: Recording | None = None
@@ -375,6 +372,8 @@ class JobRun:
     def _begin(self) -> None:
         assert self._folder is not None
         call = self._call
+        if call.options.job_folder is None:
+            temporary.make(self._folder.path)
         self._folder.begin(call.plan.name, call.runner)
         self._has_begun = True
 

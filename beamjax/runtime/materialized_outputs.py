@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import uuid
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
-from beamjax.errors import ArrayFormatError, OptionsError, SourceError
+from beamjax.errors import ArrayFormatError, BeamjaxError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.steps import Plan
 from beamjax.sources.arrays.collected import CollectedMembers
@@ -28,7 +27,7 @@ from beamjax.sources.arrays.part_files import PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import LeafSpec, open_spec
 from beamjax.sources.tables.keyed_table import KeyedTable
-from beamjax.storage import trust
+from beamjax.storage import temporary, trust
 from beamjax.storage.schema import parse_json
 from beamjax.storage.scratch import allocate
 
@@ -135,13 +134,16 @@ class MaterializedOutputs:
 
     @contextlib.contextmanager
     def cleared(self) -> Iterator[None]:
-        """Removes the files of this run if the `with` block fails."""
+        """Makes a temporary folder; removes the files of this run if the `with` block fails."""
+        if not self.persistent:
+            temporary.make(self.base)
         try:
             yield
         except BaseException:
             for folder in self.folders.values():
                 with contextlib.suppress(Exception):
                     _clear(folder, self.stem)
+            temporary.remove_empty(self.base)
             raise
 
 
@@ -174,8 +176,7 @@ def materialized_outputs(
     if base is None and options.job_folder is not None:
         base = f"{options.job_folder.rstrip('/')}/results"
     if base is None:
-        parent, persistent = options.work_folder or tempfile.gettempdir(), False
-        base = f"{parent.rstrip('/')}/beamjax-results-{uuid.uuid4().hex}"
+        base, persistent = temporary.new_name(options.work_folder, "results"), False
     base = base if is_url(base) else os.path.abspath(base)
     trust.check_folder(base, "results_folder")
     folders: dict[str, str] = {}
@@ -192,16 +193,23 @@ def materialized_outputs(
         folders[name] = f"{base}/{taken}"
     if not folders and not numbers:
         return NOTHING
-    if not options.overwrite:
-        _refuse_results(folders.values())
+    refuse_results(folders.values(), options)
     return MaterializedOutputs(folders, f"part-{uuid.uuid4().hex[:8]}", persistent, base)
 
 
-def _refuse_results(folders: Iterable[str]) -> None:
+def refuse_results(folders: Iterable[str], options: Options) -> None:
+    """Refuses folders with results of another run, unless they may be overwritten.
+
+    Raises:
+      OptionsError: a folder has such results.
+    """
     from beamjax.storage import files
 
+    if options.overwrite or options.results_folder is None:
+        return  # a temporary folder is new, and that of a job has been claimed
     for folder in folders:
-        if files.exists(files.join(folder, MANIFEST)):
+        names = (MANIFEST, KeyedTable.manifest)
+        if any(files.exists(files.join(folder, name)) for name in names):
             raise OptionsError(
                 f"results_folder: found a result of another run in {folder}, expected a folder of "
                 "its own for each run; open_placed reads that result, and the option "
@@ -277,7 +285,7 @@ def _remove(spec: dict[str, Any]) -> None:
         placed = Placed.from_spec(spec)
         placed.remove()
         if not is_url(placed.folder):
-            os.rmdir(os.path.dirname(placed.folder))
+            temporary.remove_empty(os.path.dirname(placed.folder))
 
 
 def _remove_others(placed: Placed) -> None:
@@ -292,7 +300,10 @@ def _remove_others(placed: Placed) -> None:
 def _clear(folder: str, stem: str) -> None:
     from beamjax.storage import files
 
-    files.remove_files(folder, [name for name in files.names(folder) if name.startswith(stem)])
+    gone = [name for name in files.names(folder) if name.startswith(stem)]
+    with contextlib.suppress(BeamjaxError):
+        if getattr(open_placed(folder), "stem", "") == stem:
+            gone.append(MANIFEST)
+    files.remove_files(folder, gone)
     if not is_url(folder):
         os.rmdir(folder)
-        os.rmdir(os.path.dirname(folder))

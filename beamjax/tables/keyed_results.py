@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.derived_sources import ZippedSource
 from beamjax.sources.source_base import LeafSpec, Source
 from beamjax.sources.tables.keyed_table import KeyedTable
+from beamjax.storage import temporary
 from beamjax.storage.dtypes import dtype_from_name
 
 
@@ -131,8 +131,7 @@ def _table(
 def _remove(table: KeyedTable) -> None:
     """Removes a table, and the temporary folder of the run after its last table."""
     table.remove()
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(table.folder))
+    temporary.remove_empty(os.path.dirname(table.folder))
 
 
 def _reduce(source: Source, reduction: KeyedReduction, runner: Any, options: Options) -> None:
@@ -165,6 +164,11 @@ def _folder(results: MaterializedOutputs, path: str) -> str:
         )
     words = [word for word in path.replace("'", "").replace("]", "").split("[") if word]
     return os.path.join(folder, "-".join(["keyed", *words]))
+
+
+def table_folders(outputs: Sequence[KeyedOutput], results: MaterializedOutputs) -> list[str]:
+    """The folders of the tables that are made of these outputs."""
+    return [_folder(results, output.path) for output in outputs]
 
 
 def materialized_numbers(outputs: Sequence[KeyedOutput]) -> frozenset[int]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ import numpy as np
 from beamjax._text import printable
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
-from beamjax.storage import files, records, trust
+from beamjax.storage import files, records, temporary, trust
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
@@ -361,7 +360,7 @@ class JobFolder:
     def remove(self) -> None:
         """Removes a temporary folder of a job, with all its files."""
         if not files.is_url(self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
+            temporary.remove(self.path)
             return
         with contextlib.suppress(Exception):
             self.clear()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +17,7 @@ from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, 
 
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import guard, jars, processes
+from beamjax.storage import temporary
 
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_ANSWER = 60.0
@@ -83,7 +82,7 @@ class JobServer:
             return
         self.process.terminate()
         self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        temporary.remove(str(self.folder))
 
 
 _servers: dict[Any, JobServer] = {}
@@ -181,7 +180,8 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
     tail = ""
     # Another process may take a free port before the server does.
     for _ in range(_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(prefix=f"beamjax-{name.lower()}-"))
+        folder = Path(temporary.new_name(None, name.lower()))
+        temporary.make(str(folder))
         ports = processes.free_ports(3)
         with open(folder / "log", "wb") as log:
             # In a session of its own, Ctrl-C does not reach it: this process stops it when it ends.

@@ -13,9 +13,7 @@ import dataclasses
 import math
 import os
 import re
-import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +32,7 @@ from beamjax.pipelines.values.refs import (
     ref_to_files,
     unique_key,
 )
-from beamjax.storage import aligned, trust
+from beamjax.storage import aligned, temporary
 from beamjax.storage import arrays as wire
 from beamjax.storage import files as file_io
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
@@ -49,9 +47,6 @@ INLINE_BYTES = 64 * 2**10
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest accumulator, in bytes, that travels as an element and not as a file: with a store in a
 local folder, and with one at a URL, where each file costs a request."""
-
-_STORE = "beamjax-"
-"""The beginning of the names of temporary stores."""
 
 _SUFFIXES = (SUFFIX, ".members", ".record")
 """Suffixes of the files that runs write to a store. `sweep` and `cleanup` remove no others."""
@@ -101,11 +96,9 @@ class Store:
             SourceError: the folder can't be created.
             OptionsError: another user can write to the parent folder.
         """
-        parent = tempfile.gettempdir() if parent is None else parent
-        store = cls(file_io.join(parent, f"{_STORE}{uuid.uuid4().hex}"), persistent=False)
+        store = cls(temporary.new_name(parent), persistent=False)
         try:
-            file_io.make_folder(store.root)
-            trust.check_folder(store.root, "work_folder")
+            temporary.make(store.root)
         except OSError as error:
             raise SourceError(
                 f"{store.root}: cannot write here ({error}); expected a folder that the launcher "
@@ -340,7 +333,7 @@ class Store:
 
 def is_store(name: str) -> bool:
     """Whether `Store.temporary` gives a folder such a name."""
-    return re.fullmatch(f"{_STORE}[0-9a-f]{{32}}", name) is not None
+    return re.fullmatch(f"{temporary.PREFIXES[0]}[0-9a-f]{{32}}", name) is not None
 
 
 _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)

@@ -16,6 +16,7 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, OptionsError
 from beamjax.jobs.claims import claimed
 from beamjax.options import Options
+from beamjax.runtime.materialized_outputs import MaterializedOutputs
 
 X = np.arange(128, dtype=np.float32).reshape(64, 2)
 
@@ -47,6 +48,34 @@ def test_results_of_a_run_stay_unless_they_are_overwritten(runner, tmp_path):
     # Nothing of the first run is left.
     assert sorted(os.listdir(first.folder)) == sorted([*second.files, "placed.json"])
     assert os.listdir(tmp_path / "results") == [os.path.basename(first.folder)]
+
+
+def test_a_table_by_key_stays_unless_it_is_overwritten(tmp_path):
+    @bj.program(placements={"rows": None})
+    def by_key(x):
+        return bj.reduce_by_key(x[:, 0], bj.map_fn(lambda v: v[1], x))
+
+    options = {"results_folder": str(tmp_path / "results"), "keep": "placed"}
+    rows = np.stack([np.arange(64) % 4, np.ones(64)], axis=1).astype(np.int32)
+    first = run(by_key, rows, **options)
+    with pytest.raises(OptionsError, match=r"results_folder: found a result of another run in .*"):
+        run(by_key, rows, **options)
+    again = run(by_key, rows, overwrite=True, **options)
+    assert again.folder == first.folder
+
+
+def test_a_run_that_fails_after_a_result_leaves_none(tmp_path, monkeypatch):
+    finish = MaterializedOutputs.finish
+
+    def fail(self, placed):
+        finish(self, placed)
+        raise ValueError("full")
+
+    monkeypatch.setattr(MaterializedOutputs, "finish", fail)
+    options = {"results_folder": str(tmp_path / "results"), "keep": "placed"}
+    with pytest.raises(ValueError, match="full"):
+        run(same, X, **options)
+    assert not (tmp_path / "results").exists()
 
 
 def test_parts_of_a_killed_run_are_removed_by_the_next_one(tmp_path):

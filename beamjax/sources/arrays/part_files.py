@@ -101,7 +101,7 @@ class PartFiles(NpySource):
 
         path = os.path.join(folder, cls.manifest)
         try:
-            record = parse_json(files.read(path), path)
+            record = parse_json(files.read(path), f"{path}: found no list of files")
         except OSError as error:
             raise SourceError(f"{path}: cannot read ({error}).") from error
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from beamjax.sources.arrays.npy_source import (
 from beamjax.sources.canonical import check_members
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import check_count, checked_chunks
+from beamjax.storage import temporary
 from beamjax.storage.dtypes import FLOAT0
 from beamjax.storage.files import is_url
 
@@ -46,7 +45,8 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
     if parent is not None and is_url(parent):
         parent = None
     try:
-        folder = tempfile.mkdtemp(prefix="beamjax-", dir=parent)
+        folder = temporary.new_name(parent, "members")
+        temporary.make(folder)
     except OSError as error:
         raise SourceError(
             f"{parent}: cannot write here ({error}); expected a folder for the members of sources "
@@ -55,7 +55,7 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
     try:
         yield [spool(source, Path(folder) / f"source-{i}") for i, source in enumerate(sources)]
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove(folder)
 
 
 def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
