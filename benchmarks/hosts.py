@@ -278,6 +278,18 @@ def pools(hosts: Hosts) -> None:
     hosts.kill_pool("c")
 
 
+def no_pools(hosts: Hosts) -> None:
+    """Ends both pools."""
+    hosts.kill("pool", "b")
+    hosts.kill("pool", "c")
+
+
+def both_pools(hosts: Hosts) -> None:
+    """Starts both pools again."""
+    hosts.start("pool", "b")
+    hosts.start("pool", "c")
+
+
 def down(host: str) -> Event:
     return lambda hosts: hosts.link(host, "down")
 
@@ -322,7 +334,9 @@ def scenarios() -> list[Scenario]:
         Scenario("no work_folder", "rounds", 100, options={"work_folder": None},
                  error="work_folder"),
         Scenario("one pool is down at the start", "rounds", 100, before=killed("pool", "c"),
-                 after=again("pool", "c"), error="localhost:50001"),
+                 after=again("pool", "c"), error="?"),
+        Scenario("both pools are down at the start", "rounds", 100, before=no_pools,
+                 after=both_pools, error="can't reach its pool of workers at localhost:50001"),
         Scenario("both pools killed in rounds", "rounds", 3000, ((12, pools),)),
         Scenario("launcher killed, called again", "rounds", 3000, kills=12,
                  options={"checkpoint": "checkpoint", "checkpoint_every": 100}),
@@ -377,6 +391,7 @@ class Bench:
 
     hosts: Hosts
     bits: dict[tuple[str, int], str] = field(default_factory=dict)
+    passed: int = 0
     failures: list[str] = field(default_factory=list)
 
     def run(self, scenario: Scenario) -> None:
@@ -397,7 +412,9 @@ class Bench:
             verdict += f"; LEFT: {', '.join(left)}"
         seconds = f"{took:6.1f} s, clean after {time.monotonic() - clean:4.1f} s"
         print(f"{scenario.name:40} {seconds}  {verdict}", flush=True)
-        if verdict != verdict.lower():
+        if verdict == verdict.lower():
+            self.passed += 1
+        else:
             self.failures.append(scenario.name)
 
     def _launched(self, scenario: Scenario) -> dict[str, Any]:
@@ -525,6 +542,7 @@ def main() -> None:
         bench = Bench(hosts)
         for scenario in (*chosen, *(drawn(rng) for _ in range(flags.random))):
             bench.run(scenario)
+        print(f"{bench.passed} passed")
         if bench.failures:
             print(f"failed: {', '.join(bench.failures)}")
             kept = shutil.copytree(hosts.folder / "logs", tempfile.mkdtemp(), dirs_exist_ok=True)

@@ -115,7 +115,8 @@ class Launcher:
         keeps = isinstance(connection.runner, NEVER_REPLACE_WORKERS)
         look = lost_workers.Look(store, plan.steps, keeps)
         end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
-        run_pipeline(pipeline, [self.monitor.tick, look], functools.partial(end, store))
+        progress = flink.Progress(pipeline.options)
+        run_pipeline(pipeline, [self.monitor.tick, look, progress], functools.partial(end, store))
 
     def outputs(
         self,
@@ -305,7 +306,6 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
 
     if options.pipeline_timeout is not None:
         yield late
-    yield from flink.looks(flags)
     if options.flink_cluster:
         yield lost_cluster
 

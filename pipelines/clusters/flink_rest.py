@@ -76,13 +76,13 @@ class FlinkRest:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return [job["jid"] for job in left]
 
-    def failures(self, name: str) -> list[str]:
-        """The stack traces of the failures of the running jobs of a name, from the last one."""
+    def failures(self, name: str) -> list[tuple[int, str]]:
+        """When the tasks of the running jobs of a name failed, and the stack traces."""
         found = []
         for job in self.running(name):
             history = self.ask(f"jobs/{job['jid']}/exceptions")
             entries = history.get("exceptionHistory", {}).get("entries", [])
-            found += [str(entry["stacktrace"]) for entry in entries]
+            found += [(int(entry["timestamp"]), str(entry["stacktrace"])) for entry in entries]
         return found
 
 
@@ -154,21 +154,26 @@ _REFUSED = re.compile(
 _NO_SLOTS = "NoResourceAvailableException"
 
 
-def reason_of(failures: list[str], pool: str) -> str | None:
+def reason_of(failures: list[tuple[int, str]], pool: str, attempts: int) -> str | None:
     """Why a job does not get on, if its failures show it; None if they don't.
 
     Args:
-      failures: stack traces, see `FlinkRest.failures`.
+      failures: see `FlinkRest.failures`.
       pool: the address of the pools of workers, as task managers see it.
+      attempts: the number of failures of one kind from which on it is a reason. A pool may just
+        have been restarted.
     """
-    for text in failures:
+    refusals = {}
+    for moment, text in failures:
         refused = _REFUSED.search(text)
         if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
-            return (
-                f"a task manager can't reach its pool of workers at {pool} ({refused[0]}); start "
-                "one on its host with `python -m beamjax.pipelines.clusters.worker_pool`, with "
-                "the host and port of environment_config"
-            )
+            refusals[moment] = refused[0]
         if _NO_SLOTS in text:
             return "Flink has no slots for it: other jobs have them, or task managers are gone"
-    return None
+    if len(refusals) < attempts:
+        return None
+    return (
+        f"a task manager can't reach its pool of workers at {pool} ({refusals[max(refusals)]}); "
+        "start one on its host with `python -m beamjax.pipelines.clusters.worker_pool`, with the "
+        "host and port of environment_config"
+    )

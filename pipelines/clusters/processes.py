@@ -142,7 +142,10 @@ def listens(host: str, port: int) -> bool:
     """Whether a server accepts connections at an address."""
     with socket.socket() as probe:
         probe.settimeout(2)
-        return probe.connect_ex((host, port)) == 0
+        try:
+            return probe.connect_ex((host, port)) == 0
+        except OSError:  # the host is not known
+            return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -32,6 +32,7 @@ from beamjax.pipelines.resident.mailbox import (
 )
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
+from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.store import Store, is_store
 from beamjax.pipelines.worker import lost_workers
@@ -111,6 +112,7 @@ class ResidentJob:
         self._secret = secrets.token_bytes(32)
         self._pool: Pool | None = None
         self._starts = 0
+        self._hopeless: BeamjaxError | None = None
 
     def run(self, program: Program, *arguments: Any) -> list[Output]:
         """Runs a program on the workers; see `Pool.run`.
@@ -147,6 +149,8 @@ class ResidentJob:
           WorkerError: it was started `MAX_STARTS` times.
         """
         assert self._pool is not None
+        if self._hopeless is not None:
+            raise self._hopeless
         attempt = self._attempt
         if died and self._is_abandoned(attempt):
             attempt.failure = attempt.abort = WorkerError("all its workers died")
@@ -209,6 +213,18 @@ class ResidentJob:
         attempt.thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
         attempt.thread.start()
 
+    def _reason(self, pipeline: beam.Pipeline) -> Callable[[], BeamjaxError | None]:
+        """A look for the reason why no worker joins. Once one has, the others can do without it."""
+        progress = flink.Progress(pipeline.options, attempts=2)
+
+        def look() -> BeamjaxError | None:
+            if self._pool is None or self._pool.has_had_workers:
+                return None
+            self._hopeless = progress()
+            return self._hopeless
+
+        return look
+
     def _run(self, attempt: _Attempt) -> None:
         """Runs the job to its end."""
         connection = self.connection
@@ -216,7 +232,8 @@ class ResidentJob:
             with new_pipeline(connection, self._runner) as pipeline:
                 add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
                 end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
-                run_pipeline(pipeline, [lambda: attempt.abort], functools.partial(end, self._store))
+                looks = [lambda: attempt.abort, self._reason(pipeline)]
+                run_pipeline(pipeline, looks, functools.partial(end, self._store))
         except BaseException as error:
             attempt.failure = attempt.failure or error
 

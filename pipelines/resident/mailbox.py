@@ -57,7 +57,7 @@ REMOTE_PAUSES = (0.03, 2.0)
 """The shortest and the longest pause in seconds between two polls of a URL. In between, a pause is
 a tenth of the time since the last message."""
 
-STOP_SECONDS, REMOTE_STOP_SECONDS = 0.05, 1.0
+STOP_SECONDS, REMOTE_STOP_SECONDS = 0.05, 2.0
 """Seconds after which an idle worker looks again whether the job has ended."""
 
 MOST_PROGRAMS = 256

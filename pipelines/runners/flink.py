@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import (
@@ -18,6 +17,7 @@ from apache_beam.options.pipeline_options import (
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
+from beamjax.pipelines.clusters.processes import listens
 from beamjax.pipelines.runners.options import ClusterOptions
 
 VERSION = "1.16"
@@ -118,35 +118,30 @@ class Progress:
 
     Args:
       options: the options of the pipeline.
+      attempts: see `reason_of`.
     """
 
     SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
 
-    def __init__(self, options: PipelineOptions):
+    def __init__(self, options: PipelineOptions, attempts: int = 3):
+        self._attempts = attempts
         self._rest = rest_of(options)
         self._name = options.view_as(GoogleCloudOptions).job_name
         self._pool = options.view_as(PortableOptions).environment_config or ""
         self._next = time.monotonic() + self.SECONDS_BEFORE
-        self._before: str | None = None
 
     def __call__(self) -> WorkerError | None:
-        """The error of a pool out of reach, or of missing slots, seen twice in a row."""
+        """The error of a pool out of reach, or of missing slots."""
         now = time.monotonic()
         if self._rest is None or not self._name or now < self._next:
             return None
         self._next = now + self.SECONDS_BETWEEN
         try:
-            reason = reason_of(self._rest.failures(self._name), self._pool)
+            failures = self._rest.failures(self._name)
+            reason = reason_of(failures, self._pool, self._attempts)
         except (OSError, ValueError, KeyError, TypeError):
             return None  # The job manager is restarted, or the job has just ended.
-        seen, self._before = self._before, reason
-        return WorkerError(reason) if reason is not None and reason == seen else None
-
-
-def looks(options: PipelineOptions) -> Iterator[Progress]:
-    """The looks at a running pipeline on a cluster with a REST API."""
-    if rest_of(options) is not None:
-        yield Progress(options)
+        return None if reason is None else WorkerError(reason)
 
 
 def _checked(
@@ -155,7 +150,13 @@ def _checked(
     """Options with defaults for a cluster, which has been checked."""
     given = options.get_all_options(drop_default=True)
     parallelism = given.get("parallelism")
-    for doubt in check(rest, version, parallelism, owns_strategy):
+    doubts = check(rest, version, parallelism, owns_strategy)
+    pool = str(given.get("environment_config", POOL))
+    host, _, port = pool.rpartition(":")
+    # Those at a loopback address are on the hosts of the task managers.
+    if port.isdigit() and host not in ("localhost", "127.0.0.1") and not listens(host, int(port)):
+        doubts.append(f"environment_config: no pool of workers answers at {pool}")
+    for doubt in doubts:
         _LOG.warning("beamjax: %s", doubt)
     defaults = {
         "job_name": guard.watched(rest.address, os.getpid()),

@@ -107,6 +107,23 @@ def test_what_may_be_a_mistake(cluster):
     assert "no restart-strategy" in strategy
 
 
+def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(flink.guard, "watched", lambda address, pid: "a-name")
+    options = PipelineOptions([f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
+    found = flink.connected(options).get_all_options(drop_default=True)
+    assert found == {
+        "flink_master": cluster.master, "job_endpoint": "host:1", "job_name": "a-name",
+        "parallelism": 2, "execution_mode_for_batch": "BATCH_FORCED",
+        "environment_type": "EXTERNAL", "environment_config": "localhost:50001",
+    }  # fmt: skip
+    assert not caplog.records
+    given = ["--environment_type=EXTERNAL", "--environment_config=127.0.0.2:1", "--parallelism=1"]
+    options = PipelineOptions([*given, f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
+    assert flink.connected(options).get_all_options()["parallelism"] == 1
+    (record,) = caplog.records
+    assert "no pool of workers answers at 127.0.0.2:1" in record.getMessage()
+
+
 def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
     monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
     jobs = [job(1), job(2, "other"), job(3), job(4, state="FAILED")]
@@ -126,25 +143,28 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
 
 
 def test_why_a_job_does_not_get_on(cluster, monkeypatch):
-    assert reason_of([], "localhost:50001") is None
-    assert reason_of(["java.lang.RuntimeException: x"], "localhost:50001") is None
-    assert reason_of([REFUSED], "localhost:7") is None
-    assert "Flink has no slots" in reason_of(["x.NoResourceAvailableException: y"], "localhost:1")
-    found = reason_of([REFUSED], "localhost:50001")
+    assert reason_of([], "localhost:50001", 1) is None
+    assert reason_of([(1, "java.lang.RuntimeException: x")], "localhost:50001", 1) is None
+    assert reason_of([(1, REFUSED)], "localhost:7", 1) is None
+    assert reason_of([(1, REFUSED)], "localhost:50001", 2) is None  # it was just restarted
+    no_slots = [(1, "x.NoResourceAvailableException: y")]
+    assert "Flink has no slots" in reason_of(no_slots, "localhost:1", 2)
+    found = reason_of([(1, REFUSED), (2, REFUSED)], "localhost:50001", 2)
     assert found.startswith("a task manager can't reach its pool of workers at localhost:50001 (Co")
     now = time.monotonic()
     monkeypatch.setattr(flink.time, "monotonic", lambda: now)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
-    (look,) = flink.looks(PipelineOptions([*flags, "--environment_config=localhost:50001"]))
+    look = flink.Progress(PipelineOptions([*flags, "--environment_config=localhost:50001"]), 2)
     cluster.answers["/jobs/overview"]["jobs"] = [job(1)]
-    entries = [{"stacktrace": REFUSED}]
+    entries = [{"timestamp": 1, "stacktrace": REFUSED}]
     cluster.answers["/jobs/job-1/exceptions"] = {"exceptionHistory": {"entries": entries}}
     seen = []
     for _ in range(10):
         now += 2
         seen.append(look() is not None)
-    # After 8 s, and once more: a pool that was restarted meanwhile is none of the user's business.
-    assert seen == [False] * 5 + [True] + [False, True, False, True]
+        if len(seen) == 6:
+            entries.append({"timestamp": 2, "stacktrace": REFUSED})
+    assert seen == [False] * 7 + [True, False, True]  # Flink is asked every 4 s
 
 
 def test_versions_of_job_servers_are_those_of_beam(cluster):
