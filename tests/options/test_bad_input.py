@@ -245,7 +245,9 @@ def test_values_that_python_needs():
         found = str(caught.value).replace("\n", " ")
         for part in (f"function {name} at {__file__}:", f"value of the argument {argument}."):
             wrong += [(name, size, part, found)] * (part not in found)
-        assert "functools.partial(" in "".join(caught.value.__notes__)
+        # Members differ, so no value of a body can be known when it is traced.
+        way_out = "use jnp.where" if name in ("body", "pair") else "functools.partial("
+        assert way_out in "".join(caught.value.__notes__), name
     assert not wrong
     assert run_here(bj.program(clients=N)(functools.partial(times, 2)), X)[1].shape == (3,)
 
