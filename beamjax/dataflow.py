@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from beamjax.call import by_position, parsed_options
+from beamjax.errors import StagingError
 from beamjax.execution import plan, stage
 
 
@@ -55,7 +56,13 @@ def dry_run(fn: Callable[..., Any], *args: Any, options: Any = None) -> DryRun:
       SourceError: as for `run`.
     """
     parsed = parsed_options(options, "DataflowRunner")
-    call = plan(stage("run", fn, args), "DataflowRunner", parsed)
+    flat = stage("run", fn, args)
+    if flat.has_streams:
+        raise StagingError(
+            "dry_run: found a source of unknown length, the members of which a run counts before "
+            "it makes this job; give a source of known length, or an array of some members"
+        )
+    call = plan(flat, "DataflowRunner", parsed)
     from beamjax.pipelines.dry_run import described, first_job
 
     job, files = first_job(call.plan, call.values, parsed)

@@ -28,7 +28,6 @@ from beamjax.jobs.claims import claimed
 from beamjax.jobs.job import Job, JobRun
 from beamjax.numerics.exact_sum import with_subnormals
 from beamjax.options import Options, parse_options
-from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Output, Plan
 from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
@@ -79,9 +78,8 @@ def run(
       *args: the arguments of `fn` by position: trees of arrays, scalars and `beamjax.Source`s. Bind
         keyword arguments, and arguments that are not data, with `functools.partial`. An array is
         read by shards where the function uses it as a placed value. A `beamjax.StreamSource` is
-        read once. If the program does not need the number of members in advance and has a single
-        pass, that pass reads the stream; otherwise beamjax first writes it to temporary files,
-        counts its members, and plans the program with their number.
+        read once, before the function is planned: beamjax writes its members to temporary files and
+        counts them.
       runner: "DirectRunner" for Beam's in-memory runner, "local" for this process without Beam, or
         any other name or instance of a Beam runner.
       options: None, an `Options`, a dict, a list of flags or a Beam `PipelineOptions`.
@@ -318,7 +316,7 @@ def _execute(call: Call, monitor: Monitor) -> Values:
     if call.backend != LOCAL:
         from beamjax.pipelines.run import run_plan
 
-        if call.workers is not None and not open_placements(plan):
+        if call.workers is not None:
             return call.workers.run(plan, inputs, options, monitor, results)
         return run_plan(plan, inputs, call.backend, options, monitor, results)
     if options.checkpoint is None:

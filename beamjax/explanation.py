@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from beamjax import execution
-from beamjax import reading as reading_of
 from beamjax.call import by_position, parsed_options
 from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
@@ -24,6 +23,7 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options, rules
+from beamjax.reading import note, some_number, with_number
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
@@ -170,10 +170,9 @@ def explain(
         return Explanation(stage, _stage_text(call, stage, parsed))
     notes = None
     if call.has_streams:
-        reading = reading_of.choose(call, parsed)
-        notes = reading_of.notes(call, reading)
-        if reading.planned is None:
-            call = reading_of.with_number(call, reading.number)
+        number = some_number(call)
+        notes = (note(call, number),)
+        call = with_number(call, number)
     planned = execution.plan(call, runner, parsed)
     found = planned.plan_json(notes, cached=True)
     return Explanation(stage, plan_text(found), found)

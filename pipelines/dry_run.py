@@ -16,8 +16,8 @@ from beamjax.pipelines.resident.job import add_workers
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.run import (
     as_one_pipeline,
+    graph_inputs,
     is_one_pipeline,
-    pipeline_inputs,
     source_specs,
     store_program,
 )
@@ -90,7 +90,7 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
             sources = source_specs(inputs, store, connection.shared)[0]
             program = store_program(plan, store, connection.shared)
             launcher = Launcher(connection, store, Monitor(plan), program)
-            with pipeline_inputs(inputs, sources, launcher) as bound:
-                launcher.outputs(pipeline, as_one_pipeline(plan), bound, "result", store)
+            bound = graph_inputs(inputs, sources, store)
+            launcher.outputs(pipeline, as_one_pipeline(plan), bound, "result", store)
         result: Any = pipeline.run()
     return result.job, store.written

@@ -107,7 +107,7 @@ class Launcher:
                 lost_workers.end_pipeline(store)
             found = outputs.find()
             self.monitor.computed(outputs.provenance)
-            self.monitor.drop(outputs.dropped(), outputs.sizes(found))
+            self.monitor.drop(outputs.dropped(), plan.sizes)
             return found
 
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:

@@ -27,8 +27,7 @@ from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, pla
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.liveness import made
-from beamjax.plan.one_pass import is_resident, open_placements
-from beamjax.plan.steps import Map, Output, Plan, Scatter, ValueType, size_name
+from beamjax.plan.steps import Map, Output, Plan, Scatter, is_straight
 from beamjax.runtime.control_flow import starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
@@ -83,8 +82,8 @@ def run_plan(
             with resident_job(connection, store) as job:
                 return drive(plan, inputs, sources, launcher, job, results)
         monitor.letters.begin(anew=True)
-        with pipeline_inputs(inputs, sources, launcher) as bound:
-            found = launcher.run(as_one_pipeline(plan), bound, "result")
+        bound = graph_inputs(inputs, sources, store)
+        found = launcher.run(as_one_pipeline(plan), bound, "result")
         return fetched(found, plan, launcher, results)
 
 
@@ -95,11 +94,11 @@ def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     which a pass reads large results of another one, on runners that hold the output of a step in
     memory.
     """
-    if open_placements(plan):
-        return True
+    if not is_straight(plan.steps) or connection.options.checkpoint is not None:
+        return False
     made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in made(step)}
     outputs = plan.returned().keys()
-    if is_resident(plan, connection.options) or not outputs <= made_there:
+    if not outputs <= made_there:
         return False
     return not connection.holds_elements or not _hands_on_much(plan)
 
@@ -117,31 +116,15 @@ def _hands_on_much(plan: Plan) -> bool:
 
 
 def as_one_pipeline(plan: Plan) -> Plan:
-    """The plan with the outputs of its pipeline: values only, and numbers of members if open."""
-    number = [size_name(placement) for placement in open_placements(plan)]
-    names = (*number, *plan.returned())
-    return replace(
-        plan,
-        values={**plan.values, **dict.fromkeys(number, ValueType((), "int32"))},
-        inputs=(),
-        outputs=tuple(Output(value=name) for name in names),
-        constants=(),
-    )
+    """The plan with the outputs of its pipeline: values only."""
+    outputs = tuple(Output(value=name) for name in plan.returned())
+    return replace(plan, inputs=(), outputs=outputs, constants=())
 
 
-@contextlib.contextmanager
-def pipeline_inputs(
-    inputs: Inputs, sources: Sources, launcher: Launcher
-) -> Iterator[build.GraphInputs]:
-    """A context with the inputs of a plan that runs as one pipeline."""
-    static = {name: launcher.store.hold([a], name) for name, a in inputs.server().items()}
-    streams = inputs.streams()
-    if streams is None:
-        yield build.GraphInputs(static, sources)
-        return
-    with opened_streams(streams.sources, launcher.connection.shared) as specs:
-        read = Sources(specs, dict(streams.where), sources.x64)
-        yield build.GraphInputs(static, sources, streams=read)
+def graph_inputs(inputs: Inputs, sources: Sources, store: Store) -> build.GraphInputs:
+    """The inputs of a plan that runs as one pipeline."""
+    static = {name: store.hold([a], name) for name, a in inputs.server().items()}
+    return build.GraphInputs(static, sources)
 
 
 def drive(

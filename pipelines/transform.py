@@ -26,7 +26,6 @@ from beamjax.pipelines.values.elements import MemberBlock, whole
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import Sources, StepFn
-from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
@@ -131,7 +130,7 @@ class PlanTransform(beam.PTransform):
         """Raises StagingError for sources of unknown length that one pipeline can't read."""
         if self.given.streams() is None:
             return
-        if len(open_placements(self.plan)) != 1 or any(map(_is_abstract, self.given.values)):
+        if len(self.plan.open_placements) != 1 or any(map(_is_abstract, self.given.values)):
             raise StagingError(
                 "transform: found a source of unknown length, expected all such sources to belong "
                 "to one placement, of which the PCollection has no members; use beamjax.run, which "

@@ -136,12 +136,12 @@ class DeadLetters:
         with self._lock:
             return tuple(self._found[key] for key in sorted(self._found)) if self._found else ()
 
-    def add(self, found: Iterable[Dropped], sizes: Mapping[str, int | None]) -> None:
+    def add(self, found: Iterable[Dropped], sizes: Mapping[str, int]) -> None:
         """Records dropped members.
 
         Args:
           found: the members, in any order; those that are recorded already are ignored.
-          sizes: the number of members of each placement, None where it is unknown.
+          sizes: the number of members of each placement.
 
         Raises:
           WorkerError: more members are dropped than `limit` allows.
@@ -151,7 +151,7 @@ class DeadLetters:
         self.write()
         for placement, n in sizes.items():
             count = self._counts[placement]
-            if n is None or not count or (count <= self.limit * n and count < n):
+            if not count or (count <= self.limit * n and count < n):
                 continue
             dropped = [each for each in self.dropped if each.placement == placement]
             raise WorkerError(

@@ -513,6 +513,11 @@ class Plan:
             self._shards[placement] = found
         return found
 
+    @property
+    def open_placements(self) -> list[str]:
+        """The placements whose members are counted while the plan runs."""
+        return [placement for placement, n in self.sizes.items() if n is None]
+
     @functools.cached_property
     def _shards(self) -> dict[str, Shards]:
         return {}

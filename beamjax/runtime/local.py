@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,8 +15,7 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.liveness import live_before, made, used
-from beamjax.plan.one_pass import open_placements, split
+from beamjax.plan.liveness import made, used
 from beamjax.plan.shard import Shard, Shards, shard_errors
 from beamjax.plan.steps import (
     Gather,
@@ -27,7 +24,6 @@ from beamjax.plan.steps import (
     Scatter,
     Server,
     Step,
-    size_name,
 )
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.control_flow import Checkpointer, ControlFlow, starts_anew
@@ -40,7 +36,6 @@ from beamjax.runtime.passes import Done, Sums, computed
 from beamjax.runtime.shard_executor import ShardExecutor, read_shard
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.block_source import BLOCKS
-from beamjax.sources.streams.chunks import MemberBlock
 from beamjax.storage.block_cache import block_budget
 from beamjax.storage.scratch import file_array
 from beamjax.telemetry.meters import Meter
@@ -141,7 +136,6 @@ class _Evaluation(ControlFlow[np.ndarray]):
         # Names of the results whose array is a mapped file of `results`.
         self.mapped: set[str] = set()
         self.reader = inputs.reader()
-        self.streams = inputs.streams()
         self.results = results
         self.table = WorkTable()
         self.device = compute_device(options.xla_threads)
@@ -149,12 +143,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
 
     def evaluated(self) -> dict[str, np.ndarray | Placed]:
         """Runs all steps; returns the outputs that are values of the plan, by name."""
-        if open_placements(self.plan):
-            self.one_pass()
-            found = {name: self.values[name] for name in self.outputs}
-        else:
-            found = self.run()
-        return {name: self.materialized(name, array) for name, array in found.items()}
+        return {name: self.materialized(name, array) for name, array in self.run().items()}
 
     # ------------------------------------------------------------------------------- values
 
@@ -199,14 +188,14 @@ class _Evaluation(ControlFlow[np.ndarray]):
             self.results.write(name, 0, array)
         return self.results.finish(self.results.find(self.plan, name))
 
-    def room(self, name: str, n: int | None) -> np.ndarray:
+    def room(self, name: str, n: int) -> np.ndarray:
         """The array for a placed result of a pass.
 
         It is a mapped file if the result is materialized, or if it is large and no output.
         """
         value = self.plan.values[name]
-        shape, dtype = (n or 0, *value.shape), np.dtype(value.dtype)
-        found = self.results.room(name, shape, dtype) if n is not None else None
+        shape, dtype = (n, *value.shape), np.dtype(value.dtype)
+        found = self.results.room(name, shape, dtype)
         if found is not None:
             self.mapped.add(name)
             return found
@@ -217,26 +206,6 @@ class _Evaluation(ControlFlow[np.ndarray]):
     def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> Any:
         """A context in which the work must end within `shard_timeout`."""
         return self.table.at(doing, step, shard, self.options.shard_timeout)
-
-    def one_pass(self) -> None:
-        """Runs all steps of a plan whose members are counted while they are read."""
-        before, after = split(self.plan)
-        self.segment(before, "", live_before(after, self.outputs))
-        if open_placements(self.plan):  # No step has read the members, but their number is needed.
-            (placement,) = open_placements(self.plan)
-            collections.deque(self.streamed(self.plan.shard_sizes[placement]), maxlen=0)
-        self.segment(after, "", self.outputs)
-
-    def streamed(self, size: int) -> Iterator[MemberBlock]:
-        """The blocks of a stream of unknown length. At its end, the plan gets its length."""
-        assert self.streams is not None
-        n = 0
-        for block in self.streams.blocks(size):
-            n += block.count
-            yield block
-        (placement,) = open_placements(self.plan)
-        self.plan = replace(self.plan, sizes={**self.plan.sizes, placement: n})
-        self.values[size_name(placement)] = np.asarray(n, np.int32)
 
     # ----------------------------------------------------------------------------- segments
 
@@ -286,14 +255,12 @@ class _Evaluation(ControlFlow[np.ndarray]):
             if done.found.dropped:
                 self.add_dropped(letters, done.found.dropped)
             for name, array in zip(step.results, done.found.results, strict=True):
-                self.values[name] = _put(self.values[name], shard.start, array)
+                self.values[name][shard.start : shard.start + len(array)] = array
             with self.at_work("merging", step, shard):
                 sums.add(shard, done.found)
             meter.lap("merge")
             meter.shard(shard)
         self.monitor.drop(letters.dropped, self.plan.sizes)
-        for name in step.results:  # `_put` may have made the array larger than needed
-            self.values[name] = self.values[name][: self.plan.sizes[step.placement]]
         meter = Meter(step.name, self.monitor)
         with self.at_work("merging", step):
             self.values.update(sums.results(self.plan))
@@ -333,9 +300,7 @@ class _Evaluation(ControlFlow[np.ndarray]):
             meter.lap("compute")
             return Done(shard, found, meter)
 
-        known = shards.n is not None
-        reads = self.read(step, execute, shards) if known else self.read_streams(step, shards)
-        jobs = (functools.partial(compute, *read) for read in reads)
+        jobs = (functools.partial(compute, *read) for read in self.read(step, execute, shards))
         alone = execute.calls_back or shards.count == 1
         threads = 1 if alone else computing_threads(self.options)
         return computed(jobs, shards.count, threads, step.body, self.check)
@@ -382,16 +347,6 @@ class _Evaluation(ControlFlow[np.ndarray]):
             meter.lap("read", sum(array.nbytes for array in fresh.values()))
             yield shard, operands, lost, meter
 
-    def read_streams(self, step: Map, shards: Shards) -> Iterator[Read]:
-        """Reads the shards of a pass whose members are counted while they are read."""
-        new_meter = self.meters(step)
-        meter = new_meter()
-        for block in self.streamed(shards.size):
-            shard = Shard(shards.index_at(block.start), block.start, block.count)
-            meter.lap("read", sum(array.nbytes for array in block.values.values()))
-            yield shard, [block.values[name] for name in step.operands], {}, meter
-            meter = new_meter()
-
 
 class _Reached(Exception):
     """Ends a run at the target of `_Until`."""
@@ -406,17 +361,3 @@ class _Until(_Evaluation):
         if (step.name, self.monitor.progress().rounds) == self.target:
             raise _Reached
         super().step(step)
-
-
-def _put(room: np.ndarray, start: int, array: np.ndarray) -> np.ndarray:
-    """Copies members into an array, or into a larger copy of it if they do not fit.
-
-    Doubling keeps the copies of a stream of unknown length linear in its length.
-    """
-    stop = start + len(array)
-    if stop > len(room):
-        larger = np.empty((max(stop, 2 * len(room)), *room.shape[1:]), room.dtype)
-        larger[:start] = room[:start]
-        room = larger
-    room[start:stop] = array
-    return room

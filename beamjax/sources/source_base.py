@@ -378,7 +378,7 @@ class StreamSource(Source):
     """Members of a pytree of placed arrays that are read in order and counted as they are read.
 
     For data that can't be read by index: compressed files, rows of a query, a generator of records.
-    The size of its placement must be open (`placements={"clients": None}`).
+    A run writes the members to temporary files and counts them before it plans the program.
 
     A subclass gives its `kind` like any source, and `leaves`, `chunks`, `to_spec` and `from_spec`,
     but no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and

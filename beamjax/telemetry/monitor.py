@@ -124,7 +124,7 @@ class Monitor(Listener):
         if found.is_mixed and not was_mixed:
             _log.warning("%s", found.mixture())
 
-    def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int | None]) -> None:
+    def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int]) -> None:
         """Records dropped members; see `DeadLetters.add`."""
         if found:
             self.letters.add(found, sizes)

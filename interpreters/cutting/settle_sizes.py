@@ -22,7 +22,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, shape_of
-from beamjax.interpreters.staging.unknown_sizes import ADVICE, INSTEAD, UnknownSizeError
+from beamjax.interpreters.staging.unknown_sizes import ADVICE, INSTEAD
 from beamjax.plan.steps import size_name
 
 
@@ -101,10 +101,9 @@ def _refusal(
     shown = next((atom for atom in atoms if _symbolic(shape_of(atom))), None)
     held = f" ({shown.aval.str_short()})" if isinstance(shown, Var) else ""
     reason = f"{eqn.line or 'in the program'}: {name.removeprefix('bj_')} {what}{held}"
-    return UnknownSizeError(
+    return StagingError(
         f"{reason}, but the number of members is found only while the program runs: the placements "
-        f"have {_sizes(program)}. {ADVICE}; {instead}.",
-        reason,
+        f"have {_sizes(program)}. {ADVICE}; {instead}."
     )
 
 

@@ -156,26 +156,31 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
 
 
 def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> list[Argument]:
-    found = []
     if isinstance(source, StreamSource):
         symbol = members_of_streams()
         n = symbols.setdefault(str(symbol), symbol)
     else:
         n = len(source)
-    for i, spec in enumerate(source.leaves):
-        shape, dtype = (n, *spec.shape), spec.dtype
-        if spec.key_impl:
-            key = functools.partial(jax.random.wrap_key_data, impl=spec.key_impl)
-            aval = jax.eval_shape(key, jax.ShapeDtypeStruct(shape, dtype))
-        else:
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-            aval = jax.ShapeDtypeStruct(shape, dtype)
-        if not is_unknown(n) and n == 0:
-            # There is nothing to read: the source is the array of its members.
-            found.append(Argument(f"{name}{spec.path}", aval, _no_members(spec, dtype)))
-            continue
-        found.append(Argument(f"{name}{spec.path}", aval, source, i))
-    return found
+    arguments = [
+        Argument(f"{name}{spec.path}", None, source, i) for i, spec in enumerate(source.leaves)
+    ]
+    return [of_members(argument, source, n) for argument in arguments]
+
+
+def of_members(argument: Argument, source: Source, n: Any) -> Argument:
+    """The argument as a leaf of a source with n members."""
+    spec = source.leaves[argument.leaf]
+    shape, dtype = (n, *spec.shape), spec.dtype
+    if spec.key_impl:
+        key = functools.partial(jax.random.wrap_key_data, impl=spec.key_impl)
+        aval = jax.eval_shape(key, jax.ShapeDtypeStruct(shape, dtype))
+    else:
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        aval = jax.ShapeDtypeStruct(shape, dtype)
+    if not is_unknown(n) and n == 0:
+        # There is nothing to read: the source is the array of its members.
+        return replace(argument, aval=aval, value=_no_members(spec, dtype), leaf=0)
+    return replace(argument, aval=aval, value=source)
 
 
 def _no_members(spec: LeafSpec, dtype: Any) -> Any:

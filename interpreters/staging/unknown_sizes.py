@@ -12,19 +12,6 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.ops.placements import unobserved
 from beamjax.ops.tracer_errors import line_of
 
-
-class UnknownSizeError(StagingError):
-    """A program can't be staged with an unknown number of members, but could with a known one.
-
-    Attributes:
-      reason: what needs the number, without the advice of the message.
-    """
-
-    def __init__(self, message: str, reason: str = ""):
-        super().__init__(message)
-        self.reason = reason
-
-
 ADVICE = (
     "Give the number of members in the decorator of the program and in the jax.ShapeDtypeStruct"
 )
@@ -37,8 +24,8 @@ the number is unknown. It has many divisors, so that most reshapes of the member
 
 def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
-) -> UnknownSizeError | None:
-    """An `UnknownSizeError` if a function can't be traced only because a size is unknown, or None.
+) -> StagingError | None:
+    """A `StagingError` if a function can't be traced only because a size is unknown, or None.
 
     Args:
       error: the error that `fn` raised when it was traced with `avals`.
@@ -61,8 +48,7 @@ def explained(
         return None
     what = str(error).split("\n")[0]
     reason = f"{line_of(error) or 'in the program'}: this needs the number of members as a constant"
-    return UnknownSizeError(
+    return StagingError(
         f"{reason}, but {found} is found only while the program runs ({type(error).__name__}: "
-        f"{what}). {ADVICE}.",
-        reason,
+        f"{what}). {ADVICE}."
     )

@@ -6,8 +6,8 @@ values of earlier passes travel as `MemberBlock`s. Labels are the names of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import apache_beam as beam
@@ -56,7 +56,6 @@ from beamjax.pipelines.worker.merge import (
 )
 from beamjax.pipelines.worker.tasks import Sources, StoredBody
 from beamjax.plan.dropping import Dropped
-from beamjax.plan.one_pass import open_placements
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage import files
@@ -304,7 +303,7 @@ class Graph:
 
     def _read_streams(self, streams: Sources) -> None:
         """Reads the sources of unknown length, and counts their members."""
-        (placement,) = open_placements(self.plan)
+        (placement,) = self.plan.open_placements
         label, names = f"Read {placement}", tuple(streams.where)
         size = self.plan.shard_sizes[placement]
         begin = self.root | f"{label}/Impulse" >> beam.Impulse()
@@ -412,7 +411,7 @@ class Outputs:
             self.provenance |= environment.provenance
             found |= {name: ServerValue(store, ref=ref) for name, ref in environment.values.items()}
         written = files.names(store.root) if self._placed else []
-        plan = replace(self.graph.plan, sizes=self.sizes(found))
+        plan = self.graph.plan
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
             self.provenance |= find_provenance(store, stem, written)
@@ -425,13 +424,3 @@ class Outputs:
     def dropped(self) -> list[Dropped]:
         """The members that the graph has dropped, after the pipeline has ended."""
         return find_dropped(self.graph.store, self.stem) if self.graph.dropped else []
-
-    def sizes(self, found: Mapping[str, ServerValue | PlacedValue]) -> dict[str, int]:
-        """The numbers of members, including those that were counted in the pipeline."""
-        plan = self.graph.plan
-        sizes = dict(plan.sizes)
-        for placement in open_placements(plan):
-            n = found[size_name(placement)]
-            assert isinstance(n, ServerValue)
-            sizes[placement] = int(n.array())
-        return sizes

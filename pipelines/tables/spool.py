@@ -47,13 +47,6 @@ Part = tuple[str, Count]
 Parts = tuple[Part, ...]
 
 
-def open_on_workers(sources: Sequence[StreamSource], runner: Any, options: Options) -> bool:
-    """Whether the workers of a runner can read all sources themselves."""
-    if not any(isinstance(source, ChunkSource) for source in sources):
-        return True
-    return connect(runner, options).shared
-
-
 @contextlib.contextmanager
 def spooled(
     sources: Sequence[StreamSource], runner: Any, options: Options
@@ -63,7 +56,7 @@ def spooled(
     A worker reads each piece once; this process does, if only it can read the source.
 
     Raises:
-      SourceError: a source can't be read, or has no member.
+      SourceError: a source can't be read.
     """
     connection = connect(runner, options)
     here = [isinstance(source, ChunkSource) and not connection.shared for source in sources]

@@ -12,7 +12,6 @@ import pytest
 from apache_beam.testing.util import assert_that
 from explained import facts_of
 from helpers import assert_close, plan_of
-from streams import stream
 
 import beamjax as bj
 
@@ -336,48 +335,3 @@ def test_inputs_that_are_returned_unchanged_are_placed_results(given):
         )
         first, _ = pipeline | beam.Create(members) | transform
         assert_that(first, check_first)
-
-
-# --- streams of unknown length, in one pass or after they are counted
-
-opened = bj.program(placements={"clients": None})
-
-
-def sums(x):
-    return bj.reduce_mean(x) * x.shape[0]
-
-
-def variance(x):
-    center = bj.reduce_mean(x)
-    return bj.reduce_mean(bj.map_fn(lambda v: (v - center) ** 2, x))
-
-
-def descent(x):
-    step = lambda w, r: (w - r * bj.reduce_sum(bj.map_fn(lambda v: v * w, x)), None)
-    return jax.lax.scan(step, jnp.ones(3), jnp.ones(2))[0]
-
-
-def scaled(x):
-    n = x.shape[0]
-    return bj.reduce_sum(bj.map_fn(lambda v: jnp.sin(v / n), x))
-
-
-def as_it_is(x):
-    return bj.reduce_sum(x), x
-
-
-NOTES = {
-    sums: "in the one pass of the plan",
-    variance: "2 passes read them: map_clients_0, map_clients_1",
-    descent: "rounds around placed operators",
-    scaled: "map_clients_0 uses the number of members",
-    as_it_is: "unchanged",
-}
-
-
-@pytest.mark.parametrize("fn", NOTES, ids=lambda fn: fn.__name__)
-def test_streams_are_read_once_where_one_pass_is_enough(fn):
-    x = np.arange(60, dtype=np.float32).reshape(20, 3)
-    prog = opened(fn)
-    assert NOTES[fn] in "".join(facts_of(bj.explain(prog, stream(x))).notes)
-    assert_close(bj.run(prog, stream(x), runner="local", options=OPTIONS), jax.jit(prog)(x), 1e-4)

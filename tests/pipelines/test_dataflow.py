@@ -220,19 +220,17 @@ def bucket(offline, monkeypatch):
 
 
 def centred(x):
-    """Reads the members twice, so that sources of unknown length are counted before."""
     return bj.reduce_max(bj.map_fn(lambda v, m: v - m, (x, bj.broadcast(bj.reduce_mean(x)))))
 
 
-@pytest.mark.parametrize("count", [centred, bj.reduce_mean], ids=["counted", "one pass"])
 @pytest.mark.parametrize("make", [lambda: Numbers([5, 0, 6]), lambda: stream(NUMBERS)])
-def test_streams_go_to_workers_by_the_bucket(count, make, bucket, tmp_path, monkeypatch):
+def test_streams_go_to_workers_by_the_bucket(make, bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = bj.program(clients=None)(count)
+    program = bj.program(clients=None)(centred)
     found = bj.run(program, make(), runner=DataflowRunner(), options=FAKE)
     np.testing.assert_array_equal(found, bj.run(program, NUMBERS, runner="local"))
-    assert any(".members" in path for path in bucket) or count is bj.reduce_mean
+    assert any(".members" in path for path in bucket)
     assert all(path.startswith("gs://bucket-x/t/beamjax/") for path in bucket)
     assert FILES == {}
     assert list(tmp_path.iterdir()) == []

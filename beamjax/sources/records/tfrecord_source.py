@@ -180,8 +180,8 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
 
     Local files that are not compressed are indexed in this call and read by shards; the number of
     members is known. If any file is compressed (by gzip, bzip2 or xz) or at a URL, workers read all
-    files from their beginning, each file in one worker, and count the members. The size of the
-    placement must then be open, as for every `beamjax.StreamSource`.
+    files from their beginning, each file in one worker, and count the members, as for every
+    `beamjax.StreamSource`.
 
     Args:
       paths: a path, a pattern, a URL, or a list of these. The members are the records of the first

@@ -48,8 +48,8 @@ class Streams:
         """All members, `size` at a time; the last block may be short.
 
         Raises:
-          SourceError: there is no member, a source has more members than another one, or a chunk
-            does not match the leaves.
+          SourceError: a source has more members than another one, or a chunk does not match the
+            leaves.
         """
         requested = [sorted({leaf for i, leaf in self.where.values() if i == number})
                   for number in range(len(self.sources))]  # fmt: skip
@@ -68,16 +68,10 @@ class Streams:
             check_count(self.sources[0], start + counts[0])
             yield MemberBlock(start, counts[0], values)
             start += counts[0]
-        check_count(self.sources[0], start)
 
 
 def check_count(source: StreamSource, count: int) -> None:
-    """Raises SourceError if a source has no member, or more than a placement may have."""
-    if not count:
-        raise SourceError(
-            f"{source!r}: found no member, expected at least one: without any, a mean or a maximum "
-            "has no value."
-        )
+    """Raises SourceError if a source has more members than a placement may have."""
     if count > MAX_MEMBERS:
         raise SourceError(
             f"{source!r}: found more than {MAX_MEMBERS} members, which is the limit of a placement."
@@ -219,4 +213,5 @@ def members_of(source: Source, x64: bool, requested: Sequence[int] | None = None
         return [arrays[leaf] for leaf in requested]
     blocks = list(blocks_of(source, WHOLE_BLOCK, requested, x64))
     check_count(source, sum(count for count, _ in blocks))
-    return [np.concatenate(arrays) for arrays in zip(*(x for _, x in blocks), strict=True)]
+    none = [np.empty((0, *source.leaves[i].shape), source.leaves[i].dtype) for i in requested]
+    return [np.concatenate(arrays) for arrays in zip(none, *(x for _, x in blocks), strict=True)]

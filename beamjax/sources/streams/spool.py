@@ -62,7 +62,7 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
     """Writes a source of unknown length to files, one for each leaf.
 
     Raises:
-      SourceError: it can't be read or has no member, or a file can't be written.
+      SourceError: it can't be read, or a file can't be written.
     """
     leaves, x64 = range(len(source.leaves)), bool(_compat.config.jax_enable_x64)
     pieces = (checked_chunks(source, piece, leaves, x64) for piece in range(source.pieces))
