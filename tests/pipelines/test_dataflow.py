@@ -133,7 +133,7 @@ def test_a_package_may_take_the_place_of_an_image():
 
 @pytest.mark.skipif(find_spec("apitools") is not None, reason="beamjax[dataflow] is installed")
 def test_missing_packages_are_named():
-    with pytest.raises(OptionsError, match=r"run pip install 'beamjax\[dataflow\]'"):
+    with pytest.raises(OptionsError, match=r"run pip install -e '\.\[dataflow\]'"):
         bj.run(regression, W, X, runner="DataflowRunner", options={**PLACE, **IMAGE})
 
 
