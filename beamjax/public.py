@@ -35,6 +35,7 @@ from beamjax.ops.operators import reduce_min as reduce_min
 from beamjax.ops.operators import reduce_prod as reduce_prod
 from beamjax.ops.operators import reduce_sum as reduce_sum
 from beamjax.ops.operators import reduce_weighted_mean as reduce_weighted_mean
+from beamjax.ops.quantiles import quantile as quantile
 from beamjax.ops.reductions import reduce as reduce
 from beamjax.ops.reductions import reduce_by_key as reduce_by_key
 from beamjax.ops.weights import bootstrap_weights as bootstrap_weights

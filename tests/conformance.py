@@ -30,6 +30,7 @@ TABLE = {
         reductions: `reduce_sum` | `reduce_mean` | `reduce_max` | `reduce_min` | `reduce_prod`
         reductions: `reduce_any` | `reduce_all` | `reduce_weighted_mean`
         grad_by_key: `reduce_by_key`, differentiated
+        quantiles: `quantile` | `quantile` by key | `quantile`, differentiated
         extremes_by_key_and_their_places: `reduce_argmax`, `reduce_argmin`
         affine_maps_in_order: `reduce` by a function
         two_placements: two placements
@@ -117,7 +118,7 @@ TABLE = {
         parts_and_reversed: `jnp.split` of members that are reduced, differentiated
         parts_and_reversed: `x[::-1]`
         reduced: `jnp.histogram`, `bincount` of members
-        gathered: `jnp.median` along members, of less than 1 MiB
+        gathered: `jnp.median`, `quantile` along members
         tall_matrices: `jnp.linalg.qr`, `svd` of members as rows
         tall_matrices: `jnp.linalg.lstsq`, `pinv` of members as rows
         running_totals: `lax.associative_scan` along members

@@ -111,8 +111,8 @@ def reduce_by_key(
     placement, n = resolve(name, placement)
     if op not in REDUCERS:
         raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(REDUCERS)}.")
-    size = None if num_keys is None else _check_num_keys(num_keys)
-    keys = _check_keys(as_placed(name, "keys", (), keys, placement, n), size is not None)
+    size = None if num_keys is None else check_num_keys(name, num_keys)
+    keys = check_keys(name, as_placed(name, "keys", (), keys, placement, n), size is not None)
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
     for (path, _), value in zip(leaves, values, strict=True):
@@ -208,32 +208,34 @@ class _Members:
         return [sharding.whole(array) for array in found]
 
 
-def _check_num_keys(num_keys: Any) -> int:
+def check_num_keys(op: str, num_keys: Any) -> int:
+    """The number of keys; StructureError if it is not an int >= 1."""
     try:
         size = 0 if isinstance(num_keys, bool) else operator.index(num_keys)
     except TypeError:
         size = 0
     if size < 1:
         raise StructureError(
-            f"reduce_by_key: found num_keys {num_keys!r}, expected the number of keys as an int >= "
+            f"{op}: found num_keys {num_keys!r}, expected the number of keys as an int >= "
             "1. It is a part of the shape of the result, so it can't be traced."
         )
     return size
 
 
-def _check_keys(keys: jax.Array, known: bool) -> jax.Array:
+def check_keys(op: str, keys: jax.Array, known: bool) -> jax.Array:
+    """The keys; StructureError if they have another type than `reduce_by_key` takes."""
     if keys.ndim == 1 and jnp.issubdtype(keys.dtype, np.integer):
         return keys
     if known:
         raise StructureError(
-            f"reduce_by_key: found keys of type {keys.dtype}{list(keys.shape)}, expected ints of "
+            f"{op}: found keys of type {keys.dtype}{list(keys.shape)}, expected ints of "
             f"shape ({keys.shape[0]},), one for each member."
         )
     is_real = keys.dtype == np.bool_ or jnp.issubdtype(keys.dtype, np.floating)
     if (keys.ndim == 1 and is_real) or (keys.ndim == 2 and keys.dtype == np.uint8):
         return keys
     raise StructureError(
-        f"reduce_by_key: found keys of type {keys.dtype}{list(keys.shape)}, expected one for each "
+        f"{op}: found keys of type {keys.dtype}{list(keys.shape)}, expected one for each "
         f"member: real numbers of shape ({keys.shape[0]},), or texts as uint8 of shape "
         f"({keys.shape[0]}, width), as the option text_bytes of sources reads them."
     )

@@ -268,7 +268,7 @@ class _Lowering:
     def gather(self, stage: GatherStage) -> Gather:
         operand, result = self.placed(stage.var, stage.along), self.served(stage.var)
         line = stage.user.line
-        reason = self.program.reasons.get(stage.user) or why_on_server(stage.user)
+        reason = why_on_server(stage.user)
         nbytes, limit = self.values[result].nbytes, self.options.gather_limit
         if limit is not None and nbytes > limit:
             raise StagingError(
@@ -489,4 +489,9 @@ def why_on_server(user: Eqn) -> str:
         return f"{name.removeprefix('bj_')} reads it as a server value"
     if name in HOST_CALLS:
         return f"{name} calls back to the host with all members"
-    return f"{name} mixes members"
+    instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+    return f"{name} mixes members{instead}"
+
+
+INSTEAD = {"sort": "beamjax.quantile finds medians and quantiles by passes"}
+"""For primitives that mix members, the operator that gathers nothing."""

@@ -75,7 +75,6 @@ class PlacedProgram:
         member, the one after the last, and the stride.
       tails: for each output of the program that is a placed value followed by further rows, by
         number, the server value that holds these. They are outputs of `flat` too, after its own.
-      reasons: for some equations that run on the server, why they are not passes, as text.
       undropped: if members may be dropped, a placement and the beginning of a sentence for each
         division by the number of members that counts dropped ones.
       parts: the slices of members that are computed from all members, although they are small.
@@ -94,7 +93,6 @@ class PlacedProgram:
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
     slices: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     tails: dict[int, Var] = field(default_factory=dict)
-    reasons: dict[Eqn, str] = field(default_factory=dict)
     undropped: list[tuple[str, str]] = field(default_factory=list)
     parts: Set[Any] = frozenset()
     shard_size: int | None = None

@@ -33,7 +33,6 @@ from beamjax.interpreters.placement.member_loops import (
     distributes,
     gathers,
 )
-from beamjax.interpreters.placement.order_statistics import order_statistics
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.reshaped import reshaped
 from beamjax.interpreters.placement.rewrites import (
@@ -62,7 +61,7 @@ from beamjax.ops.placements import check_limit
 
 ENDS_OF_TREES = (*JOINS, "add_any")
 """The primitives that may end a scan of members or its derivative."""
-PATTERNS = expansions, associative_scans, scan_derivatives, sliced, reshaped, order_statistics
+PATTERNS = expansions, associative_scans, scan_derivatives, sliced, reshaped
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 

@@ -13,7 +13,6 @@ from jax import lax
 from programs.members import N, X
 
 import beamjax as bj
-from beamjax.interpreters.placement import order_statistics
 
 
 @pytest.mark.parametrize("k", [1, -1, 3, -3, 7])
@@ -97,51 +96,13 @@ def test_decompositions_of_tall_matrices():
         np.testing.assert_array_equal(np.sign(np.diag(r)), signs)
 
 
-# --- order statistics
+# --- sorting
 
 
-def special_values(dtype):
-    x = jax.random.normal(jax.random.key(2), (101, 3)) * 50
-    x = x.at[4, 0].set(jnp.inf).at[5:9, 0].set(-jnp.inf).at[3, 1].set(jnp.nan)
-    x = x.at[6:60, 2].set(0.0).at[8, 2].set(-0.0)
-    return (x if jnp.issubdtype(dtype, jnp.floating) else jnp.nan_to_num(x)).astype(dtype)
-
-
-def picked_in_order(x):
-    rows = jnp.sort(x, 0)
-    found = [rows[:3], rows[-1], rows[50], jnp.sort(x.T, 1)[:, 7]]
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        found += [jnp.median(x, 0), jnp.quantile(x, jnp.asarray([0.1, 0.93], x.dtype), axis=0)]
-    return found
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint16", "int16"])
-def test_members_in_order(monkeypatch, dtype):
-    """The same values as sorting gives, not only nearly."""
-    monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
-    x = special_values(dtype)
-    prog = bj.program(clients=len(x))(lambda x: picked_in_order(bj.map_fn(lambda v: v * 1, x)))
-    assert facts_of(bj.explain(prog, x)).gathered_bytes == 0
-    for runner in ("local", "DirectRunner"):
-        found = bj.run(prog, x, runner=runner, options={"shard_size": 16})
-        assert_close(found, jax.jit(prog)(x), rtol=0, atol=0)
-
-
-def test_few_members_are_sorted_on_the_server_and_explain_says_why():
-    reasons = []
-    for function in (jnp.median, jnp.sort):
+def test_sorts_are_gathered_and_explain_names_quantile():
+    for function in (jnp.median, jnp.sort, lambda x, axis: jnp.percentile(x, 5, axis=axis)):
         prog = bj.program(clients=N)(lambda x, f=function: f(bj.map_fn(jnp.tanh, x), axis=0))
-        (gather,) = [s for s in facts_of(bj.explain(prog, X)).steps if s.kind == "Gather"]
-        reasons.append(gather.reason)
-    assert "less than 1.0 MiB" in reasons[0]
-    assert reasons[1] == "sort mixes members"
-
-
-def test_medians_of_many_members_are_counted():
-    x = np.random.default_rng(0).normal(size=300_001).astype("float32")
-    prog = bj.program(clients=len(x))(lambda x: jnp.median(bj.map_fn(lambda v: v + 0, x)))
-    assert facts_of(bj.explain(prog, x)).gathered_bytes == 0
-    assert bj.run(prog, x) == np.median(x)
-    few = bj.program(clients=N)(lambda x: jnp.median(bj.map_fn(jnp.sum, x)))
-    assert facts_of(bj.explain(few, X)).gathered_bytes > 0
+        gathers = [s for s in facts_of(bj.explain(prog, X)).steps if s.kind == "Gather"]
+        assert [gather.reason for gather in gathers] == [
+            "sort mixes members (beamjax.quantile finds medians and quantiles by passes)"
+        ]

@@ -15,7 +15,6 @@ from helpers import planned
 import beamjax as bj
 from beamjax.interpreters.placement import (
     associative_scans,
-    order_statistics,
     propagate,
     reshaped,
     rewrites,
@@ -167,13 +166,8 @@ def decomposed(x):
     return jnp.linalg.qr(x), jnp.linalg.svd(x, compute_uv=False)
 
 
-def counted(x):
-    return jnp.median(x, axis=0)
-
-
 REWRITES = [
     (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
-    (counted, order_statistics, "_picked", nothing),
     (differences, sliced, "_meet", nothing),
     (neighbours, slices, "exchange_range", nothing),
     (smooth, sliced, "windows", nothing),
@@ -222,7 +216,6 @@ def avoided_steps(function):
     ("function", "where", "name", "off"), REWRITES, ids=[each[0].__name__ for each in REWRITES]
 )
 def test_rewrites_fire(monkeypatch, function, where, name, off):
-    monkeypatch.setattr(order_statistics, "MIN_BYTES", 0)
     assert avoided_steps(function) == []
     monkeypatch.setattr(where, name, off)
     assert avoided_steps(function) != []

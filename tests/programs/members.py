@@ -290,6 +290,16 @@ def bodies_that_close_over_all_members(x):
     return bj.map_fn(lambda v: ((v[None] - x) ** 2).sum(-1).min() + x[0].sum(), x)
 
 
+@placed(own=True, plan="maps 5")
+def quantiles(x):
+    def spread(scale):
+        found = bj.quantile(bj.map_fn(lambda v: v * scale, x), [0.1, 0.5, 0.9])
+        return jnp.sum(found[2] - found[0])
+
+    keys = bj.map_fn(lambda v: jnp.argmax(v), x)
+    return bj.quantile(x, 0.5, keys=keys, num_keys=4), jax.value_and_grad(spread)(jnp.float32(2))
+
+
 # --- what is computed of all members at once: `rule_rows` has a row of each
 
 
