@@ -177,6 +177,7 @@ def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pi
       runner: replaces the runner of the connection.
     """
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
+    flink.rename(pipeline.options)
     # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
     folder = temporary_folder(pipeline)
     temporary.adopt(folder)
@@ -264,8 +265,13 @@ def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable
 def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
     result = pipeline.run()
     outcome = interrupts.in_thread(result.wait_until_finish)
+    looks = [*looks, *_looks_by_options(pipeline.options)]
     try:
-        _watch(outcome, [*looks, *_looks_by_options(pipeline.options)])
+        _watch(outcome, looks)
+        if outcome.exception() and flink.is_running(pipeline.options):
+            # The job server is gone, but the job goes on without it.
+            outcome = interrupts.in_thread(functools.partial(flink.wait, pipeline.options))
+            _watch(outcome, looks)
         if error := outcome.exception():
             raise PipelineError(str(error)) from error
     except BaseException:

@@ -76,6 +76,15 @@ class FlinkRest:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         return [job["jid"] for job in left]
 
+    def end(self, name: str) -> tuple[str, str]:
+        """The state in which the last job of a name ended, and the reason if it failed."""
+        jobs = [job for job in self.ask("jobs/overview")["jobs"] if job["name"] == name]
+        last = max(jobs, key=lambda job: job["start-time"])
+        if last["state"] == "FINISHED":
+            return "FINISHED", ""
+        history = self.ask(f"jobs/{last['jid']}/exceptions")
+        return last["state"], str(history.get("root-exception"))
+
     def failures(self, name: str) -> list[tuple[int, str]]:
         """When the tasks of the running jobs of a name failed, and the stack traces."""
         found = []

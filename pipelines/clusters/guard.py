@@ -22,6 +22,8 @@ import uuid
 from types import FrameType
 from typing import Any
 
+PREFIX = "beamjax-"
+"""The beginning of the names of all pipelines that are cancelled."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_STOP = 5
 _SECONDS_TO_ARRIVE = 30
@@ -77,9 +79,9 @@ def watched(address: str, launcher: int) -> str:
         own.
 
     Returns:
-      The job name that these pipelines must have.
+      What the job names of these pipelines must begin with.
     """
-    name = f"beamjax-{launcher}-{uuid.uuid4().hex[:12]}"
+    name = f"{PREFIX}{launcher}-{uuid.uuid4().hex[:12]}"
     command = [sys.executable, "-I", "-S", __file__, "cancel", str(launcher), address, name]
     # In a session of its own, Ctrl-C does not reach it: the launcher cancels its pipelines itself.
     watch = subprocess.Popen(
@@ -105,7 +107,7 @@ def cancel(launcher: int, address: str, name: str) -> None:
     Args:
       launcher: the pid of the launcher, which is the parent of this process.
       address: the URL of the job manager.
-      name: the name of the pipelines.
+      name: the beginning of the names of the pipelines.
     """
     while os.getppid() == launcher:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -113,7 +115,7 @@ def cancel(launcher: int, address: str, name: str) -> None:
     while time.monotonic() < end:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             for job in _ask(f"{address}/jobs/overview")["jobs"]:
-                if job["name"] == name and job["state"] not in _ENDED:
+                if job["name"].startswith(name) and job["state"] not in _ENDED:
                     _ask(f"{address}/jobs/{job['jid']}?mode=cancel", "PATCH")
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ VERSION = "1.16"
 POOL = "localhost:50001"
 """Where task managers look for pools by default: the port of `worker_pool`, on their own hosts."""
 _EMBEDDED = ("[local]", "[auto]")
+_SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_GO = 10.0
 """Seconds in which a cancelled job has to be gone."""
 _LOG = logging.getLogger("beamjax")
@@ -91,6 +93,43 @@ def rest_of(options: PipelineOptions) -> FlinkRest | None:
     if master in _EMBEDDED or ":" not in master:
         return None
     return FlinkRest(master.rstrip("/") if "://" in master else f"http://{master}")
+
+
+def rename(options: PipelineOptions) -> None:
+    """Gives the job of a pipeline a name of its own, by which Flink knows it.
+
+    A run that starts its job again cancels the one before. A name that the user gave stays.
+    """
+    named = options.view_as(GoogleCloudOptions)
+    if rest_of(options) is not None and (named.job_name or "").startswith(guard.PREFIX):
+        named.job_name = f"{named.job_name}-{secrets.token_hex(4)}"
+
+
+def is_running(options: PipelineOptions) -> bool:
+    """Whether the job of a pipeline runs, as Flink says."""
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    try:
+        return bool(rest is not None and name and rest.running(name))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def wait(options: PipelineOptions) -> None:
+    """Waits for the end of the job of a pipeline, without its job server.
+
+    Raises:
+      RuntimeError: it failed, or Flink does not answer any more.
+    """
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    assert rest is not None
+    try:
+        while rest.running(name):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        state, reason = rest.end(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"Flink at {rest.address} does not answer: {error}") from error
+    if state != "FINISHED":
+        raise RuntimeError(f"the job {name} of Flink ended as {state}: {reason}")
 
 
 def cancel(options: PipelineOptions) -> None:

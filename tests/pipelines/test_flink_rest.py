@@ -11,10 +11,12 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
+from beamjax.pipelines import launch
 from beamjax.pipelines.clusters import flink_rest
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.worker.errors import PipelineError
 
 REFUSED = """io.grpc.StatusRuntimeException: UNAVAILABLE: io exception
 Caused by: io.netty.channel.AbstractChannel$AnnotatedConnectException: finishConnect(..) failed: \
@@ -140,6 +142,57 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
         f"beamjax: the job job-5 at http://{cluster.master} still runs; cancel it in Flink's "
         "dashboard"
     ]
+
+
+def test_each_pipeline_has_a_name_of_its_own(cluster):
+    """So that the job that replaces another one is not cancelled with it."""
+    flags = [f"--flink_master={cluster.master}"]
+    names = []
+    for given in ("beamjax-7-abc", "beamjax-7-abc", "of the user"):
+        options = PipelineOptions([*flags, f"--job_name={given}"])
+        flink.rename(options)
+        names.append(options.get_all_options()["job_name"])
+    assert names[0].startswith("beamjax-7-abc-")
+    assert names[0] != names[1]
+    assert names[2] == "of the user"
+
+
+def test_a_job_goes_on_without_its_job_server(cluster, monkeypatch):
+    """Also if Flink has older jobs of the same name."""
+    asked = []
+
+    def sleep(seconds):
+        asked.append(seconds)
+        if len(asked) == 3:
+            jobs[1]["state"] = ends_as
+
+    class Gone:
+        def wait_until_finish(self):
+            raise RuntimeError("StatusCode.UNAVAILABLE")
+
+        def cancel(self):
+            pass
+
+    monkeypatch.setattr(flink.time, "sleep", sleep)
+    flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
+    options = PipelineOptions(flags)
+    pipeline = SimpleNamespace(runner=None, options=options, run=Gone)
+    for ends_as in ("FINISHED", "FAILED"):
+        asked.clear()
+        jobs = [job(1, state="FAILED"), job(2)]
+        for number, one in enumerate(jobs):
+            one["start-time"] = number
+        cluster.answers["/jobs/overview"]["jobs"] = jobs
+        cluster.answers["/jobs/job-2/exceptions"] = {"root-exception": "out of memory"}
+        if ends_as == "FINISHED":
+            launch.run_pipeline(pipeline)
+        else:
+            with pytest.raises(PipelineError, match="mine of Flink ended as FAILED: out of memo"):
+                launch.run_pipeline(pipeline)
+        assert len(asked) == 3
+    jobs[1]["state"] = "FAILED"
+    with pytest.raises(PipelineError, match="UNAVAILABLE"):
+        launch.run_pipeline(pipeline)
 
 
 def test_why_a_job_does_not_get_on(cluster, monkeypatch):
