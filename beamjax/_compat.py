@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -34,6 +35,8 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
+
+from beamjax._text import MAX_CHARACTERS, cut
 
 config: Any = jax.config
 """JAX's settings, whose names type checkers do not know."""
@@ -147,6 +150,18 @@ def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None
     mlir.register_lowering(primitive, rule)
 
 
+_CALLBACKS = logging.getLogger("jax._src.callback")
+
+
+def _cut_text(record: logging.LogRecord) -> bool:
+    if record.exc_info and len(str(record.exc_info[1])) > MAX_CHARACTERS:
+        record.exc_text = cut("".join(traceback.format_exception(*record.exc_info)))
+    return True
+
+
+_CALLBACKS.addFilter(_cut_text)  # JAX logs the error of a callback with its whole text
+
+
 @contextlib.contextmanager
 def callback_errors() -> Iterator[list[BaseException]]:
     """Collects the exceptions of functions that compiled code calls on the host.
@@ -163,12 +178,12 @@ def callback_errors() -> Iterator[list[BaseException]]:
             if record.exc_info and record.exc_info[1] is not None:
                 found.append(record.exc_info[1])
 
-    logger, handler = logging.getLogger("jax._src.callback"), Collect()
-    logger.addHandler(handler)
+    handler = Collect()
+    _CALLBACKS.addHandler(handler)
     try:
         yield found
     finally:
-        logger.removeHandler(handler)
+        _CALLBACKS.removeHandler(handler)
 
 
 def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:

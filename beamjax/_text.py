@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+MAX_CHARACTERS = 10_000
+"""Largest length of the text of an error that is not beamjax's own, in messages and records."""
 _SHOWN = 12
 
 
@@ -42,14 +44,35 @@ def printable(text: str, lines: bool = False) -> str:
     )
 
 
+def cut(text: str) -> str:
+    """The beginning and the end of a text that is longer than `MAX_CHARACTERS`."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    end = MAX_CHARACTERS // 4
+    left_out = f"\n... {len(text) - MAX_CHARACTERS:,} characters ...\n"
+    return text[: MAX_CHARACTERS - end - len(left_out)] + left_out + text[-end:]
+
+
+class LongError(Exception):
+    """Replaces an error with a long text as the cause of another one, which has the text."""
+
+
+def as_cause(error: Exception) -> Exception:
+    """The error, or a `LongError` if its text is long, as each traceback would repeat it."""
+    if len(str(error)) <= MAX_CHARACTERS:
+        return error
+    text = f"{type(error).__name__}: {str(error)[:200]} ..."
+    return LongError(text).with_traceback(error.__traceback__)
+
+
 def described(error: BaseException) -> str:
-    """`Type: message` of an error, after that of the callback whose failure it reports, if any.
+    """`Type: message` of an error, after that of the callback that it reports, if any; cut.
 
     XLA puts the error that a callback raised at the end of a long traceback.
     """
     text = f"{type(error).__name__}: {error}"
     found = callback_error(error)
-    return f"{found}, raised by a call to the host\n{text}" if found else text
+    return cut(f"{found}, raised by a call to the host\n{text}" if found else text)
 
 
 def callback_error(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from beamjax._text import hint
 from beamjax.diagnostics.plan_json import Json, plan_json
-from beamjax.errors import StructureError
+from beamjax.errors import OptionsError, StructureError
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import FlatCall
 from beamjax.ops.leaves import name_of
@@ -117,8 +117,31 @@ def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[st
     )
 
 
+NAMES = (
+    "DirectRunner", "FnApiRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner",
+)  # fmt: skip
+"""Runners that beamjax sets up. Beam finds any other name."""
+
+
+def check_runner(runner: Any) -> None:
+    """Checks that a runner exists; imports Beam only for one that `NAMES` lacks.
+
+    Raises:
+      OptionsError: there is no such runner.
+    """
+    if runner == LOCAL or runner in NAMES:
+        return
+    if isinstance(runner, str):
+        for name in (LOCAL, *NAMES):
+            if runner.lower().removesuffix("runner") == name.lower().removesuffix("runner"):
+                raise OptionsError(f"runner: found {runner!r}, expected {name!r}")
+    from beamjax.pipelines.runners.connect import make_runner
+
+    make_runner(runner)
+
+
 def parsed_options(options: Any, runner: Any) -> Options:
-    """Parses the options of a run, and checks Beam's flags among them.
+    """Parses the options of a run, and checks its runner and Beam's flags among them.
 
     Args:
       options: the options that the user gave.
@@ -128,8 +151,9 @@ def parsed_options(options: Any, runner: Any) -> Options:
       The options.
 
     Raises:
-      OptionsError: an option is unknown or has an impossible value.
+      OptionsError: the runner or an option is unknown, or an option has an impossible value.
     """
+    check_runner(runner)
     parsed = parse_options(options)
     if parsed.beam and isinstance(parsed.beam, Sequence):
         from beamjax.pipelines.runners.options import check_flags

@@ -174,6 +174,10 @@ def run_options(options: Any, keep: str | None, runner: Any) -> Options:
       OptionsError: an option is unknown, has an impossible value, or has no effect.
     """
     parsed = parsed_options(options, runner)
+    if runner != LOCAL:
+        from beamjax.pipelines.runners.connect import make_runner
+
+        make_runner(runner)  # its packages may be missing
     if keep is not None:
         parsed = parse_options(replace(parsed, keep=keep))
     if parsed.results_folder is not None and parsed.keep is None:

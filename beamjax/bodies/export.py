@@ -22,7 +22,7 @@ from jax.experimental import serialize_executable
 from jax.extend.backend import get_backend
 
 from beamjax import _compat
-from beamjax._text import described
+from beamjax._text import as_cause, described
 from beamjax.bodies.compile_time import loaded_from_disk
 from beamjax.bodies.counts import counts
 from beamjax.bodies.jaxprs import equations, working_bytes
@@ -345,7 +345,7 @@ def run_server(
     except Exception as error:
         failed = WorkerError(f"step {step.name!r}: {described(error)}")
         failed.failure = Failure(step.name)
-        raise failed from error
+        raise failed from as_cause(error)
     return dict(zip(step.outputs, outs, strict=True))
 
 

@@ -104,8 +104,10 @@ def install() -> Answer:
 @prism.command()
 @_answers
 def where() -> Answer:
-    """Print the path of the Prism that runner='PrismRunner' uses."""
+    """Print the path of the Prism that runner='PrismRunner' uses; builds nothing."""
     from beamjax.pipelines.runners import prism as runner
 
-    path = str(runner.locate())
-    return Answer({"path": path}, path)
+    path, is_there = str(runner.installed()), runner.is_installed()
+    if not is_there:
+        click.echo("beamjax: not built yet; `beamjax prism install` builds it", err=True)
+    return Answer({"path": path, "installed": is_there}, path)

@@ -231,6 +231,9 @@ def check_runner(name: str, required: bool) -> Finding:
         except OptionsError as error:
             return Finding(name, MISSING if required else ABSENT, "can't be used", str(error))
         missing = [] if built else processes.missing("go")
+        if not built and not missing:
+            status = MISSING if required else ABSENT
+            return Finding(name, status, "is not built", "run `beamjax prism install`")
     elif name == "DataflowRunner":
         there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))
         missing = [] if there else ["the extra: pip install -e '.[dataflow]' in a clone of beamjax"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import sys
@@ -9,12 +10,14 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
-from beamjax.telemetry.progress import Progress, Tally, details, in_words
+from beamjax.telemetry.progress import Progress, Tally, in_words
 
 DELAY = 2.0
 """Seconds of a run after which the bar appears by default."""
 EVERY = 10.0
 """Seconds between two lines of progress."""
+SELDOM = 30.0
+"""The same where nobody has asked for progress, and there is no terminal."""
 NOTEBOOK_COLUMNS = 140
 """Width of the bar in a notebook, in characters."""
 
@@ -45,6 +48,13 @@ def display_for(options: Options, launched: bool) -> Display | None:
     if sys.stderr is not None and sys.stderr.isatty():
         return Bar(delay)
     return Lines() if wish else None
+
+
+def say(name: str, progress: Progress) -> None:
+    """Prints that a run goes on. Without a folder, what other processes have done is not known."""
+    words = in_words(progress) if progress.done.shards else "running"
+    with contextlib.suppress(Exception):  # stderr may be closed
+        print(f"beamjax: {name}, {progress.seconds:.0f} s: {words}", file=sys.stderr, flush=True)
 
 
 def _in_notebook() -> bool:
@@ -96,10 +106,9 @@ class Bar:
             self._start()
         self._bar.update(
             self._task,
-            description=progress.step or "starting",
-            completed=progress.done.members,
-            total=progress.members or None,
-            words=details(progress),
+            completed=progress.done.shards,
+            total=progress.shards or None,
+            words=in_words(progress),
         )
         self._show()
 
@@ -119,15 +128,21 @@ class Bar:
 
     def _make(self, console: Any) -> None:
         from rich import progress as rich_progress
+        from rich.table import Column
 
         self._bar = rich_progress.Progress(
-            rich_progress.TextColumn("{task.description}", markup=False),
-            rich_progress.BarColumn(),
-            rich_progress.TaskProgressColumn(),
-            rich_progress.TimeRemainingColumn(),
-            rich_progress.TextColumn("{task.fields[words]}", markup=False),
+            rich_progress.BarColumn(20, table_column=Column(min_width=20)),
+            rich_progress.TaskProgressColumn(table_column=Column(min_width=4)),
+            rich_progress.TimeRemainingColumn(table_column=Column(min_width=7)),
+            # Last, and cut at the end of the line: names of steps may be long.
+            rich_progress.TextColumn(
+                "{task.fields[words]}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
             console=console,
             auto_refresh=False,
+            expand=True,
         )
         self._task = self._bar.add_task("starting", total=None, words="")
 

@@ -16,8 +16,14 @@ from typing import Any, NoReturn
 
 from beamjax._text import described
 from beamjax.call import Call
-from beamjax.errors import ArrayFormatError, BeamjaxError, JobCancelledError, JobError
-from beamjax.jobs.display import display_for
+from beamjax.errors import (
+    ArrayFormatError,
+    BeamjaxError,
+    JobCancelledError,
+    JobError,
+    SourceError,
+)
+from beamjax.jobs.display import SELDOM, display_for, say
 from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
@@ -30,6 +36,9 @@ from beamjax.telemetry.progress import Progress
 
 POLL = 0.2
 """Seconds between two reads of the state of a job, while a caller waits for it."""
+
+
+_LOG = logging.getLogger("beamjax")
 
 
 class JobState(enum.Enum):
@@ -302,6 +311,7 @@ class JobRun:
         self._call = call
         self._launched = launched
         display = display_for(options, launched)
+        self._says = display is None and options.progress is None
         reports = launched or bool(options.job_folder or options.report)
         self._folder: JobFolder | None = None
         if options.job_folder is not None:
@@ -353,8 +363,10 @@ class JobRun:
                 return
             self._has_begun = False
             state = "done" if error is None else "cancelled" if _is_cancel(error) else "failed"
-            with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
+            try:
                 folder.write_state(state, error)
+            except Exception as failed:  # The result, or the error itself, matters more.
+                _LOG.warning("the end of the job is not recorded: %s", failed)
             save_report(folder, self._call.options)
             if not self._launched and self._is_temporary:
                 folder.remove()
@@ -382,12 +394,19 @@ class JobRun:
         if self._recording is not None:
             self._recording.returned(value)
         if self._folder is not None and (self._launched or not self._is_temporary):
-            write_result(self._folder, value, self._call.plan.x64)
+            try:
+                write_result(self._folder, value, self._call.plan.x64)
+            except SourceError as error:  # The caller gets it all the same.
+                _LOG.warning("the result is returned but not stored: %s", error)
         return value
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls a function that runs the job, and returns its result."""
-        return interrupts.Work[Any](self.cancel, self._abandon).run(function)
+        work = interrupts.Work[Any](self.cancel, self._abandon)
+        return work.run(function, SELDOM, self._say if self._says else None)
+
+    def _say(self) -> None:
+        say(self._call.plan.name, self.monitor.progress())
 
     def launch(self, function: Callable[[], Any]) -> Job:
         """Starts a function that runs the job; returns the handle of the job."""
@@ -404,7 +423,7 @@ def _log_late_failure(name: str, outcome: concurrent.futures.Future[Any]) -> Non
     """Logs the error of a job that failed after the main thread, as no caller can receive it."""
     error = outcome.exception()
     if error is not None and not _is_cancel(error) and interrupts.exiting():
-        logging.getLogger("beamjax").error(
+        _LOG.error(
             "job %s failed after the main program had ended, call job.wait() before its end: %s",
             name, described(error),
         )  # fmt: skip

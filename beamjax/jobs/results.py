@@ -89,7 +89,10 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
     """
     record, path = folder.read("result"), folder.record_path("result")
     if record is None:
-        raise JobError(f"{folder.path}: the job is done, but its result was removed")
+        raise JobError(
+            f"{folder.path}: found no result of the job, which is done; it was removed, or "
+            "could not be stored"
+        )
     found = from_plain(_ResultRecord, record, path)
     if like is not None:
         treedef = treedefs.like(like, len(found.types))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from beamjax._text import described
+from beamjax._text import as_cause, described
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 
 if TYPE_CHECKING:
@@ -114,4 +114,4 @@ class shard_errors:
             raised = type(error)(f"{where}: {error}")
         members = shard.start, shard.start + shard.count - 1
         raised.failure = Failure(step.name, shard.index, members)
-        raise raised from error
+        raise raised from as_cause(error)

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beamjax import errors
-from beamjax._text import printable
+from beamjax._text import cut, printable
 from beamjax.errors import ArrayFormatError, BeamjaxError, Failure
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
 
 SUFFIX = ".record"
-MAX_TEXT = 16_000
-"""Most characters of a message or a traceback in a record. Of a traceback, the end is stored."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -69,12 +67,18 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     return found | {
         # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
-        # The hint how to replay the shard depends on the process that reads the record.
-        "message": str(error).removesuffix(getattr(error, "replay_hint", "")).rstrip()[:MAX_TEXT],
+        "message": _message(error),
         "worker": known.worker or f"{socket.gethostname()}, process {os.getpid()}",
-        "traceback": known.traceback or text[-MAX_TEXT:],
+        "traceback": known.traceback or cut(text),
         "time": known.time or time.time(),
     }
+
+
+def _message(error: BaseException) -> str:
+    """The message without the hint how to replay it, which depends on the reading process."""
+    text = str(error).removesuffix(getattr(error, "replay_hint", "")).rstrip()
+    # That of beamjax has texts of others, which are cut.
+    return text if isinstance(error, BeamjaxError) else cut(text)
 
 
 @dataclass(frozen=True)

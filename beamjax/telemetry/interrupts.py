@@ -66,11 +66,16 @@ class Work(Generic[T]):
         self._begin()
         in_thread(function, self.outcome)
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Runs the job, and returns its result or raises its error."""
+    def run(
+        self,
+        function: Callable[[], T],
+        every: float | None = None,
+        say: Callable[[], None] | None = None,
+    ) -> T:
+        """Runs the job, and returns its result or raises its error; see `wait`."""
         self._begin()
         if _is_main():
-            self.wait(start=function)
+            self.wait(every, function, say)
         else:  # which no signal interrupts
             fulfil(self.outcome, function)
         # Not kept: the traceback of an error leads to this frame, and so to all data of the job.
@@ -81,12 +86,18 @@ class Work(Generic[T]):
         finally:
             del outcome
 
-    def wait(self, timeout: float | None = None, start: Callable[[], T] | None = None) -> bool:
+    def wait(
+        self,
+        timeout: float | None = None,
+        start: Callable[[], T] | None = None,
+        say: Callable[[], None] | None = None,
+    ) -> bool:
         """Waits for the end of the job, and cancels it if a signal interrupts the wait.
 
         Args:
           timeout: the most seconds to wait.
           start: starts with this function, so that no signal comes between the start and the wait.
+          say: called after each timeout, after which the wait goes on.
 
         Returns:
           Whether the job has ended.
@@ -94,7 +105,8 @@ class Work(Generic[T]):
         try:
             if start is not None:
                 in_thread(start, self.outcome)
-            concurrent.futures.wait([self.outcome], timeout)
+            while concurrent.futures.wait([self.outcome], timeout).not_done and say is not None:
+                say()
         except BaseException:
             _end([self])
             raise

@@ -200,7 +200,6 @@ class Monitor(Listener):
             whole, resumed = self._expected, expected(self._plan, self._resumed)
             return replace(
                 whole,
-                members=_less(whole.members, resumed.members),
                 shards=_less(whole.shards, resumed.shards),
                 done=sum(steps.values(), Tally()),
                 steps=steps,

@@ -85,9 +85,10 @@ class Progress:
 
     Attributes:
       done: the work of all workers so far.
-      members: the number of members to compute in all passes together, without passes whose results
+      members: the number of members, each counted once however many passes there are; None if it is
+        not known yet.
+      shards: the number of shards to compute in all passes together, without passes whose results
         are in a checkpoint; None if a loop or a branch decides it while the job runs.
-      shards: the number of shards to compute in all passes together, or None as for `members`.
       rounds: the number of complete rounds of loops around placed operators, with those that the
         run has resumed from a checkpoint.
       rounds_resumed: the number of rounds that were complete in the checkpoint.
@@ -125,10 +126,10 @@ class Progress:
 
     @property
     def fraction(self) -> float | None:
-        """The share of members that are done, from 0 to 1; None if their number is unknown."""
-        if not self.members:
+        """The share of shards that are done, from 0 to 1; None if their number is unknown."""
+        if not self.shards:
             return None
-        return min(1.0, self.done.members / self.members)
+        return min(1.0, self.done.shards / self.shards)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -147,34 +148,50 @@ class Progress:
 
 def expected(plan: Plan, steps: Iterable[Step]) -> Progress:
     """The progress at the start of steps of a plan: all work to do, nothing done."""
-    members, shards, rounds = _expected(plan, steps)
+    steps = tuple(steps)
+    shards, rounds = _expected(plan, steps)
+    sizes = [plan.sizes[placement] for placement in _placements(steps)]
+    members = None if None in sizes else sum(size or 0 for size in sizes)
     return Progress(members=members, shards=shards, rounds_total=rounds)
 
 
-_Counts = tuple[int | None, int | None, int | None]
-
-
-def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
-    """Members, shards and rounds; None where the number is found while the plan runs."""
-    total: _Counts = (0, 0, 0)
+def _placements(steps: Iterable[Step]) -> set[str]:
+    """The placements over which these steps pass."""
+    found: set[str] = set()
     for step in steps:
         match step:
             case Map(placement=placement):
-                n = plan.sizes[placement]
-                found: _Counts = (n, plan.shards(placement).count, 0)
+                found.add(placement)
+            case Loop(block=block):
+                found |= _placements(block.steps)
+            case Branch(blocks=blocks):
+                found = found.union(*(_placements(block.steps) for block in blocks))
+    return found
+
+
+_Counts = tuple[int | None, int | None]
+
+
+def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
+    """Shards and rounds; None where the number is found while the plan runs."""
+    total: _Counts = (0, 0)
+    for step in steps:
+        match step:
+            case Map(placement=placement):
+                found: _Counts = (plan.shards(placement).count, 0)
             case Loop(rounds=None):
-                found = (None, None, None)
+                found = (None, None)
             case Loop(rounds=int(rounds), block=block):
-                members, shards, inner = _expected(plan, block.steps)
-                found = _times(rounds, members), _times(rounds, shards), _times(rounds, inner, 1)
+                shards, inner = _expected(plan, block.steps)
+                found = _times(rounds, shards), _times(rounds, inner, 1)
             case Branch(blocks=blocks):
                 ways = [_expected(plan, block.steps) for block in blocks]
-                members, shards, inner = (_alike(way[i] for way in ways) for i in range(3))
-                found = members, shards, inner
+                shards, inner = (_alike(way[i] for way in ways) for i in range(2))
+                found = shards, inner
             case _:
                 continue
-        members, shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
-        total = members, shards, inner
+        shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
+        total = shards, inner
     return total
 
 
@@ -315,10 +332,11 @@ def in_words(progress: Progress) -> str:
 def details(progress: Progress) -> str:
     """The share that is done, the speed, and the shares of time."""
     done = progress.done
-    parts = [_of("members", done.members, progress.members)]
+    members = "" if progress.members is None else f" of {progress.members:,} members"
+    parts = [_of("shards", done.shards, progress.shards) + members]
     if progress.rounds or progress.rounds_total:
         parts.append(_of("rounds", progress.rounds, progress.rounds_total))
-    parts.append(f"{progress.members_per_second:,.0f}/s")
+    parts.append(f"{progress.members_per_second:,.0f} members/s")
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     parts += [" ".join(shares)] * bool(shares)
     if done.retries:

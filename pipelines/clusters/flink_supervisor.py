@@ -70,7 +70,7 @@ class Supervisor:
                     self._failure = _ended(self.folder, server)
                     self._over.set()
                 elif not self._over.wait(_SECONDS_TO_RESTART):
-                    _LOG.warning("beamjax: %s ended; starting another one", server.name)
+                    _LOG.warning("%s ended; starting another one", server.name)
                     server.start_again()
 
     def stop(self) -> None:

@@ -45,7 +45,7 @@ def classpath(name: str) -> Path:
         if not jars.exists():
             maven = processes.require("mvn", purpose)
             processes.require("java", purpose)
-            _LOG.warning("beamjax: fetching %s to %s (about 200 MB, once)", purpose, folder)
+            _LOG.warning("fetching %s to %s (about 200 MB, once)", purpose, folder)
             fetched = folder / "fetched"
             shutil.rmtree(fetched, ignore_errors=True)
             processes.run(

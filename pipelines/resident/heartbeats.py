@@ -54,7 +54,7 @@ class Heart:
                 self._beat()
             except Exception as error:  # whatever a file system raises
                 # Readers miss a heartbeat, but not the next ones.
-                _log.warning("beamjax: can't write the heartbeat %s: %s", self.path, error)
+                _log.warning("can't write the heartbeat %s: %s", self.path, error)
 
     def _beat(self) -> None:
         self._beats += 1

@@ -169,7 +169,7 @@ class ResidentJob:
                 f"{self._starts} times before its work was done: {attempt.failure or 'no error'}"
             ) from attempt.failure
         reason = attempt.failure or "it had ended"
-        _log.warning("beamjax: starting the job of the resident workers again: %s", reason)
+        _log.warning("starting the job of the resident workers again: %s", reason)
         self._mailbox.open()
         self._start()
 

@@ -57,7 +57,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         folder = Path(named).absolute() if named else flink_cluster.default_folder()
         cluster = flink_cluster.read(folder)
         if cluster is not None:
-            _LOG.info("beamjax: on the Flink cluster in %s", folder)
+            _LOG.info("on the Flink cluster in %s", folder)
             # If the launcher is killed, Flink would continue, though no process reads the results.
             address = f"http://localhost:{cluster.rest_port}"
             flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}

@@ -85,7 +85,7 @@ def locate(options: PipelineOptions | None = None) -> str:
     given = options.view_as(PrismRunnerOptions)
     location = given.prism_location
     if not location and not given.prism_beam_version_override:
-        if processes.find("go") is None and not installed().exists():
+        if processes.find("go") is None and not is_installed():
             raise OptionsError(
                 f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
                 f"{_on_path()}"
@@ -124,6 +124,11 @@ def installed() -> Path:
     return cache_folder(f"prism-{beam_version}-loopback") / "prism"
 
 
+def is_installed() -> bool:
+    """Whether the program is there."""
+    return installed().exists()
+
+
 def install() -> str:
     """Builds Prism from the installed version of Beam, and returns its path.
 
@@ -139,7 +144,7 @@ def install() -> str:
         if not target.exists():
             go = processes.require("go", "beamjax prism install")
             _LOG.warning(
-                "beamjax: building Prism of Beam %s with Go in %s (about three minutes of CPU, "
+                "building Prism of Beam %s with Go in %s (about three minutes of CPU, "
                 "once)%s", beam_version, target.parent, _on_path(),
             )  # fmt: skip
             with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:

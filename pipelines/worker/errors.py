@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from beamjax import errors
+from beamjax._text import as_cause, cut
 from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files, records
 
 _STEM = "error-"
-_MAX_CHARACTERS = 4000
 _SECONDS_BETWEEN_LOOKS = 10.0
 OFTEN = 3
 """Failures of one shard after which the run ends, even if the runner would retry."""
@@ -168,7 +168,7 @@ def own_errors(
         found = recorded_error(store)
         if found is not None:
             traced = found.failure.traceback if found.failure else ""
-            raise found from (error if here else records.WorkerTraceback(traced))
+            raise found from (as_cause(error) if here else records.WorkerTraceback(traced))
         if isinstance(error, BeamjaxError):
             raise
         died = lost()
@@ -178,12 +178,12 @@ def own_errors(
         raised = _RAISED.search(str(error))
         kind = getattr(errors, raised[1], None) if raised else None
         if raised is not None and kind is not None:
-            raise kind(raised[2].strip()) from error
+            raise kind(cut(raised[2].strip())) from as_cause(error)
         where = f"in the pipeline of {', '.join(steps)}"
         if not isinstance(error, PipelineError):
             error.add_note(f"{runner} raised this in the launching process, {where}")
             raise
-        text = str(error)[:_MAX_CHARACTERS].strip()
+        text = cut(str(error).strip())
         if _NO_ANSWER in text:
             raise WorkerError(
                 f"{runner}: its job server does not answer any more, {where}; start it again, and "
@@ -194,7 +194,8 @@ def own_errors(
             f"memory, a signal), or see another folder than {store.root}; the logs of the runner "
             "say more"
         )
-        raise WorkerError(f"{runner} failed {where}{'' if here else unseen}: {text}") from error
+        failed = WorkerError(f"{runner} failed {where}{'' if here else unseen}: {text}")
+        raise failed from as_cause(error)
 
 
 _NO_ANSWER = "StatusCode.UNAVAILABLE"
@@ -224,4 +225,5 @@ def transform_errors(where: str, own: str) -> Iterator[None]:
         message = found[1]
         if "Traceback" not in text:  # the error itself, without the text that a runner adds
             message = f"{type(error).__name__}: {text[: found.end(1)]}"
-        raise WorkerError(f"{where}: the transform {found[2]!r} failed: {message}") from error
+        failed = WorkerError(f"{where}: the transform {found[2]!r} failed: {cut(message)}")
+        raise failed from as_cause(error)

@@ -141,6 +141,11 @@ def test_clusters_where_nothing_runs_or_is_installed(monkeypatch, tmp_path, caps
     assert cli.main(["flink", "up", "--folder", place]) == 1
     assert "found no `mvn` on PATH; install Apache Maven" in capsys.readouterr().err
     assert flink_cluster.read(place) is None
+    assert cli.main(["prism", "where"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(str(tmp_path / "cache/prism-"))
+    assert err == "beamjax: not built yet; `beamjax prism install` builds it\n"
+    assert list((tmp_path / "cache").glob("prism-*/*")) == []
     assert cli.main(["prism", "install"]) == 1
     assert capsys.readouterr().err.startswith("beamjax: beamjax prism install: found no `go` on")
 

@@ -138,7 +138,7 @@ def test_explain(folder, capsys):
     assert {name: found["plan"][name] for name in names} == {name: plan[name] for name in names}
     assert cli.main(["explain", *LOSS, "--mermaid"]) == 0
     assert capsys.readouterr().out == f"{expected.to_mermaid()}\n"
-    _, found, _ = json_of(capsys, "explain", *LOSS, "--runner=Dataflow")
+    _, found, _ = json_of(capsys, "explain", *LOSS, "--runner=DataflowRunner")
     assert found["plan"]["memory"]["where"] == "Dataflow, processes of 12 threads"
     for stage in ("staged", "flat", "placed", "graph"):
         status, found, _ = json_of(capsys, "explain", *LOSS, "--stage", stage)

@@ -64,6 +64,11 @@ def test_runners(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:  # On a machine with everything.
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         patch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+        patch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
+        found = doctor.check_runner("PrismRunner", True)
+        assert (found.status, found.remedy) == (MISSING, "run `beamjax prism install`")
+        (tmp_path / "cache/prism-2.77.0-loopback").mkdir(parents=True)
+        (tmp_path / "cache/prism-2.77.0-loopback/prism").touch()
         assert {doctor.check_runner(name, True).status for name in doctor.RUNNERS} == {OK}
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: None)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import errno
 import gc
 import itertools
 import json
@@ -34,7 +35,7 @@ from beamjax.errors import (
 )
 from beamjax.jobs.job import JobState
 from beamjax.pipelines.clusters.processes import wait_until
-from beamjax.storage import records
+from beamjax.storage import files, records
 from beamjax.storage.schema import to_plain
 from beamjax.telemetry import process_ids
 from beamjax.telemetry.job_folder import JobFolder
@@ -109,7 +110,7 @@ def test_a_job_gives_what_run_gives(runner, empty_tmp):
         assert '"program":"total"' in job._repr_html_()
         assert repr(job).startswith("<Job total on ")
         progress = job.progress()
-        assert (progress.done.members, progress.members) == (2 * N, 2 * N)
+        assert (progress.done.members, progress.members) == (2 * N, N)
         assert (progress.done.shards, progress.shards, progress.done.retries) == (10, 10, 0)
         assert progress.done.bytes_read >= X.nbytes
     assert list(empty_tmp.iterdir()) == []
@@ -369,13 +370,33 @@ def test_changed_and_removed_files_are_clear_errors(tmp_path):
     job = bj.open_job(tmp_path)
     for name, error, message in (
         ("result-1.arrays", SourceError, r"result-1\.arrays: cannot read a leaf"),
-        ("result.record", JobError, "its result was removed"),
+        ("result.record", JobError, "found no result of the job"),
         ("state.record", JobError, "found no state"),
     ):
         (tmp_path / name).unlink()
         with pytest.raises(error, match=message):
             job.result()
     assert ": unknown, in " in repr(job)
+
+
+@pytest.mark.parametrize("call", [bj.run, bj.launch])
+def test_a_result_that_cannot_be_stored_is_returned(call, tmp_path, monkeypatch, caplog):
+    write = files.write
+
+    def full(path, data, **how):
+        if "result-" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data, **how)
+
+    monkeypatch.setattr(files, "write", full)
+    found = call(total, X, runner="local", options={"job_folder": tmp_path / "job"})
+    found = found.result() if call is bj.launch else found
+    assert_same(found, jax.jit(total)(X))
+    assert "the result is returned but not stored: " in caplog.text
+    assert "No space left" in caplog.text
+    assert bj.open_job(tmp_path / "job").state is JobState.DONE
+    with pytest.raises(JobError, match="found no result of the job"):
+        bj.open_job(tmp_path / "job").result()
 
 
 # --- other processes

@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import time
+from pathlib import Path
 
 import html_checks
 import jax
@@ -19,7 +21,7 @@ import beamjax as bj
 from beamjax.call import Call
 from beamjax.diagnostics.pages.page import document, fragment
 from beamjax.diagnostics.pages.run_page import run_page, speed
-from beamjax.errors import ArrayFormatError, JobError, OptionsError
+from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.jobs import recording
 from beamjax.jobs.recording import curves, shown_options
 from beamjax.jobs.report import Curve, Report, read_report
@@ -89,7 +91,7 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     assert "checkpoints" in html_checks.parsed(found.to_html()).text
     run(tmp_path / "again", runner, checkpoint=str(tmp_path / "c"), checkpoint_every=2)
     again = bj.open_job(tmp_path / "again").progress()
-    assert (again.done.members, again.members) == (again.done.shards, again.shards) == (0, 0)
+    assert (again.done.members, again.done.shards, again.shards) == (0, 0, 0)
     assert (again.rounds, again.rounds_total) == (5, 5)
 
 
@@ -305,19 +307,19 @@ def test_what_a_page_shows():
     given = example_report(dropped=dropped, warnings=("a warning",), plan=None)
     found = html_checks.parsed(document(run_page(given.to_json())))
     for text in (
-        "run of train", "✓ done", "Members done", "Members per second", "Rounds done",
+        "run of train", "✓ done", "Shards done", "Members per second", "Rounds done",
         "Shards retried", "Members dropped", "result['loss']", "Where the time went", "a warning",
         "Rounds and checkpoints", "after 20 s", "/there", "/letters", "10 more are not shown",
-        "round 5: 0.5", "6,000 members at 30 s", "time per round", "last checkpoint",
+        "round 5: 0.5", "60 shards at 30 s", "time per round", "last checkpoint",
         "read 20%, transfer 2%",
     ):  # fmt: skip
         assert text in found.text, text
     assert found.data["run"]["curves"][0]["values"][3] is None
     charts = {chart["title"]: chart for chart in found.data["charts"]}
     assert len(found.all("figure", class_="chart")) == len(charts) == 7
-    members, loss = charts["Members done"], charts["result['loss']"]
-    assert (members["goal"], members["saved"], len(members["marks"])) == (6000, [10, 20], 6)
-    assert members["series"][0]["y"] == list(given.samples["members"])
+    shards, loss = charts["Shards done"], charts["result['loss']"]
+    assert (shards["goal"], shards["saved"], len(shards["marks"])) == (60, [10, 20], 6)
+    assert shards["series"][0]["y"] == list(given.samples["shards"])
     assert loss["series"][0]["y"] == [5.0, 3.0, 2.0, None, 1.0, 0.5]
     assert loss["wide"]
     shares = charts["How workers spend their time"]["series"]
@@ -358,3 +360,28 @@ def test_speed_is_the_slope():
     _, speeds = speed(seconds, 10 * np.floor(seconds))  # Workers write once a second.
     assert min(speeds) > 5
     assert speed([0, 0, 0], [0, 0, 5]) == ([], [])
+
+
+def test_a_page_is_never_half_written(tmp_path, monkeypatch):
+    path = tmp_path / "run.html"
+    report = example_report()
+    report.save(path)
+    whole, mode = path.read_text(), path.stat().st_mode
+
+    def fail(self, text, **how):
+        with open(self, "w") as file:
+            file.write(text[:1000])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        with pytest.raises(SourceError, match="the disk is full"):
+            report.save(path)
+    assert path.read_text() == whole
+    assert [file.name for file in tmp_path.iterdir()] == ["run.html"]
+    (tmp_path / "link.html").symlink_to(path)
+    report.save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    umask = os.umask(0)
+    os.umask(umask)
+    assert mode & 0o777 == 0o666 & ~umask

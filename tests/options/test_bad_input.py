@@ -336,6 +336,22 @@ def test_options_are_refused_by_every_front_door():
             bj.run(total, X, runner=runner)
 
 
+def test_a_runner_is_looked_up_before_anything_is_traced():
+    traced = []
+
+    @bj.program(placements={"rows": None})
+    def counted(x):
+        traced.append(x)
+        return bj.reduce_sum(x)
+
+    calls = bj.run, bj.launch, bj.explain, bj.verify
+    runners = {"NoSuch": "local", "flink": "FlinkRunner", "directrunner": "DirectRunner"}
+    for call, (runner, known) in itertools.product(calls, runners.items()):
+        with pytest.raises(OptionsError, match=f"runner: found '{runner}', expected '{known}'"):
+            call(counted, X, runner=runner)
+    assert traced == []
+
+
 def test_options_of_other_runners_are_fine_in_this_process():
     options = {"direct_num_workers": 2, "machine_type": "n2", "parallelism": 3, "shard_size": 8}
     np.testing.assert_array_equal(run_here(total, X, options=options), 2 * X.sum(0))

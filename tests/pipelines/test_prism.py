@@ -72,7 +72,7 @@ def test_a_build_says_so_and_names_a_prism_on_path(offered, monkeypatch, caplog,
     found = prism.locate()
     assert found == str(prism.installed())
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"beamjax: building Prism of Beam {beam_version} with Go")
+    assert told.startswith(f"building Prism of Beam {beam_version} with Go")
     assert f"found {own} on PATH" in told
     assert "options={'prism_location': 'prism'}" in told
     assert prism.locate() == found

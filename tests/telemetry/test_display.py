@@ -1,10 +1,14 @@
 """What people see on stderr while a job runs."""
 
+import dataclasses
 import functools
 import io
+import re
 import sys
+import time
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +23,8 @@ HALF = Progress(
     members=3000, shards=6, rounds=1, rounds_total=4, step="map_clients_0", seconds=5.0,
 )  # fmt: skip
 TEXT = (
-    "map_clients_0: 1,500 of 3,000 members, 1 of 4 rounds, 300/s, read 25% compute 75%, "
+    "map_clients_0: 3 of 6 shards of 3,000 members, 1 of 4 rounds, 300 members/s, "
+    "read 25% compute 75%, "
     "2 shards retried"
 )
 
@@ -67,7 +72,7 @@ def test_lines_come_every_ten_seconds(capsys, monkeypatch):
         lines.update(HALF)
         found += [second] * bool(capsys.readouterr().err)
     assert found == [10, 20]
-    assert repr(Progress()) == "<Progress starting: 0 members, 0/s>"
+    assert repr(Progress()) == "<Progress starting: 0 shards, 0 members/s>"
     assert Progress(step="<b>")._repr_html_().startswith("<progress></progress> &lt;b&gt;: ")
     assert HALF._repr_html_() == f'<progress value="0.500"></progress> {TEXT}'
     lines.close()
@@ -85,12 +90,44 @@ def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
     now[0] = 2.5
     bar.update(HALF)
     bar.close()
-    for part in ("map_clients_0", "50%", "1,500 of 3,000 members"):
+    for part in ("map_clients_0", "50%", "3 of 6 shards of 3,000 members"):
         assert part in terminal.getvalue()
     bar = Bar(0.0)  # Of unknown length, and a name that looks like markup.
     bar.update(Progress(done=Tally(members=7), step="a[b]"))
     bar.close()
     assert "a[b]" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_narrow_terminal_shows_bar_share_and_time_left(columns, in_terminal, monkeypatch):
+    terminal = in_terminal()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = Bar(0.0)
+    for shards in (1, 2, 3):
+        time.sleep(0.05)
+        done = dataclasses.replace(HALF.done, shards=shards)
+        bar.update(dataclasses.replace(HALF, done=done, step=f"map_{'a_long_name_' * 9}0"))
+    bar.close()
+    last = terminal.getvalue().rstrip().rpartition("\r")[2]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last).strip()
+    assert re.fullmatch(r"[━╸╺]{20} +50% \d:\d\d:\d\d map_a_long.*…", shown)
+    assert len(shown) <= columns
+
+
+def test_a_long_run_says_so_outside_of_terminals(capsys, monkeypatch):
+    monkeypatch.setattr("beamjax.jobs.job.SELDOM", 0.2)
+
+    def wait(v):
+        time.sleep(0.05)
+        return v
+
+    body = lambda v: jax.pure_callback(wait, v, v, vmap_method="sequential")
+    slow = bj.program(placements={"rows": None})(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    for progress, is_said in ((None, True), (False, False)):
+        bj.run(slow, np.ones(16, "f"), runner="local", options={"progress": progress})
+        lines = capsys.readouterr().err.splitlines()
+        assert bool(lines) == is_said
+        assert all(line.startswith("beamjax: ") for line in lines)
 
 
 class Outputs:
@@ -126,14 +163,14 @@ def in_notebook(monkeypatch):
 def test_a_notebook_has_one_output_that_changes(in_notebook, capfd):
     bar = display_for(Options(progress=True), launched=False)
     assert type(bar) is NotebookBar
-    bar.update(Progress(step="map_clients_0", members=3000))
-    assert "0 of 3,000 members" in in_notebook.shown[0]
+    bar.update(Progress(step="map_clients_0", members=3000, shards=6))
+    assert "0 of 6 shards of 3,000 members" in in_notebook.shown[0]
     bar.update(HALF)
     bar.close()
     (shown,) = in_notebook.shown
-    assert shown.startswith("map_clients_0 ━")
+    assert shown.startswith("━")
     assert "50%" in shown
-    assert shown.endswith(TEXT.partition(": ")[2])
+    assert f" {TEXT[:60]}" in shown
     assert capfd.readouterr() == ("", "")
 
 
@@ -152,5 +189,5 @@ def test_a_run_is_silent_unless_it_is_asked(runner, capfd):
     bj.run(total, X, runner=runner, options={"progress": True})
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith("beamjax: map_clients_0: 20 of 20 members")
+    assert err.startswith("beamjax: map_clients_0: 1 of 1 shards of 20 members")
     assert err.count("\n") == 1

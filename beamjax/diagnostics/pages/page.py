@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -97,7 +98,15 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     try:
         if files.is_url(name):
             files.write(name, text.encode())
-        else:
+        elif os.path.isfile(target := os.path.realpath(name)) or not os.path.exists(target):
+            # A browser may load a page while a later run writes it again.
+            temporary = Path(f"{target}.{uuid.uuid4().hex}.tmp")
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        else:  # such as /dev/stdout
             Path(name).write_text(text, encoding="utf-8")
     except Exception as error:  # file systems raise errors of many kinds
         raise SourceError(f"{name}: cannot write it ({error})") from error

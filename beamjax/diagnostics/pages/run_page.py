@@ -100,7 +100,7 @@ def _over_time(run: Json) -> Iterator[Json]:
     def counted(title: str, name: str, **more: Any) -> Json:
         return _chart(title, x, {name: samples[name]}, unit, name, area=True, **more)
 
-    yield counted("Members done", "members", goal=progress["members"], marks=marks, saved=saved)
+    yield counted("Shards done", "shards", goal=progress["shards"], marks=marks, saved=saved)
     middles, speeds = speed(samples["seconds"], samples["members"])
     at = [middle / scale for middle in middles]
     yield _chart(
