@@ -57,7 +57,8 @@ class Options:
         Jobs that failed, were cancelled or are lost are always replaced, running jobs never.
       progress: whether to show the progress of `run` or `launch` on stderr, as a bar in terminals
         and notebooks, and as a line every ten seconds elsewhere. None shows the bar of a `run` of
-        more than two seconds in a terminal or a notebook, and nothing else.
+        more than two seconds in a terminal or a notebook, and a line every thirty seconds
+        elsewhere.
       report: file, by path or URL, for an HTML page on the run (`.html`) or a trace of it
         (`.json`). It is written when the run has ended, even if it failed.
       local_devices: number of devices of a worker that compute, each a shard at a time. None means

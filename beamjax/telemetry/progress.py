@@ -336,7 +336,7 @@ def details(progress: Progress) -> str:
     parts = [_of("shards", done.shards, progress.shards) + members]
     if progress.rounds or progress.rounds_total:
         parts.append(_of("rounds", progress.rounds, progress.rounds_total))
-    parts.append(f"{progress.members_per_second:,.0f} members/s")
+    parts.append(f"{progress.members_per_second:,.0f}/s")
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     parts += [" ".join(shares)] * bool(shares)
     if done.retries:
