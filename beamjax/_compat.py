@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import logging
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -35,8 +34,6 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
-
-from beamjax._text import MAX_CHARACTERS, cut
 
 config: Any = jax.config
 """JAX's settings, whose names type checkers do not know."""
@@ -150,16 +147,8 @@ def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None
     mlir.register_lowering(primitive, rule)
 
 
-_CALLBACKS = logging.getLogger("jax._src.callback")
-
-
-def _cut_text(record: logging.LogRecord) -> bool:
-    if record.exc_info and len(str(record.exc_info[1])) > MAX_CHARACTERS:
-        record.exc_text = cut("".join(traceback.format_exception(*record.exc_info)))
-    return True
-
-
-_CALLBACKS.addFilter(_cut_text)  # JAX logs the error of a callback with its whole text
+CALLBACK_LOG = logging.getLogger("jax._src.callback")
+"""The log in which JAX writes errors of functions that compiled code calls on the host."""
 
 
 @contextlib.contextmanager
@@ -179,11 +168,11 @@ def callback_errors() -> Iterator[list[BaseException]]:
                 found.append(record.exc_info[1])
 
     handler = Collect()
-    _CALLBACKS.addHandler(handler)
+    CALLBACK_LOG.addHandler(handler)
     try:
         yield found
     finally:
-        _CALLBACKS.removeHandler(handler)
+        CALLBACK_LOG.removeHandler(handler)
 
 
 def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:

@@ -14,8 +14,10 @@ import hashlib
 import inspect
 import io
 import json
+import logging
 import platform
 import threading
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ import cloudpickle
 import jax
 
 from beamjax import _compat
+from beamjax._text import MAX_CHARACTERS, cut
 from beamjax.bodies.jaxprs import working_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
@@ -115,6 +118,16 @@ def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
     except BaseException as error:
         future.set_exception(error)
         del future, function  # the traceback of the error leads to this frame
+
+
+def _cut_text(record: logging.LogRecord) -> bool:
+    if record.exc_info and len(str(record.exc_info[1])) > MAX_CHARACTERS:
+        record.exc_text = cut("".join(traceback.format_exception(*record.exc_info)))
+    return True
+
+
+# JAX logs the error of a call to the host before it raises it.
+_compat.CALLBACK_LOG.addFilter(_cut_text)
 
 
 # --- functions in memory
