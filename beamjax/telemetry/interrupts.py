@@ -152,7 +152,14 @@ def abandon(outcome: Outcome) -> None:
 # --- threads
 
 _idle: list[queue.SimpleQueue[Callable[[], None]]] = []
-os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _forget_threads() -> None:
+    for known in (_idle, _running, _abandoned):
+        known.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def in_thread(

@@ -193,8 +193,8 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
                 start_new_session=True,
             )
         server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
+        atexit.register(server.stop)  # before the wait, which the end of this process may interrupt
         if _ready(server):
-            atexit.register(server.stop)
             return server
         tail = processes.tail(server.log)
         server.stop()

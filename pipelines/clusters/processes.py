@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -216,21 +217,29 @@ def run(
     Raises:
       OptionsError: it fails; the message has the last lines of its output.
     """
-    done = subprocess.run(
+    with subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, **(environment or {})},
         cwd=folder,
         text=True,
         errors="replace",
-        check=False,
-    )
+    ) as done:
+        atexit.register(done.kill)  # for a thread that the end of the process does not wait for
+        try:
+            out, err = done.communicate()
+        except BaseException:
+            done.kill()
+            raise
+        finally:
+            atexit.unregister(done.kill)
     if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        lines = [line for line in (out + err).splitlines() if line.strip()]
         shown = "\n".join(f"  {line}" for line in lines[-_LINES_OF_A_FAILURE:])
         raise OptionsError(
             f"{purpose}: `{' '.join(command)}` ended with status {done.returncode}{advice}:"
             f"\n{shown}"
         )
-    return done.stdout
+    return out
