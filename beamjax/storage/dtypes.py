@@ -49,8 +49,9 @@ def dtype_name(dtype: Any) -> str:
             return dtype.name
     raise StructureError(
         f"dtype {dtype} cannot be stored as raw bytes; expected a dtype that JAX computes with "
-        "(bool, integers, floats, complex, float0). Convert strings and objects to numbers, and "
-        "pass typed keys through jax.random.key_data."
+        "(bool, integers, floats, complex, float0). Convert strings and objects to numbers (a text "
+        'to its bytes: np.char.encode(array, "utf-8")[..., None].view(np.uint8)), and pass typed '
+        "keys through jax.random.key_data."
     )
 
 

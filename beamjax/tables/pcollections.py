@@ -50,7 +50,8 @@ def from_beam(
       transform: a PTransform to apply to a pipeline (`beam.io.ReadFrom... | beam.Map(...)`), or a
         function that takes the pipeline and returns the PCollection.
       like: one member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...). Each element is
-        such a tree of arrays, or of Python numbers and lists, which are converted to the dtype.
+        such a tree of arrays, or of Python numbers and lists, which are converted to the dtype;
+        a leaf uint8[width] also takes a text of at most so many bytes, such as a key.
         Beam rows and named tuples count as dicts.
       folder: a local path that the workers see, without members. It is made if it does not exist.
       index: returns the number of an element: 0 to n - 1, each once. Beam pickles it for the

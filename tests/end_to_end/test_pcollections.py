@@ -118,6 +118,25 @@ def test_elements_of_any_kind(tmp_path):
         assert_same_bits(found["x"][np.argsort(found["i"])], X)
 
 
+def test_texts_are_bytes_and_keys(tmp_path):
+    words = ["Zürich", "", "Bern", "Zürich"]
+    like = {"city": np.zeros(7, np.uint8), "x": np.float32(0)}
+    rows = beam.Create([{"city": word, "x": i} for i, word in enumerate(words)])
+    data = bj.from_beam(rows, like=like, folder=tmp_path / "d")
+    fn = bj.program(placements={"rows": None})(
+        lambda rows: bj.reduce_by_key(rows["x"], rows["city"])
+    )
+    found = bj.run(fn, data).to_arrow().to_pylist()
+    assert found == [
+        {"key": "", "value": 1},
+        {"key": "Bern", "value": 2},
+        {"key": "Zürich", "value": 3},
+    ]
+    like["city"] = np.zeros(6, np.uint8)
+    with pytest.raises(StructureError, match=r"found a text of 7 bytes as leaf \['city'\]"):
+        bj.from_beam(rows, like=like, folder=tmp_path / "e")
+
+
 @pytest.mark.versions
 def test_dtypes_that_files_do_not_know_and_keys(tmp_path):
     keys = jax.random.split(KEY, 5)

@@ -294,6 +294,15 @@ def test_keys_of_text(how, tmp_path):
     )
     assert found.arrays()["key"].tolist() == expected["word"].to_pylist()
     assert sorted(found.keys.tolist()) == expected["word"].to_pylist()
+    with pytest.raises(
+        StructureError, match=r"dtype <U6.*np.char.encode\(array, \"utf-8\"\)\["
+    ) as error:
+        bj.run(sums, VALUES["int32"], words, runner="local")
+    as_said = np.char.encode(words, "utf-8")[..., None].view(np.uint8)
+    assert str(error.value).endswith('np.char.encode(array, "utf-8")[..., None].view(np.uint8)')
+    counts = bj.run(sums, np.ones(N, np.int32), as_said, runner="local").arrays()
+    assert_same_bits([*np.unique(words, return_counts=True)][1], counts["value"].astype(int))
+    assert counts["key"].tolist() == sorted(set(words), key=str.encode)
     again = bj.run(sums, bj.from_arrays(text(words, 8)), text(words, 8), runner="local")
     assert again.values.shape == (len(WORDS), 8)
     counted = bj.program(keys=None)(lambda table: bj.reduce_sum(table["key"]))

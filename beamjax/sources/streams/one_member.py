@@ -34,7 +34,8 @@ class MemberType:
         """The leaves of a member.
 
         Rows of Beam and named tuples count as dicts if a dict is expected. Arrays must have the
-        expected dtype; Python numbers, and lists of them, are converted to it.
+        expected dtype; Python numbers, and lists of them, are converted to it. Texts become the
+        bytes of an expected uint8[width], with zeros at their end.
 
         Raises:
           StructureError: the member has another tree, or a leaf has another shape or dtype.
@@ -76,6 +77,11 @@ def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
 
     if isinstance(value, jax.Array):
         value = np.asarray(unwrap(value))
+    if isinstance(value, str | bytes) and leaf.dtype == np.uint8 and len(leaf.shape) == 1:
+        data = value.encode() if isinstance(value, str) else value
+        if len(data) > leaf.shape[0]:
+            raise _refused(f"a text of {len(data)} bytes", leaf)
+        return np.frombuffer(data.ljust(leaf.shape[0], b"\0"), np.uint8)
     plain = not isinstance(value, np.ndarray | np.generic)
     if isinstance(value, np.ma.MaskedArray) or (plain and not _is_number(value)):
         raise _refused(f"{type(value).__name__} {shown(value)}", leaf)
