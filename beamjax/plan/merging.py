@@ -23,7 +23,7 @@ GROUP_SECONDS = 0.1
 """Seconds of overhead for each group: sending it to a worker and its result from there."""
 
 WORTH_SECONDS = 1.0
-"""Smallest number of predicted seconds that merging in groups must save to be chosen."""
+"""Smallest number of estimated seconds that merging in groups must save to be chosen."""
 
 MAX_PARTIALS = 256
 """Largest number of partials per range of values: a pass is distributed in at most as many ranges

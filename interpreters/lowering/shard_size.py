@@ -62,7 +62,7 @@ FILE_SHARD_SECONDS = 3e-4
 """Assumed seconds of overhead of a shard between two others whose files are opened. It is more than
 `Rates.shard`, since the code of shards has left the cache of the processor."""
 MAX_CUT_SHARE = 0.1
-"""Largest predicted share by which cutting shards at files may slow down the passes, by default."""
+"""Largest estimated share by which cutting shards at files may slow down the passes."""
 FEWEST_GROUPS = 4
 """Fewest groups of files of a placement. With fewer, a changed file would be most of the data."""
 MASKED_SECONDS = 1e-9

@@ -198,6 +198,16 @@ def test_each_task_manager_has_workers_of_its_own(started, tmp_path):
     assert os.getpid() not in pids
 
 
+@pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
+def test_workers_get_the_variables_of_jax(runner, monkeypatch, tmp_path):
+    """Those of the cluster were started without them."""
+    mine = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    read = lambda v: np.float32(all(os.environ.get(name) == mine[name] for name in mine))
+    assert on(runner, calling(read), MEMBERS, shard_size=8) == N
+
+
 # --- failures
 
 
