@@ -84,7 +84,8 @@ def test_flink_has_the_settings_of_a_cluster_here(tmp_path):
     assert CONFIGURATION["rest.port"] == str(REST_PORT)
     copy = KUBERNETES["ConfigMap", "flink"]["data"]["flink-conf.yaml"]
     assert settings(copy) == CONFIGURATION
-    told = RUNNERS[RUNNERS.index("### Containers") :].split("\n### ")[0]
+    page = (ROOT / "docs" / "flink.md").read_text()
+    told = page[page.index("## Containers") :].split("\n## ")[0]
     for name, value in CLUSTER.flags.items():
         assert f"{json.dumps(name)}: {json.dumps(value)}" in told
 
