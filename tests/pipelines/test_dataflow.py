@@ -29,7 +29,7 @@ from streams import Numbers, stream
 
 import beamjax as bj
 from beamjax import dataflow
-from beamjax.errors import OptionsError, SourceError
+from beamjax.errors import OptionsError, SourceError, StagingError
 from beamjax.options import parse_options
 from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.runners.dataflow import is_dataflow, prepare
@@ -243,6 +243,12 @@ def test_a_stream_is_not_read_for_a_folder_that_workers_do_not_reach(bucket):
     with pytest.raises(OptionsError, match="work_folder: found '/tmp/x'"):
         bj.run(program, source, runner=DataflowRunner(), options=options)
     assert not bucket
+
+
+def test_no_job_of_a_stream_that_a_run_counts_before():
+    program = bj.program(clients=None)(centred)
+    with pytest.raises(StagingError, match="dry_run: found a source of unknown length"):
+        dataflow.dry_run(program, stream(NUMBERS), options={**PLACE, **IMAGE})
 
 
 # --- the job that Dataflow would be sent
