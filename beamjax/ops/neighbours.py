@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ def neighbours(
 ) -> Any:
     """Gives each member of a placement the members before and after it, in order.
 
-    On a runner, shards exchange the members at their borders, and no members are gathered. See
-    [members in order](../howto/order.md) for differences, lags, moving averages and convolutions.
+    On a runner, shards exchange the members at their borders, and no members are gathered.
+    Differences, lags, moving averages and convolutions are one line on top of it.
 
     Args:
       x: a tree of placed arrays of shapes `(n, ...)`.
@@ -99,12 +100,12 @@ def neighbours(
         "a weight says how often a member counts in reductions, not which members are beside it; "
         "call neighbours outside of that function, and pass it the result",
     )  # fmt: skip
+    if before + after == 0:
+        return tree_util.tree_unflatten(tree, [jnp.expand_dims(value, 1) for value in values])
     fills = [
         None if wrap else _fill(path, value, fill)
         for (path, _), value in zip(leaves, values, strict=True)
     ]
-    if before + after == 0:
-        return tree_util.tree_unflatten(tree, [jnp.expand_dims(value, 1) for value in values])
     mesh = sharding.mesh_for(op, placement, n, None)
     around = _Around(placement, n, before, after, bool(wrap), mesh)
     results = [around.of(value, end) for value, end in zip(values, fills, strict=True)]
@@ -123,57 +124,54 @@ def _count(name: str, value: Any) -> int:
 
 def _fill(path: Any, leaf: jax.Array, fill: Any) -> jax.Array | None:
     """The value of missing members of a leaf, in its dtype; None for zeros."""
-    where = f"x{tree_util.keystr(path)} of type {jax.typeof(leaf).str_short()}"
-    given = as_array("neighbours", "fill", (), fill)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    if is_key or jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
-        fits = given.dtype == leaf.dtype
-    else:
-        is_bit = isinstance(fill, int) and fill in (0, 1)
-        fits = is_bit or _kind(given.dtype) <= _kind(leaf.dtype)
-    if not fits:
+    is_number = isinstance(fill, bool | int | float | complex)  # As NumPy has it, of any size.
+    given: Any = np.asarray(fill) if is_number else as_array("neighbours", "fill", (), fill)
+    member = leaf.shape[1:]
+    where = f"neighbours: found fill={fill!r:.80} of dtype {given.dtype} and shape {given.shape}"
+    what = f"x{tree_util.keystr(path)}, whose members have dtype {leaf.dtype} and shape {member}"
+    if not _holds(leaf.dtype, given, fill):
         raise StructureError(
-            f"neighbours: found a fill of dtype {given.dtype} for {where}, expected a value of its "
-            "kind, or wrap=True."
+            f"{where} for {what}; expected a value that this dtype holds, or wrap=True."
         )
-    try:
-        np.broadcast_shapes(given.shape, leaf.shape[1:])
-        fits = len(given.shape) < leaf.ndim
-    except ValueError:
-        fits = False
-    if not fits:
-        raise StructureError(
-            f"neighbours: found a fill of shape {given.shape} for {where}, expected one that "
-            f"broadcasts against {leaf.shape[1:]}, the shape of a member."
-        )
+    if not _broadcasts(given.shape, member):
+        raise StructureError(f"{where} for {what}; expected a shape that broadcasts to it.")
     if isinstance(fill, int) and fill == 0:
         return None
-    return jnp.broadcast_to(given if is_key else given.astype(leaf.dtype), leaf.shape[1:])
+    same = given.dtype == leaf.dtype
+    return jnp.broadcast_to(given if same else given.astype(leaf.dtype), member)
 
 
-def _kind(dtype: Any) -> int:
+def _holds(dtype: Any, given: Any, fill: Any) -> bool:
+    """Whether a dtype has the value `fill`, which is `given` as an array, but for rounding."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return given.dtype == dtype
+    if isinstance(fill, int) and dtype == np.bool_:
+        return fill in (0, 1)
+    if isinstance(fill, int) and jnp.issubdtype(dtype, np.integer):
+        return int(jnp.iinfo(dtype).min) <= fill <= int(jnp.iinfo(dtype).max)
     kinds = np.bool_, np.integer, np.floating, np.complexfloating
-    return next(k for k, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+    kind = lambda dtype: [jnp.issubdtype(dtype, kind) for kind in kinds]
+    # Later kinds hold the values of earlier ones; a key is of no kind.
+    return any(kind(given.dtype)) and kind(given.dtype) >= kind(dtype)
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
 class _Around:
-    """The neighbours of the members of one placement; see `neighbours`."""
+    """The neighbours of the n members of a placement, which lie along `mesh`; see `neighbours`."""
 
-    def __init__(
-        self,
-        placement: str,
-        n: Size,
-        before: int,
-        after: int,
-        wrap: bool,
-        mesh: AnyMesh | None,
-    ):
-        self.placement = placement
-        self.n = n
-        self.before = before
-        self.after = after
-        self.wrap = wrap
-        self.mesh = mesh
+    placement: str
+    n: Size
+    before: int
+    after: int
+    wrap: bool
+    mesh: AnyMesh | None
 
     def of(self, x: jax.Array, fill: jax.Array | None) -> jax.Array:
         """The neighbours of the members of one array; without `fill`, zeros beyond the ends."""
