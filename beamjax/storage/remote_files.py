@@ -316,20 +316,24 @@ def _requests(path: str) -> Iterator[Any]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, f"{error}", path) from error
     except Exception as error:  # clients raise errors of many kinds
-        scheme = path.partition("://")[0]
-        hint = ""
-        if scheme in VARIABLES:
-            unset = [name for name in VARIABLES[scheme] if name not in os.environ]
-            hint = (
-                f"; on host {socket.gethostname()}, not set are {', '.join(unset)}" if unset else ""
-            ) + (
-                "; if the store needs such variables, set the same ones for the launcher and, "
-                "before they start, for the workers or pools on each host"
-            )
-        text = f"{_store(path)}: {type(error).__name__}: {error}{hint}"
-        if isinstance(error, OSError) and not isinstance(error, PermissionError):
-            raise OSError(errno.EIO, text) from error  # the store was out of reach
+        text = f"{_store(path)}: {type(error).__name__}: {error}{_advice(path)}"
+        is_denied = isinstance(error, PermissionError)
+        if not is_denied and (isinstance(error, OSError) or "Connect" in type(error).__name__):
+            raise OSError(errno.EIO, text) from error  # the store is out of reach
         raise OSError(text) from error
+
+
+def _advice(path: str) -> str:
+    """Which variables of this host a client may lack."""
+    names = VARIABLES.get(path.partition("://")[0], ())
+    if not names:
+        return ""
+    unset = ", ".join(name for name in names if name not in os.environ)
+    return (
+        f"; on host {socket.gethostname()}, {unset or 'none'} of {', '.join(names)} is not set: if "
+        "the store needs them, set the same ones for the launcher and, before they start, for the "
+        "pools of workers on each host"
+    )
 
 
 def _system(path: str) -> Any:

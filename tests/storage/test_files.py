@@ -1,6 +1,7 @@
 """Files of data, found by name and pattern, here and at URLs; small files, whole or not at all."""
 
 import bz2
+import errno
 import gzip
 import itertools
 import lzma
@@ -98,20 +99,20 @@ def test_files_are_read_in_any_order_and_unpacked(folder):
         assert file.read() == b"bin"
         file.seek(0)
         assert file.read(1) == b"a"
-    with open_stream(f"{folder}/a.bin") as file:
+    with open_stream(f"{folder}/a.bin", "") as file:
         assert file.read() == b"a.bin"
     for suffix, pack in PACKERS.items():
         path = f"{folder}/x.bin{suffix}"
         local(path).write_bytes(pack(b"abc" * 10_000))
         assert compression(path) == suffix
-        with open_stream(path) as file:
+        with open_stream(path, compression(path)) as file:
             assert file.read(4) == b"abca"
             assert len(file.read()) == 29_996
 
 
 def test_errors_name_the_file(tmp_path, monkeypatch):
     def read(path):
-        with readable(str(path), "rows"), open_stream(str(path)) as file:
+        with readable(path, "rows"), open_stream(path, compression(path)) as file:
             file.read()
 
     for suffix, pack in PACKERS.items():
@@ -119,7 +120,7 @@ def test_errors_name_the_file(tmp_path, monkeypatch):
         data = pack(os.urandom(10_000))
         for bad in (b"not packed at all", data[: len(data) // 2]):
             path.write_bytes(bad)
-            refused(SourceError, rf"x\{suffix}: cannot read .* expected rows", read, path)
+            refused(SourceError, rf"x\{suffix}: cannot read .* expected rows", read, str(path))
     refused(SourceError, "x: is not there; expected a file", open_file, str(tmp_path / "x"))
     refused(SourceError, "found a folder", look, str(tmp_path))
 
@@ -171,6 +172,31 @@ def test_names_and_removal_of_files(tmp_path):
     (tmp_path / "f" / "folder.x").rmdir()
     files.remove(folder, (".x", ".y"))
     assert not (tmp_path / "f").exists()
+
+
+def test_errors_of_a_store_say_what_it_may_lack(monkeypatch):
+    class EndpointConnectionError(Exception):
+        """As botocore has it."""
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    for error, number in [
+        (EndpointConnectionError("no connection"), errno.EIO),  # which a run tries again
+        (TimeoutError("no connection"), errno.EIO),
+        (PermissionError("no connection"), None),
+        (RuntimeError("no connection"), None),
+    ]:
+
+        def fail(path, error=error):
+            raise error
+
+        monkeypatch.setattr(remote_files, "_system", fail)
+        found = refused(
+            OSError,
+            r"s3://bucket: \w+: no connection; on host .*AWS_ACCESS_KEY_ID.* is not set: .* pools",
+            files.read, "s3://bucket/x",
+        )  # fmt: skip
+        assert found.errno == number
 
 
 class Flaky(InMemory):
