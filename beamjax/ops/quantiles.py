@@ -106,11 +106,6 @@ def quantile(
     return tree_util.tree_unflatten(tree, results)
 
 
-def passes_of(dtype: Any, columns: int = 1, num_keys: int = 1, quantiles: int = 1) -> int:
-    """The number of passes of `quantile` over values of a dtype."""
-    return len(_digits(8 * _ordered(dtype).itemsize, columns * num_keys, 2 * quantiles))
-
-
 def _check_real(where: str, dtype: Any) -> None:
     real = dtype == np.bool_ or jnp.issubdtype(dtype, np.integer)
     if not real and not jnp.issubdtype(dtype, np.floating):

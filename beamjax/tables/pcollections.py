@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from beamjax.call import parsed_options
@@ -16,6 +17,7 @@ from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.part_files import Part, prepare_folder, remove_parts, written_parts
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.streams.one_member import MemberType
+from beamjax.storage import files, locks
 
 
 def from_beam(
@@ -78,29 +80,53 @@ def from_beam(
             "needs; 'DirectRunner' runs it in this process"
         )
     leaves, treedef = member_leaves(like, "from_beam")
-    where = _new_folder(folder)
+    where = _local_folder(folder)
     template = treedef.unflatten(range(len(leaves)))
     member = MemberType("from_beam", template, tuple(leaves))
-    parts, dropped = _collect(transform, index, where, member, runner, parsed)
-    return CollectedMembers(where, parts, leaves, treedef, dropped).finish()
+    with _claimed(where):
+        parts, dropped = _collect(transform, index, where, member, runner, parsed)
+        return CollectedMembers(where, parts, leaves, treedef, dropped).finish()
 
 
-def _new_folder(folder: str | os.PathLike[str]) -> str:
-    """The absolute path of a folder; OptionsError for a URL, or if it has members."""
+def _local_folder(folder: str | os.PathLike[str]) -> str:
+    """The absolute path of a folder; OptionsError for a URL."""
     where = os.fspath(folder)
     if is_url(where):
         raise OptionsError(
             f"from_beam, folder: found the URL {where}, expected a path: members are in files that "
             "workers map. Use a folder that they share."
         )
-    where = os.path.abspath(where)
-    if os.path.lexists(os.path.join(where, CollectedMembers.manifest)):
+    return os.path.abspath(where)
+
+
+@contextlib.contextmanager
+def _claimed(folder: str) -> Iterator[None]:
+    """A context in which no other call writes to a folder.
+
+    Raises:
+      OptionsError: the folder has members, or another call writes to it.
+      SourceError: it can't be written.
+    """
+    path = os.path.join(folder, locks.NAME)
+    try:
+        files.make_folder(folder)
+        handle = locks.try_lock(path)
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot write members here ({error}).") from error
+    if handle is None:
         raise OptionsError(
-            f"from_beam: found that {where} has the members of an earlier call, which may be of "
-            "another pipeline; expected a new folder. Open them with "
-            "beamjax.open_placed(folder), or remove the folder to run the pipeline."
+            f"from_beam: found another call that writes to {folder}, expected a new folder."
         )
-    return where
+    try:
+        if os.path.lexists(os.path.join(folder, CollectedMembers.manifest)):
+            raise OptionsError(
+                f"from_beam: found that {folder} has the members of an earlier call, which may be "
+                "of another pipeline; expected a new folder. Open them with "
+                "beamjax.open_placed(folder), or remove the folder to run the pipeline."
+            )
+        yield
+    finally:
+        locks.unlock(path, handle)
 
 
 def _collect(

@@ -24,7 +24,6 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
-    neighbours,
     operators,
     ordered,
     reductions,

@@ -224,6 +224,7 @@ def transform_errors(where: str, own: str) -> Iterator[None]:
             raise
         message = found[1]
         if "Traceback" not in text:  # the error itself, without the text that a runner adds
-            message = f"{type(error).__name__}: {text[: found.end(1)]}"
+            kind = type(error.__cause__ if isinstance(error, PipelineError) else error)
+            message = f"{kind.__name__}: {text[: found.end(1)]}"
         failed = WorkerError(f"{where}: the transform {found[2]!r} failed: {cut(message)}")
         raise failed from as_cause(error)

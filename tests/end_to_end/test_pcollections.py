@@ -118,6 +118,18 @@ def test_elements_of_any_kind(tmp_path):
         assert_same_bits(found["x"][np.argsort(found["i"])], X)
 
 
+def test_two_calls_with_one_folder(tmp_path):
+    """The second one is refused while the first one runs, and files have the members of one."""
+
+    def second(element):
+        with pytest.raises(OptionsError, match="found another call that writes to"):
+            bj.from_beam(beam.Create(ELEMENTS[:3]), like=LIKE, folder=tmp_path)
+        return element
+
+    first = bj.from_beam(beam.Create(ELEMENTS[:2]) | beam.Map(second), like=LIKE, folder=tmp_path)
+    assert sorted(members(first)["i"].tolist()) == [0, 1]
+
+
 def test_texts_are_bytes_and_keys(tmp_path):
     words = ["Zürich", "", "Bern", "Zürich"]
     like = {"city": np.zeros(7, np.uint8), "x": np.float32(0)}

@@ -2,6 +2,7 @@
 
 import itertools
 
+import apache_beam as beam
 import duckdb
 import hypothesis
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pytest
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.testing.util import assert_that, equal_to
 from explained import facts_of
 from helpers import assert_close, assert_same_bits
 from hypothesis import strategies as st
@@ -157,6 +160,21 @@ def test_in_loops_and_under_vmap():
     )
     found = bj.run(several, X, KEYS, runner="local", options=SHARDS)
     np.testing.assert_allclose(found, expected(X, 0.5, KEYS, K).T, rtol=1e-6)
+
+
+def test_dropped_members_and_members_of_unknown_number():
+    x, median = X[:, 0].copy(), program(lambda x: bj.quantile(x, 0.5))
+    x[7] = np.nan
+    options = {"on_nonfinite": "drop", "drop_limit": 0.1, **SHARDS}
+    mapped = program(lambda x: bj.quantile(bj.map_fn(lambda v: v * 1, x), 0.5))
+    for runner in ("local", "DirectRunner"):
+        assert bj.run(mapped, x, runner=runner, options=options) == np.nanmedian(x)
+    (n,) = jax.export.symbolic_shape("n")
+    elements = [(i, v) for i, v in enumerate(X[:, 0])]
+    with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+        counted = bj.transform(median, jax.ShapeDtypeStruct((n,), "float32"))
+        result = pipeline | beam.Create(elements) | counted
+        assert_that(result, equal_to([np.median(X[:, 0])]))
 
 
 # --- derivatives
