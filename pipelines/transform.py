@@ -29,6 +29,7 @@ from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
+from beamjax.storage import temporary
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 
@@ -380,6 +381,8 @@ def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
         weakref.finalize(pipeline, remove_store, store)
     elif folder is None:
         atexit.register(remove_store, store)
+    else:
+        temporary.release(store.root)
     return store
 
 

@@ -55,6 +55,7 @@ def make(folder: str) -> None:
         return
     trust.check_folder(folder, "work_folder")
     sweep_once(os.path.dirname(folder))
+    _machine()  # so that little time passes until the folder has an owner
     os.makedirs(folder, mode=0o700, exist_ok=True)
     adopt(folder)
 
@@ -72,9 +73,20 @@ def adopt(folder: str) -> None:
             _held[folder] = handle
 
 
+def release(folder: str) -> None:
+    """Gives up a folder of this process: what uses it may outlive the process."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, OWNER))
+    _forget(folder)
+
+
 def remove(folder: str) -> None:
     """Removes a folder of this process with all its files. What can't be removed stays."""
     shutil.rmtree(folder, ignore_errors=True)
+    _forget(folder)
+
+
+def _forget(folder: str) -> None:
     with _lock:
         handle = _held.pop(folder, None)
     if handle is not None:

@@ -79,7 +79,7 @@ class Cluster:
         """Beam's options for a pipeline on this cluster."""
         host = WORKERS if len(self.pools) > 1 else self.pools[0]
         return {
-            "job_endpoint": f"localhost:{self.job_port}",
+            "job_endpoint": f"{LOOPBACK}:{self.job_port}",
             "environment_type": "EXTERNAL",
             "environment_config": f"{host}:{self.pool_port}",
             "parallelism": self.settings.taskmanagers * self.settings.slots,
@@ -221,6 +221,9 @@ def _configuration(folder: Path, cluster: Cluster, rpc_port: int) -> Path:
         "rest.address": "localhost",
         "rest.bind-address": "localhost",
         "rest.port": cluster.rest_port,
+        # By default, pages of all sites may read what a browser gets here, and post jars.
+        "web.access-control-allow-origin": "https://beamjax.invalid",
+        "web.submit.enable": "false",
         "io.tmp.dirs": folder / "temporary",
         # Beam is on the classpath of Flink itself, not sent with each pipeline.
         "classloader.resolve-order": "parent-first",

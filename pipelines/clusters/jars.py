@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from beamjax._text import listed
+from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import processes
 from beamjax.storage import locks
 from beamjax.storage.cache_folder import cache_folder
@@ -25,6 +27,8 @@ JAVA_OPTIONS = (
 
 SOURCES = Path(__file__).parent / "java"
 """The folder with files for Maven, the Java compiler and Flink."""
+COPY_DEPENDENCIES = "org.apache.maven.plugins:maven-dependency-plugin:2.8:copy-dependencies"
+"""What Maven runs; without the version, another Maven would take another one."""
 _LOG = logging.getLogger("beamjax")
 
 
@@ -35,11 +39,12 @@ def classpath(name: str) -> Path:
       name: "flink" or "spark".
 
     Raises:
-      OptionsError: there is no Maven or no JDK, or Maven cannot fetch them.
+      OptionsError: there is no Maven or no JDK, Maven cannot fetch them, or they are not those of
+        `java/<name>.sha256`.
     """
-    pom = SOURCES / f"{name}.xml"
+    pom, hashes = SOURCES / f"{name}.xml", SOURCES / f"{name}.sha256"
     purpose = f"the jars of {name.capitalize()}"
-    folder = cache_folder(f"{name}-{_digest(pom)}")
+    folder = cache_folder(f"{name}-{_digest(pom, hashes)}")
     jars = folder / "jars"
     with locks.locked(folder):
         if not jars.exists():
@@ -49,13 +54,30 @@ def classpath(name: str) -> Path:
             fetched = folder / "fetched"
             shutil.rmtree(fetched, ignore_errors=True)
             processes.run(
-                [maven, "-B", "-q", "-f", str(pom), "dependency:copy-dependencies",
+                [maven, "-B", "-q", "-C", "-f", str(pom), COPY_DEPENDENCIES,
                  f"-DoutputDirectory={fetched}"],
                 purpose,
                 advice="; it needs Maven Central, or a mirror in ~/.m2/settings.xml",
             )  # fmt: skip
+            _check(fetched, hashes)
             os.replace(fetched, jars)  # atomic, so a folder `jars` is always complete
     return jars
+
+
+def _check(fetched: Path, hashes: Path) -> None:
+    """Refuses jars of other names or contents than those in a list of `sha256sum`."""
+    lines = [line.split() for line in hashes.read_text(encoding="utf-8").splitlines()]
+    expected = {name: digest for digest, name in lines}
+    found = {}
+    for path in fetched.iterdir():
+        with open(path, "rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    other = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+    if other:
+        raise OptionsError(
+            f"{fetched}: found {len(other)} jars that are missing, unknown or of other contents "
+            f"than in {hashes}: {listed(other)}. Does Maven have a mirror that changes them?"
+        )
 
 
 def own_classes(jars: Path, *names: str) -> Path:

@@ -16,7 +16,7 @@ import grpc
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import guard, jars, processes
+from beamjax.pipelines.clusters import guard, jars, own_user, processes
 from beamjax.storage import temporary
 
 _SECONDS_TO_START = 90.0
@@ -53,8 +53,13 @@ class JobServer:
 
     @property
     def listens(self) -> bool:
-        """Whether a server takes connections at its port."""
-        return processes.listens("localhost", int(self.endpoint.rpartition(":")[2]))
+        """Whether a server takes connections at its port.
+
+        Raises:
+          OptionsError: it is that of another user.
+        """
+        own_user.check_listener(self.endpoint)
+        return processes.listens(processes.LOOPBACK, int(self.endpoint.rpartition(":")[2]))
 
     def answers(self) -> bool:
         """Whether it takes jobs.
@@ -192,11 +197,14 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
                 stderr=log,
                 start_new_session=True,
             )
-        server = JobServer(f"localhost:{ports[0]}", process, folder, os.getpid())
+        server = JobServer(f"{processes.LOOPBACK}:{ports[0]}", process, folder, os.getpid())
         atexit.register(server.stop)  # before the wait, which the end of this process may interrupt
-        if _ready(server):
-            return server
-        tail = processes.tail(server.log)
+        try:
+            if _ready(server):
+                return server
+            tail = processes.tail(server.log)
+        except OptionsError as error:  # another user was faster
+            tail = f"  {error}"
         server.stop()
     raise OptionsError(
         f"runner: the job server of {name} does not start; its log ends with:\n{tail}"

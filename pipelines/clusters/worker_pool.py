@@ -32,7 +32,8 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """Starts a pool in this process and returns its server.
 
     Args:
-      host: the address to listen at. Any client that reaches it can run any code in this process.
+      host: the address to listen at. Clients of this user and on other machines that reach it can
+        run any code in this process.
       port: the port to listen at.
       loaded: set when the modules are loaded; until then, requests to start a worker wait.
 
@@ -40,6 +41,8 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
       RuntimeError: another process listens there.
     """
     import grpc
+
+    from beamjax.pipelines.clusters import own_user
 
     api: Any = _beam_compat.beam_fn_api_pb2
     services: Any = _beam_compat.beam_fn_api_pb2_grpc
@@ -102,9 +105,12 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.server(_beam_compat.shared_unbounded_instance(), options=options)
+    own = own_user.OwnUserOnly()
+    server = grpc.server(
+        _beam_compat.shared_unbounded_instance(), options=options, interceptors=[own]
+    )
     services.add_BeamFnExternalWorkerPoolServicer_to_server(Pool(), server)
-    server.add_insecure_port(f"{host}:{port}")
+    own.ports.add(server.add_insecure_port(f"{host}:{port}"))
     server.start()
     return server
 

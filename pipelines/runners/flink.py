@@ -16,7 +16,7 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers
+from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, own_user, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.clusters.processes import listens
 from beamjax.pipelines.runners.options import ClusterOptions
@@ -59,7 +59,9 @@ def connected(options: PipelineOptions) -> PipelineOptions:
         if cluster is not None:
             _LOG.info("on the Flink cluster in %s", folder)
             # If the launcher is killed, Flink would continue, though no process reads the results.
-            address = f"http://localhost:{cluster.rest_port}"
+            for port in (cluster.job_port, cluster.rest_port):
+                own_user.check_listener(f"{processes.LOOPBACK}:{port}")
+            address = f"http://{processes.LOOPBACK}:{cluster.rest_port}"
             flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
         if named is not None:
@@ -88,7 +90,11 @@ def rest_of(options: PipelineOptions) -> FlinkRest | None:
     folder = options.view_as(ClusterOptions).flink_cluster
     if folder:
         cluster = flink_cluster.read(folder)
-        return None if cluster is None else FlinkRest(f"http://localhost:{cluster.rest_port}")
+        return (
+            None
+            if cluster is None
+            else FlinkRest(f"http://{processes.LOOPBACK}:{cluster.rest_port}")
+        )
     master = str(options.view_as(FlinkRunnerOptions).flink_master)
     if master in _EMBEDDED or ":" not in master:
         return None

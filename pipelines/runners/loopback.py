@@ -1,10 +1,10 @@
-"""Makes the servers that Beam opens in this process listen at loopback addresses only.
+"""Makes the servers that Beam opens in this process private to this user.
 
 If the workers of Beam's in-memory runner are processes, or threads connected by gRPC, Beam opens
 servers for them at all addresses of the machine, and has no option to change that. A client that
 reaches them can act as a worker. If the workers of another runner are threads of this process, the
 runner requests them from a server here. A client that reaches that server can run any code in this
-process. Legitimate clients connect to "localhost" in any case.
+process. Legitimate clients connect to "localhost" in any case, as this user.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from beamjax._beam_compat import redirect_submission_files, server_modules
+from beamjax.pipelines.clusters.own_user import OwnUserOnly
 from beamjax.pipelines.clusters.processes import LOOPBACK
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
@@ -38,23 +39,30 @@ class _Proxy:
 
 
 class _Server(_Proxy):
-    """A gRPC server that listens at loopback addresses only."""
+    """A gRPC server that listens at loopback addresses only, and answers its own user only."""
+
+    def __init__(self, original: Any, own: OwnUserOnly):
+        super().__init__(original)
+        self._own = own
 
     def add_insecure_port(self, address: str) -> int:
         port: int = self._original.add_insecure_port(address.replace(EVERYWHERE, HERE))
+        self._own.ports.add(port)
         return port
 
 
 class _Grpc(_Proxy):
-    """The package `grpc`, with servers that listen at loopback addresses only."""
+    """The package `grpc`, with such servers."""
 
     def server(self, *args: Any, **kwargs: Any) -> _Server:
-        return _Server(self._original.server(*args, **kwargs))
+        own = OwnUserOnly()
+        interceptors = (own, *(kwargs.pop("interceptors", None) or ()))
+        return _Server(self._original.server(*args, interceptors=interceptors, **kwargs), own)
 
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """A context in which Beam opens servers in this process at loopback addresses only."""
+    """A context in which Beam opens servers in this process for this user only."""
     global _users
     with _lock:
         if not _users:

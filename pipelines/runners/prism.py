@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from apache_beam.version import __version__ as beam_version
 from beamjax import _beam_compat
 from beamjax._beam_compat import PrismJobServer
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import job_servers, processes
+from beamjax.pipelines.clusters import guard, job_servers, processes
 from beamjax.storage import locks
 from beamjax.storage.cache_folder import cache_folder
 
@@ -36,8 +37,13 @@ ADVICE = (
 _LOG = logging.getLogger("beamjax")
 _SECONDS_TO_TAKE_A_JOB = 60
 _SERVER = "go/pkg/beam/runners/prism/internal/jobservices/server.go"
-_EVERYWHERE, _HERE = 'Sprintf(":%d", port)', 'Sprintf("localhost:%d", port)'
+_EVERYWHERE = 'net.Listen("tcp", fmt.Sprintf(":%d", port))'
+_HERE = 'listenForOwnUser(fmt.Sprintf("localhost:%d", port))'
 """Code with which Prism opens its only port, and its replacement. Workers connect to localhost."""
+_OWN_USER = Path(guard.__file__).parent / "go" / "own_user.go"
+"""The file with this function, which is added to the source."""
+SUMS = {"2.77.0": "h1:RsC61pHEvtySEHAURQyP/+CVOJm/hy5hewuG9JF0+Ow="}
+"""Go's hashes of the source, by the version of Beam. Go compares others with its own database."""
 
 
 class PrismRunner(_beam_compat.PrismRunner):
@@ -121,7 +127,8 @@ def _on_path() -> str:
 
 def installed() -> Path:
     """Where `install` puts the program."""
-    return cache_folder(f"prism-{beam_version}-loopback") / "prism"
+    digest = hashlib.sha256(_OWN_USER.read_bytes()).hexdigest()[:12]
+    return cache_folder(f"prism-{beam_version}-{digest}") / "prism"
 
 
 def is_installed() -> bool:
@@ -132,12 +139,12 @@ def is_installed() -> bool:
 def install() -> str:
     """Builds Prism from the installed version of Beam, and returns its path.
 
-    One line of its source is changed, so that it listens at a loopback address. Beam's Prism
-    listens at all addresses and has no option to change that, and any client that reaches it can
-    run any code on this machine.
+    One line of its source is changed, so that it listens at a loopback address, and answers its
+    own user only. Beam's Prism listens at all addresses and has no option to change that, and any
+    client that reaches it can run any code on this machine.
 
     Raises:
-      OptionsError: there is no Go, the build fails, or the source has no such line.
+      OptionsError: there is no Go, the build fails, or the source is not the expected one.
     """
     target = installed()
     with locks.locked(target.parent):
@@ -159,6 +166,12 @@ def _build(go: str, folder: Path) -> None:
     advice = "; it needs the Go module proxy ($GOPROXY)"
     download = [go, "mod", "download", "-json", f"{MODULE}@v{beam_version}"]
     downloaded = json.loads(processes.run(download, purpose, environment, advice, folder))
+    expected = SUMS.get(beam_version, downloaded["Sum"])
+    if downloaded["Sum"] != expected:
+        raise OptionsError(
+            f"{purpose}: found a source of Beam {beam_version} with the hash {downloaded['Sum']}, "
+            f"expected {expected}; does $GOPROXY name a server that changes it?"
+        )
     _extract(Path(downloaded["Zip"]), folder)
     server = folder / _SERVER
     text = server.read_text(encoding="utf-8") if server.exists() else ""
@@ -171,6 +184,7 @@ def _build(go: str, folder: Path) -> None:
             "you have"
         )
     server.write_text(text.replace(_EVERYWHERE, _HERE), encoding="utf-8")
+    shutil.copy(_OWN_USER, server.parent)
     # Without `-trimpath`, the temporary folder would be part of what is compiled, and Go's build
     # cache would be of no use for a second build.
     flags = ["-mod=readonly", "-trimpath", "-buildvcs=false"]

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import apache_beam as beam
@@ -22,6 +24,7 @@ import pytest
 from cluster_runners import params, smoke
 from helpers import assert_close, assert_same_bits
 from listeners import IS_TOLD, Watch, for_others
+from other_user import NEEDS_ROOT, NOBODY, answer_to
 from programs import PROGRAMS
 
 import beamjax as bj
@@ -111,6 +114,32 @@ def test_nobody_else_reaches_the_servers(runner):
     assert not for_others(there.found)
     assert here.found or runner.supervisor is not None, "workers were not in this process"
     assert not for_others(here.found)
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("runner", ALL, indirect=True)
+def test_job_servers_answer_their_own_user(runner):
+    fn, args = built(next(iter(BUILT)))
+    on(runner, fn, *args)
+    if runner.supervisor is not None:
+        address = f"127.0.0.1:{runner.supervisor.cluster.job_port}"
+    else:
+        name = runner.name.removesuffix("Runner").lower()
+        servers = job_servers._servers.items()
+        (address,) = (server.endpoint for key, server in servers if key[0].lower() == name)
+    get_jobs = "/org.apache.beam.model.job_management.v1.JobService/GetJobs"
+    assert answer_to(os.geteuid(), address, get_jobs) in ("answered", "UNIMPLEMENTED")
+    assert answer_to(NOBODY, address, get_jobs) in ("PERMISSION_DENIED", "UNAVAILABLE")
+
+
+@pytest.mark.flink
+def test_pages_of_other_sites_read_nothing_from_flink(started):
+    port = started("flink").supervisor.cluster.rest_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/overview", timeout=10) as answer:
+        assert answer.headers["Access-Control-Allow-Origin"] == "https://beamjax.invalid"
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/jars/upload", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(request, timeout=10)
 
 
 def children_of(pid):

@@ -67,6 +67,8 @@ def test_versions_jars_and_options_of_java():
     ):  # fmt: skip
         assert f"{line}\n" in DOCKERFILE
     assert "-f /java/flink.xml" in DOCKERFILE
+    assert f" {jars.COPY_DEPENDENCIES} " in DOCKERFILE
+    assert "sha256sum --quiet -c /java/flink.sha256" in DOCKERFILE
     # In containers, servers are for other containers too.
     assert "/java/ClasspathScanningResourcesDetector.java\n" in DOCKERFILE
     assert "ServerFactory" not in DOCKERFILE
@@ -207,4 +209,4 @@ def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
     else:
         flags = found.get_all_options(retain_unknown_options=True)
         assert tmp_path / flags["flink_cluster"] == tmp_path / expected
-        assert flags["job_endpoint"] == f"localhost:{JOB_PORT}"
+        assert flags["job_endpoint"] == f"127.0.0.1:{JOB_PORT}"

@@ -23,11 +23,12 @@ import json, os, shutil, sys
 if sys.argv[1:3] == ["mod", "download"]:
     assert sys.argv[-1] == "{prism.MODULE}@v{beam_version}", sys.argv
     print("go: downloading", file=sys.stderr)
-    print(json.dumps({{"Zip": os.environ["MODULE_ZIP"]}}))
+    print(json.dumps({{"Zip": os.environ["MODULE_ZIP"], "Sum": os.environ["MODULE_SUM"]}}))
 else:
     assert sys.argv[1] == "build" and sys.argv[-1] == "./{prism.PACKAGE}", sys.argv
     assert sorted(os.listdir()) == ["go", "go.mod", "go.sum"], os.listdir()
     assert not os.path.exists("go/a_test.go")
+    assert os.path.exists(os.path.dirname("{prism._SERVER}") + "/own_user.go")
     shutil.copy("{prism._SERVER}", sys.argv[sys.argv.index("-o") + 1])
 """
 
@@ -48,6 +49,7 @@ def offered(monkeypatch, tmp_path):
             for name, text in files.items():
                 archive.writestr(f"{prism.MODULE}@v{beam_version}/{name}", text)
         monkeypatch.setenv("MODULE_ZIP", str(tmp_path / "module.zip"))
+        monkeypatch.setenv("MODULE_SUM", prism.SUMS[beam_version])
         monkeypatch.setenv("PATH", str(folder))
 
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
@@ -58,7 +60,8 @@ def test_one_line_is_changed(offered, monkeypatch):
     offered(SERVER)
     found = prism.install()
     with open(found) as file:
-        assert file.read() == SERVER.replace('":%d"', '"localhost:%d"')
+        changed = 'listenForOwnUser(fmt.Sprintf("localhost:%d", port))'
+        assert file.read() == SERVER.replace(LISTENER, changed)
     assert {path.name for path in prism.installed().parent.iterdir()} == {"lock", "prism"}
     monkeypatch.setenv("PATH", "")
     assert prism.install() == prism.locate() == found
@@ -95,6 +98,15 @@ def test_a_source_that_is_another_one_is_refused(offered, server, times, monkeyp
     monkeypatch.delenv("MODULE_ZIP")
     with pytest.raises(OptionsError, match=r"(?s)mod download.*GOPROXY.*KeyError: 'MODULE_ZIP'"):
         prism.install()
+
+
+def test_a_source_of_another_hash_is_refused(offered, monkeypatch):
+    offered(SERVER)
+    monkeypatch.setenv("MODULE_SUM", "h1:other")
+    with pytest.raises(OptionsError, match=r"with the hash h1:other, expected h1:\w+.*GOPROXY"):
+        prism.install()
+    monkeypatch.setattr(prism, "SUMS", {})  # another version, which Go has checked
+    assert prism.install() == str(prism.installed())
 
 
 def test_one_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):

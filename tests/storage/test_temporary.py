@@ -97,6 +97,10 @@ def test_folders_of_this_process(tmp_path):
     assert os.path.exists(folder)
     temporary.remove(folder)
     assert not os.path.exists(folder)
+    temporary.make(folder)
+    temporary.release(folder)
+    temporary.sweep(str(tmp_path))
+    assert os.listdir(folder) == []
     assert temporary.new_name("gs://bucket/a/").startswith("gs://bucket/a/beamjax-")
     temporary.make("gs://bucket/a/beamjax-1")
     tmp_path.chmod(0o777)
@@ -148,3 +152,19 @@ def test_a_run_in_this_process_sweeps(tmp_path, monkeypatch):
     options = {"work_folder": str(tmp_path)}
     bj.run(program, np.ones(8, np.float32), runner="local", options=options)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_folder_of_a_pipeline_that_may_outlive_this_process_stays(tmp_path):
+    code = (
+        "import apache_beam as beam, numpy as np, sys, beamjax as bj\n"
+        "program = bj.program(placements={'rows': None})(lambda x: bj.reduce_sum(x))\n"
+        "flags = ['--direct_running_mode=multi_processing', '--direct_num_workers=2']\n"
+        "pipeline = bj.pipeline('DirectRunner', flags)\n"
+        "big = np.ones(1 << 20, 'f')\n"
+        "pipeline | bj.transform(program, big, options={'work_folder': sys.argv[1]})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    before = os.listdir(tmp_path)
+    assert len(before) == 1
+    temporary.sweep(str(tmp_path))
+    assert os.listdir(tmp_path) == before
