@@ -363,14 +363,10 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
             assert constant is not None
             return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
         array, spec = values[output.value], plan.values[output.value]
-        if output.members is not None:
-            array = array[slice(*output.members)]
         if isinstance(array, Placed):
             return array
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)
-        if output.tail is not None:
-            array = np.concatenate([array, values[output.tail]], output.axis)
         # On the CPU, JAX may share the array's memory, which may belong to an argument.
         # `jax.numpy.array` would copy it, but compiles an executable for each shape.
         put = _compat.device_array(array if is_immutable(array) else array.copy())

@@ -22,6 +22,7 @@ from beamjax.jobs.job import Job as Job
 from beamjax.jobs.job import JobState as JobState
 from beamjax.jobs.job import open_job as open_job
 from beamjax.jobs.report import Report as Report
+from beamjax.ops.neighbours import neighbours as neighbours
 from beamjax.ops.operators import broadcast as broadcast
 from beamjax.ops.operators import map_fn as map_fn
 from beamjax.ops.operators import program as program

@@ -273,9 +273,9 @@ def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
     for found in passes:
         if step in (found.name, ""):
             return found, ""
-        if step in found.functions:
+        if step in _functions(stages[found.name]):
             return found, step
-    names = [name for found in passes for name in (found.name, *found.functions)]
+    names = [name for found in passes for name in (found.name, *_functions(stages[found.name]))]
     raise OptionsError(
         f"step: found {step!r}, expected a function that is mapped, or a step that maps one: "
         f"{listed(names)}{hint(step, names)}"
@@ -423,6 +423,11 @@ def _without_vmap(eqn: Eqn, args: Sequence[Any], _: Any) -> list[Any]:
 def _maps(stage: MapStage) -> list[Eqn]:
     """The equations of a pass that map a body."""
     return [e.eqn for e in stage.emissions if e.eqn.primitive is map_p]
+
+
+def _functions(stage: MapStage) -> list[str]:
+    """The names of the functions that a pass maps."""
+    return [eqn.params["name"] for eqn in _maps(stage)]
 
 
 def _stages(planned: Planned) -> dict[str, MapStage]:

@@ -33,6 +33,9 @@ TABLE = {
         quantiles: `quantile` | `quantile` by key | `quantile`, differentiated
         extremes_by_key_and_their_places: `reduce_argmax`, `reduce_argmin`
         affine_maps_in_order: `reduce` by a function
+        neighbours: `neighbours`, with `fill` and with `wrap`
+        slopes_of_neighbours: `neighbours`, differentiated
+        neighbours_in_rounds: `neighbours` in a `lax.scan` of rounds
         two_placements: two placements
         nested_placements: a placement in a body of another
     """,
@@ -99,6 +102,7 @@ TABLE = {
         elementwise: transpose and reshape | indexing of other axes | `x.at[:, i].add`
         picked: `x[3]`, one member | `x[indices]`
         slopes: `lax.map` over members, differentiated
+        mapped: `lax.map` over members with a batch size
         totals_of_a_scan: `lax.scan` over members that only adds
         gathered: `lax.scan` over members that reads its carry
         gathered: `jnp.sort` along members
@@ -106,26 +110,19 @@ TABLE = {
         running_totals: `jnp.cumprod` along members
         running_totals: `lax.cummax`, `cummin` along members
         running_totals: `lax.cumlogsumexp` along members
-        slopes_of_scans: `cumprod`, `cumlogsumexp`, differentiated
+        scanned_by_a_function: `cumprod`, `cumlogsumexp`, differentiated
+        scanned_by_a_function: `lax.associative_scan` along members
         totals_in_rounds: `jnp.cumsum` along members in a `lax.scan` of rounds
-        slopes: `jnp.roll` along members, differentiated
-        slopes: a reduction of `x[1:] - x[:-1]`, differentiated
-        returned_slices: `jnp.diff` of members as a result, differences of differences
-        slopes: `jnp.convolve` of members, `"same"` and `"valid"`, differentiated
-        more_rows_than_members: `jnp.convolve` of members, `"full"`, differentiated | `jnp.pad`
-        windows: `lax.reduce_window` along members
-        downsampled: windows with a stride and `x[::2]`, differentiated
-        parts_and_reversed: `jnp.split` of members that are reduced, differentiated
-        parts_and_reversed: `x[::-1]`
+        shifted: `jnp.roll`, `jnp.diff`, `jnp.pad` along members
+        shifted: `jnp.convolve`, `jnp.correlate`, `lax.reduce_window` along members
+        shifted: `x[1:]`, `x[::-1]`, `jnp.split` of members
         reduced: `jnp.histogram`, `bincount` of members
         gathered: `jnp.median`, `quantile` along members
         tall_matrices: `jnp.linalg.qr`, `svd` of members as rows
         tall_matrices: `jnp.linalg.lstsq`, `pinv` of members as rows
-        running_totals: `lax.associative_scan` along members
         elementwise: `jax.nn.softmax` along members
-        concatenated: `jnp.concatenate` and `jnp.tile` of members that are reduced
-        gathered: `jnp.concatenate` of members as a result
-        concatenated: `x.ravel()[i]`
+        gathered: `jnp.concatenate` of members
+        entries: `x.ravel()[i]`
     """,
     "Types": """
         types: `float32` | `bfloat16` | `float16` | `complex64` | `int32` | `int16` | `int8`

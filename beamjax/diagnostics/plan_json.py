@@ -33,7 +33,6 @@ from beamjax.plan.steps import (
     Gather,
     Loop,
     Map,
-    Output,
     Plan,
     Scatter,
     Server,
@@ -412,8 +411,8 @@ def _outputs(planned: Planned, inputs: Sequence[Json], makers: Mapping[str, str]
     paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
     for out, (keys, _) in zip(plan.outputs, paths, strict=True):
         if out.value is not None:
-            kind, nbytes = _placed_output(plan, out, out.value)
-            source, value = makers[out.value], out.value
+            found, source, value = _value(plan, out.value), makers[out.value], out.value
+            kind, nbytes = found["type"], found["nbytes"]
         elif out.input is not None:
             known = inputs[out.input]
             kind, nbytes, source = known["type"], known["nbytes"], known["path"]
@@ -426,21 +425,6 @@ def _outputs(planned: Planned, inputs: Sequence[Json], makers: Mapping[str, str]
             "path": f"result{jax.tree_util.keystr(keys)}", "type": kind, "nbytes": nbytes,
             "source": source, "value": value,
         }  # fmt: skip
-
-
-def _placed_output(plan: Plan, out: Output, name: str) -> tuple[str, Bytes]:
-    """Returns the type and the bytes of an output that a step computes."""
-    value = _value(plan, name)
-    kind, nbytes = value["type"], value["nbytes"]
-    if out.members is not None:
-        start, stop, stride = out.members
-        last = stop - 1 if stride > 0 else max(stop, -1) + 1
-        kind += f", members {start} to {last}"
-        kind += "" if stride == 1 else f" in steps of {stride}"
-    if out.tail is not None:
-        tail = _value(plan, out.tail)
-        kind, nbytes = f"{kind}, then {tail['type']}", add_bytes([nbytes, tail["nbytes"]])
-    return kind, nbytes
 
 
 # --- choices

@@ -136,9 +136,13 @@ def check_shared(x: jax.Array, placement: str, mesh: AnyMesh | None) -> None:
 
 def lay_out_like(x: jax.Array, aval: Any) -> jax.Array:
     """Gives `x` the layout in the type `aval`; a cotangent has the layout of its primal."""
-    if jax.typeof(x).sharding.spec == aval.sharding.spec:
-        return x
-    return jax.sharding.reshard(x, aval.sharding)
+    own = jax.typeof(x).sharding
+    # The type of a NumPy array has no mesh.
+    return (
+        x
+        if own.spec == aval.sharding.spec
+        else jax.sharding.reshard(x, own.update(spec=aval.sharding.spec))
+    )
 
 
 def _without(placement: str, spec: Any) -> tuple[Any, ...]:

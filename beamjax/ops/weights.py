@@ -352,8 +352,8 @@ def reweight(
       PlacementError: when called: there are not n weights, or `fn` reduces over several placements
         and `placement` is None.
       StructureError: when called: the weights are not real numbers or not of shape (n,); or `fn`
-        calls no reduction, or one that does not support weights: `beamjax.reduce`, or
-        `reduce_by_key` without `num_keys` for other than "sum" and "prod".
+        calls no reduction, or one that does not support weights: `beamjax.reduce`,
+        `beamjax.neighbours`, or `reduce_by_key` without `num_keys` for other than "sum" and "prod".
 
     Example:
       The mean without the first member::

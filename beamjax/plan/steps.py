@@ -113,17 +113,12 @@ class Output:
       input: index of the returned input, or None.
       constant: raw array of an output that depends on no input, or None.
       axis: the axis of the members in the result, for a placed value.
-      members: the members of a placed value that it is, as start, stop and step of a slice; None
-        for all.
-      tail: name of a server value with the rows that follow those of the members, or None.
     """
 
     value: str | None = None
     input: int | None = None
     constant: np.ndarray | None = None
     axis: int = 0
-    members: tuple[int, int, int] | None = None
-    tail: str | None = None
 
 
 @dataclass(frozen=True)
@@ -528,8 +523,7 @@ class Plan:
 
     @functools.cached_property
     def _returned(self) -> Mapping[str, None]:
-        names = (name for out in self.outputs for name in (out.value, out.tail))
-        return dict.fromkeys(name for name in names if name is not None)
+        return dict.fromkeys(out.value for out in self.outputs if out.value is not None)
 
     def passes(self) -> int:
         """Number of passes over placed data; a pass in a loop counts once."""

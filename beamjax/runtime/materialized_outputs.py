@@ -181,7 +181,7 @@ def materialized_outputs(
     trust.check_folder(base, "results_folder")
     folders: dict[str, str] = {}
     for number, (path, out) in enumerate(zip(paths, plan.outputs, strict=True)):
-        if out.members or out.tail or (options.keep is None and number not in numbers):
+        if options.keep is None and number not in numbers:
             continue
         name = out.value
         if name is None or plan.values[name].placement is None or name in folders:

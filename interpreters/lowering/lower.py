@@ -151,9 +151,7 @@ class _Lowering:
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         steps = [self.step(stage) for stage in self.stages]
-        atoms = self.program.flat.outputs
-        own = atoms[: len(atoms) - len(self.program.tails)]
-        outputs = tuple(self.output(*each) for each in enumerate(own))
+        outputs = tuple(map(self.output, self.program.flat.outputs))
         plan = self.with_steps(steps, name, outputs, paths)
         if self.guard is None or not self.guard.drops:
             return plan
@@ -231,7 +229,7 @@ class _Lowering:
             return Input(path, served, None, views=views)
         return Input(path, served, self.placed(var, along), along.axis, views)
 
-    def output(self, number: int, atom: Atom) -> Output:
+    def output(self, atom: Atom) -> Output:
         if not isinstance(atom, Var):
             return Output(constant=np.asarray(atom.val, aval_of(atom).dtype))
         if atom in self.program.flat.inputs:
@@ -239,11 +237,7 @@ class _Lowering:
         along = self.program.place(atom)
         if along is None:
             return Output(value=self.served(atom))
-        members = self.program.slices.get(number)
-        rest = self.program.tails.get(number)
-        tail = None if rest is None else self.served(rest)
-        value = self.placed(atom, along)
-        return Output(value=value, axis=along.axis, members=members, tail=tail)
+        return Output(value=self.placed(atom, along), axis=along.axis)
 
     # ------------------------------------------------------------------------------- steps
 
@@ -330,7 +324,12 @@ class _Lowering:
         return Server(name, key, inputs, outputs, next(reasons, ""))
 
     def map(self, stage: MapStage) -> Map:
-        functions = [e.eqn.params["name"] for e in stage.emissions if "name" in e.eqn.params]
+        functions: list[str] = []
+        for emission in stage.emissions:
+            called = emission.eqn.params.get("name")
+            # An operator with results in order may consist of several equations.
+            if called and not (emission.rule.by_shard and called in functions):
+                functions.append(called)
         name = self.name(f"map_{stage.placement}")
         size = self.sizes[stage.placement]
         broadcasts = tuple(self.served(var) for var in stage.broadcasts)
@@ -474,6 +473,19 @@ def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
 
 
+INSTEAD = {
+    "sort": "beamjax.quantile finds medians and quantiles by passes",
+    **dict.fromkeys(
+        """
+        concatenate conv_general_dilated pad reduce_window reduce_window_max reduce_window_min
+        reduce_window_sum rev slice
+        """.split(),
+        "beamjax.neighbours gives each member those beside it by passes",
+    ),
+}
+"""For primitives that mix members, the operator that gathers nothing."""
+
+
 def why_on_server(user: Eqn) -> str:
     """Why an equation reads a placed value on the server, as text."""
     name = user.primitive.name
@@ -491,7 +503,3 @@ def why_on_server(user: Eqn) -> str:
         return f"{name} calls back to the host with all members"
     instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
     return f"{name} mixes members{instead}"
-
-
-INSTEAD = {"sort": "beamjax.quantile finds medians and quantiles by passes"}
-"""For primitives that mix members, the operator that gathers nothing."""

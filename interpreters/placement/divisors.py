@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +45,8 @@ def divide_by_members_left(program: PlacedProgram) -> None:
         total = _sum_over_members(eqn.inputs[0], program, makers, readers)
         placement, rule = program.rules[total] if total is not None else ("", None)
         n = program.sizes.get(placement)
-        if total is not None and isinstance(rule, ReductionRule) and n and _divides(n, divisor):
+        is_mean = total is not None and n and _divides(n, divisor) and divisor in _counts(total, n)
+        if total is not None and n and is_mean and isinstance(rule, ReductionRule):
             program.rules[total] = placement, replace(rule, reducer="mean")
             aval = aval_of(eqn.inputs[1])
             eqn.inputs[1] = jex.Literal(np.asarray(divisor / n, aval.dtype), aval)
@@ -78,6 +80,15 @@ def _divisor(eqn: Eqn, known: Mapping[Var, float]) -> float:
 
 def _is_float(atom: Atom) -> bool:
     return jnp.issubdtype(aval_of(atom).dtype, np.inexact)
+
+
+def _counts(eqn: Eqn, n: int) -> set[int]:
+    """The numbers by which a mean divides a sum over n members: members, or all that is added."""
+    shape = aval_of(eqn.inputs[0]).shape
+    axes = eqn.params.get("axes", ())
+    if eqn.primitive.name == "dot_general":
+        ((axes, _), _) = eqn.params["dimension_numbers"]
+    return {n, math.prod(shape[axis] for axis in axes)}
 
 
 def _divides(n: Any, divisor: float) -> bool:

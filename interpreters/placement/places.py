@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
@@ -71,13 +70,8 @@ class PlacedProgram:
       expanded: for each equation that is rewritten, and for each scan, while or cond without placed
         operators that is not computed on the server, the equations that replace it. It is empty
         once `settle` has replaced them.
-      slices: for each output of the program that is a slice of a placed value, by number, the first
-        member, the one after the last, and the stride.
-      tails: for each output of the program that is a placed value followed by further rows, by
-        number, the server value that holds these. They are outputs of `flat` too, after its own.
       undropped: if members may be dropped, a placement and the beginning of a sentence for each
         division by the number of members that counts dropped ones.
-      parts: the slices of members that are computed from all members, although they are small.
       shard_size: members per shard, if the user gives it.
       file_groups: for each placement whose shards are cut at files, how its files are grouped.
     """
@@ -91,10 +85,7 @@ class PlacedProgram:
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
-    slices: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    tails: dict[int, Var] = field(default_factory=dict)
     undropped: list[tuple[str, str]] = field(default_factory=list)
-    parts: Set[Any] = frozenset()
     shard_size: int | None = None
     file_groups: dict[str, FileGroups] = field(default_factory=dict)
 

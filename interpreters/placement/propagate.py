@@ -24,7 +24,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
-from beamjax.interpreters.placement.associative_scans import JOINS, associative_scans
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
 from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
 from beamjax.interpreters.placement.member_loops import (
@@ -40,8 +39,6 @@ from beamjax.interpreters.placement.rewrites import (
     Rewrites,
     expansions,
 )
-from beamjax.interpreters.placement.scan_derivatives import scan_derivatives
-from beamjax.interpreters.placement.sliced import parts_of_members, return_views, sliced
 from beamjax.interpreters.placement.views import drop_view, make_views
 from beamjax.interpreters.program import (
     Atom,
@@ -59,9 +56,7 @@ from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionR
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops.placements import check_limit
 
-ENDS_OF_TREES = (*JOINS, "add_any")
-"""The primitives that may end a scan of members or its derivative."""
-PATTERNS = expansions, associative_scans, scan_derivatives, sliced, reshaped
+PATTERNS = expansions, reshaped
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -99,21 +94,17 @@ def place(
     fixed, tried = _places_of_inputs(flat, known, keys, demand, views)
     # Results of selections that are computed on the server after all.
     gathering: set[Var] = set()
-    # Dropped members leave gaps in a shard, so members can't be moved to neighbouring rows.
+    # Dropped members leave gaps in a shard, so its rows are not neighbours.
     rewrites, opened = Rewrites(PATTERNS, moves=not guarded), OpenedLoops(flat)
-    # This ends: each repetition adds to what `rewrites` refuses, moves or has as parts, opens or
-    # settles a loop, adds to `gathering`, or takes from `tried`. New `Rewrites` only begin with a
-    # loop or an input.
+    # This ends: each repetition adds to what `rewrites` refuses, opens or settles a loop, adds to
+    # `gathering`, or takes from `tried`. New `Rewrites` only begin with a loop or an input.
     while True:
         rewrites.begin()
         inputs = {**fixed, **tried}
-        program = PlacedProgram(
-            flat.copied(), keys.sizes, inputs, parts=rewrites.parts, shard_size=shard_size
-        )
+        program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
         placing = _Placing(program, keys, demand, gathering, rewrites)
         placing.block(program.flat)
         program.settle()
-        return_views(program)
         prune(program.flat, narrow_maps=False)
         if not rewrites.are_settled(program):
             continue
@@ -122,11 +113,7 @@ def place(
             rewrites = Rewrites(PATTERNS, moves=not guarded)
             continue
         if selected := _selected_too_often(program):
-            parts = parts_of_members(program, selected) - rewrites.parts
-            rewrites.parts |= parts
-            if not parts:
-                gathering |= {eqn.outputs[0] for eqn in selected}
-                rewrites.refuse(eqn.outputs[0] for eqn in selected)
+            gathering |= {eqn.outputs[0] for eqn in selected}
             continue
         gathered = _gathered_inputs(program, tried.keys(), guarded)
         if not gathered:
@@ -225,8 +212,6 @@ class _Placing:
         outer = self.rewriter
         if not self.is_inside_whole:
             self.rewriter = BlockRewriter(self.program, self.rewrites)
-            makers = ((var, eqn) for eqn in block.eqns for var in eqn.outputs)
-            self.rewriter.originals.update(makers)
         self.equations(block.eqns)
         self.rewriter = outer
 
@@ -283,17 +268,11 @@ class _Placing:
         placements = {along.placement for along in places if along is not None}
         if key is None and len(placements) == 1:
             (key,) = placements
-        # The last equation of a tree may read placed values, if slices and padding were rewritten.
-        if placements and eqn.primitive.name in ENDS_OF_TREES and self.rewrite(eqn):
-            return
         if key is not None:
             axes = [along.axis if along and along.placement == key else None for along in places]
             rule = rules.classify(eqn, axes, program.sizes[key])
             if rule is not None and self.gathering.isdisjoint(eqn.outputs):
                 program.rules[eqn] = (key, rule)
-                # A selection may be part of a pattern, such as a slice of members that are reduced.
-                if isinstance(rule, ReductionRule) and rule.selects_members:
-                    self.rewrite(eqn)
                 if isinstance(rule, MemberwiseRule):
                     for var, axis in zip(eqn.outputs, rule.out_axes, strict=True):
                         self.put(var, None if axis is None else MemberAxis(key, axis))

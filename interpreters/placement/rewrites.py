@@ -1,9 +1,10 @@
 """Rewrites equations that have no rule for the members, so that nothing is gathered for them.
 
 A pattern takes an equation, and returns a function of other values with the same results. There are
-two kinds of rewrites. An *end*, such as `jnp.cumsum(x, 0)` or the sum of a slice of the members, is
+two kinds of rewrites. An *end*, such as `jnp.cumsum(x, 0)` or the sum of reshaped members, is
 computed from placed values by equations that have rules. A *view* is moved past an equation: if `v`
-is `x[:800]`, `jnp.tanh(v)` becomes `jnp.tanh(x)[:800]`, until an end reads a view of placed values.
+is `x.ravel()`, `jnp.tanh(v)` becomes `jnp.tanh(x).ravel()`, until an end reads a view of placed
+values.
 
 A view without an end is gathered. If the server gathers a value anyway, rewrites of what is
 computed from it save nothing. They are refused, and the program is placed again.
@@ -12,7 +13,7 @@ computed from it save nothing. They are refused, and the program is placed again
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
     ORDERED_EXPANSIONS,
     Members,
-    ReductionRule,
     default_promotion,
+    shape_of,
 )
 from beamjax.interpreters.staging.flatten import flatten
 
@@ -52,27 +53,19 @@ class Rewrites:
     """What is known of the rewrites of a program, over all attempts to place it.
 
     Attributes:
-      moves: whether members may be moved from one shard to another.
+      moves: whether expansions may need all members in order.
       refused: first results of equations that are not rewritten.
-      starts: for each slice of members that is read together with other slices, the member at which
-        it begins once it is moved onto them.
-      parts: the slices that are computed from all members because the program reads so many of them
-        that the server would gather all.
       sources: for the first result of each rewritten equation, the placed values that it is
         computed from.
       owners: for each value that a rewrite computes, the first result of the equation of the
         program that it replaces. That result is the same variable in each attempt.
       roots: the same as `sources` for new placed values that view rewrites compute.
-      views: the views that rewrites read past.
-      is_outdated: whether `starts` has changed since the program was placed.
     """
 
     def __init__(self, patterns: Sequence[Pattern], moves: bool):
         self.patterns = patterns
         self.moves = moves
         self.refused: set[Var] = set()
-        self.starts: dict[Any, int] = {}
-        self.parts: set[Any] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -81,34 +74,23 @@ class Rewrites:
         self.sources: dict[Var, frozenset[Var]] = {}
         self.owners: dict[Var, Var] = {}
         self.roots: dict[Var, frozenset[Var]] = {}
-        self.views: set[Var] = set()
-        self.is_outdated = False
 
     def are_settled(self, program: PlacedProgram) -> bool:
-        """Whether to use the rewritten program; if not, `refused` or `starts` have grown."""
-        if self.is_outdated:
-            return False
+        """Whether to use the rewritten program; if not, `refused` has grown."""
         gathered = frozenset[Var]().union(*map(self.origins, self._gathered(program)))
         refused = [var for var, origins in self.sources.items() if origins & gathered]
-        self.refuse(refused)
+        self.refused |= {self.owners.get(var, var) for var in refused}
         return not refused
-
-    def refuse(self, results: Iterable[Var]) -> None:
-        """Refuses the rewrites that compute some values, in the next attempts."""
-        self.refused |= {self.owners.get(var, var) for var in results}
 
     def origins(self, atom: Atom) -> frozenset[Var]:
         """The placed values that a placed one was computed from by rewrites; itself, if none."""
         return self.roots.get(atom, frozenset({atom})) if isinstance(atom, Var) else frozenset()
 
     def _gathered(self, program: PlacedProgram) -> Iterator[Var]:
-        """The placed values that the server reads, or selects members of for rewrites."""
-        views = self.views | self.sources.keys()
+        """The placed values that the server reads."""
         for eqn in program.flat.walk():
-            selects = runs_on_server(program, eqn) and not views.isdisjoint(eqn.outputs)
             for atom, along in program.reads(eqn):
-                place = program.place(atom)
-                if isinstance(atom, Var) and place is not None and (selects or along != place):
+                if isinstance(atom, Var) and program.place(atom) not in (None, along):
                     yield atom
 
 
@@ -117,18 +99,12 @@ class BlockRewriter:
 
     Attributes:
       makers: for each value of the block, the equation that computes it.
-      originals: for each value of the block, the equation that computes it in the program.
-      pads: for each value of padded members that is rewritten, the equation that pads.
-      added: equations that the next rewrite needs before it.
     """
 
     def __init__(self, program: PlacedProgram, rewrites: Rewrites):
         self.program = program
         self.rewrites = rewrites
         self.makers: dict[Var, Eqn] = {}
-        self.originals: dict[Var, Eqn] = {}
-        self.pads: dict[Atom, Eqn] = {}
-        self.added: list[Eqn] = []
 
     def rewritten(self, eqn: Eqn) -> list[Eqn] | None:
         """The equations to compute instead of one without a rule; None to leave it."""
@@ -138,7 +114,6 @@ class BlockRewriter:
             return None
         found = (pattern(self, eqn) for pattern in self.rewrites.patterns)
         rewrite = next(filter(None, found), None)
-        added, self.added = self.added, []
         if rewrite is None:
             return None
         read = {a for a in rewrite.atoms if isinstance(a, Var)}
@@ -148,19 +123,13 @@ class BlockRewriter:
         renamed = dict(zip(results, eqn.outputs, strict=True))
         owners = self.rewrites.owners
         owner = owners.get(eqn.outputs[0], eqn.outputs[0])
-        for new in (*added, *made):
-            owners.update(dict.fromkeys(new.outputs, owner))
         for new in made:
+            owners.update(dict.fromkeys(new.outputs, owner))
             new.outputs[:] = [renamed.get(var, var) for var in new.outputs]
             if rewrite.is_view:
                 self.rewrites.roots.update(dict.fromkeys(new.outputs, origins))
         self.rewrites.sources[eqn.outputs[0]] = origins
-        self.rewrites.views.update(a for a in eqn.inputs if isinstance(a, Var) and a not in read)
-        return added + made
-
-    def original(self, atom: Atom) -> Eqn | None:
-        """The equation of the program that computes a value of this block, or None."""
-        return self.originals.get(atom) if isinstance(atom, Var) else None
+        return made
 
     def maker(self, atom: Atom, name: str) -> Eqn | None:
         """The equation with the primitive `name` that computes a value of this block, or None."""
@@ -189,11 +158,8 @@ class BlockRewriter:
 
 
 def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
-    """Whether an equation runs on the server, or on workers only to select members."""
-    _, rule = program.rules.get(eqn, ("", None))
-    selects = isinstance(rule, ReductionRule) and rule.selects_members
-    plain = not (eqn.blocks or eqn.effects or eqn.is_placed_operator)
-    return plain and (rule is None or selects)
+    """Whether an equation without blocks and effects runs on the server."""
+    return eqn not in program.rules and not (eqn.blocks or eqn.effects)
 
 
 def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
@@ -204,11 +170,15 @@ def expansions(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         find = ORDERED_EXPANSIONS.get(name)
     places = list(map(program.place, eqn.inputs))
     keys = {along.placement for along in places if along is not None}
-    if find is None or len(keys) != 1:
+    if find is None or (len(keys) != 1 and not eqn.is_placed_operator):
         return None
-    (key,) = keys
-    n = program.sizes[key]
-    # Operators are bound with the name in the program, not with the unique key of `PlacementKeys`.
-    members = Members(key.removesuffix(f"[{n}]"), n, program.shard_size)
+    if eqn.is_placed_operator:
+        name, n = eqn.params["placement"], shape_of(eqn.inputs[0])[0]
+    else:
+        (key,) = keys
+        n = program.sizes[key]
+        # Operators are bound with the name in the program, not the unique key of `PlacementKeys`.
+        name = key.removesuffix(f"[{n}]")
+    members = Members(name, n, program.shard_size)
     function = find(eqn, [along.axis if along else None for along in places], members)
     return None if function is None else Rewrite(function, eqn.inputs)

@@ -69,7 +69,12 @@ def range_size(
 
 
 def reduced_by_shard(
-    function: Table, *operands: Any, block: int, members: int = 1, reducer: str = PICK.name
+    function: Table,
+    *operands: Any,
+    block: int,
+    members: int = 1,
+    reducer: str = PICK.name,
+    name: str = "",
 ) -> jax.Array:
     """A reduction over shards.
 
@@ -80,17 +85,20 @@ def reduced_by_shard(
       members: the number of arrays of members.
       block: members per range; each shard begins at a multiple of it.
       reducer: reduces the tables of all shards; by default, at most one shard fills each row.
+      name: the operator of the program, which `explain` shows; "" for an operation of JAX.
     """
     params = {"function": function, "block": block, "members": members, "reducer": reducer}
-    return reduce_p.bind(*operands, **params)
+    return reduce_p.bind(*operands, **params, name=name)
 
 
-def mapped_by_shard(function: Result, *operands: Any, block: int, members: int = 1) -> jax.Array:
+def mapped_by_shard(
+    function: Result, *operands: Any, block: int, members: int = 1, name: str = ""
+) -> jax.Array:
     """The results of `function(shard, *operands)` for each shard: a row for each of its members.
 
     The first operands, as many as `members` says, are arrays of members; see `reduced_by_shard`.
     """
-    return map_p.bind(*operands, function=function, block=block, members=members)
+    return map_p.bind(*operands, function=function, block=block, members=members, name=name)
 
 
 @rule("reduce_by_shard")
@@ -133,11 +141,11 @@ def _table(operands: Sequence[Any], shard: TracedShard, function: Table, reducer
 # --- on the server
 
 
-def _reduced(*operands: Any, function: Table, block: int, members: int, reducer: str) -> jax.Array:
+def _reduced(*operands: Any, function: Table, reducer: str, **_: Any) -> jax.Array:
     return _table(operands, all_members(operands[0].shape[0]), function, reducer)
 
 
-def _mapped(*operands: Any, function: Result, block: int, members: int) -> jax.Array:
+def _mapped(*operands: Any, function: Result, **_: Any) -> jax.Array:
     return function(all_members(operands[0].shape[0]), *operands)
 
 

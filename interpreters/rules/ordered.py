@@ -1,4 +1,4 @@
-"""Running totals, shifted members, and QR decompositions: two passes over the members in order.
+"""Running totals and QR decompositions: two passes over the members in order.
 
 The first pass fills a table with a row for each range of members, and the second computes each
 shard with it; see `by_shard`. The bits of results depend only on the size of shards. For example,
@@ -140,96 +140,6 @@ def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
     rows = [totals[1:], none] if reverse else [none, totals[:-1]]
     others = lax.cumlogsumexp(jnp.concatenate(rows), axis=0, reverse=reverse)
     return mapped_by_shard(scanned, x, others, block=block)
-
-
-# --- neighbours
-
-
-def shifted(x: jax.Array, k: int, *, axis: int, block: int) -> jax.Array:
-    """Row i of the result is row `(i + k) % n` of `x` along `axis`, where its n members are.
-
-    Args:
-      x: the members, of a dtype of at most 8 bytes that is not complex.
-      k: by how many members to move, of at most `block` to either side.
-      axis: the axis of the members.
-      block: members per range.
-    """
-    if k == 0:
-        return x
-
-    def moved(shard: TracedShard, rows: Any) -> Any:
-        return rows[max(k, 0) :][: shard.size]
-
-    ends = {"before": max(-k, 0), "after": max(k, 0)}
-    found = with_neighbours(moved, jnp.moveaxis(x, axis, 0), **ends, block=block)
-    return jnp.moveaxis(found, 0, axis)
-
-
-def with_neighbours(
-    function: Callable[..., Any],
-    x: jax.Array,
-    *served: jax.Array,
-    before: int,
-    after: int,
-    block: int,
-) -> jax.Array:
-    """The results of `function(shard, rows, *served)` for all shards: a row for each member.
-
-    `rows` holds the members of the shard, with `before` members before them and `after` members
-    after them. The order is cyclic: the last members come before the first one. The members that
-    other shards read are in tables: the last and the first ones of each range.
-
-    Args:
-      function: see above.
-      x: (n, ...), the members, of a dtype of at most 8 bytes that is not complex.
-      *served: server values.
-      before: at most `block`.
-      after: at most `block`.
-      block: members per range.
-    """
-    n, number = x.shape[0], np.dtype("int32")
-    starts = block * np.arange(-(-n // block))
-
-    def table(first: np.ndarray, count: int) -> jax.Array:
-        """The table with `count` members from each of the members `first` on."""
-        members = np.clip(first[:, None] + np.arange(count), 0, n - 1).astype(number)
-
-        def borders(shard: TracedShard, x: Any) -> tuple[Any, Any]:
-            rows = shard.rows(jnp.asarray(members))
-            return jnp.take(x, rows, axis=0, mode="clip"), shard.has(rows)
-
-        return reduced_by_shard(borders, x, block=block)
-
-    tables = []
-    if before:
-        tables.append(table(np.append(starts + block, n) - before, before))
-    if after:
-        tables.append(table(starts, after))
-
-    def extended(shard: TracedShard, x: Any, *others: Any) -> Any:
-        row = lax.iota(number, before + shard.size + after) - np.int32(before)
-        member = shard.start + row
-        rows = jnp.take(x, jnp.clip(row, 0, shard.size - 1), axis=0)
-        last = others[len(served) :]
-
-        def put(outside: Any, table: Any, range_: Any, index: Any, rows: Any) -> Any:
-            """`rows`, in which a table replaces the rows that are `outside` of the shard."""
-            found = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
-            return jnp.where(outside.reshape(-1, *(1 for _ in x.shape[1:])), found, rows)
-
-        if before:
-            wraps = member < 0
-            range_ = jnp.where(wraps, len(last[0]) - 1, member // block)
-            index = jnp.where(wraps, member, member % block - block) + before
-            rows = put(row < 0, last[0], range_, index, rows)
-        if after:
-            wraps = member >= n
-            member = jnp.where(wraps, member - n, member)
-            outside = (row >= shard.size) | wraps
-            rows = put(outside, last[-1], member // block, member % block, rows)
-        return function(shard, rows, *others[: len(served)])
-
-    return mapped_by_shard(extended, x, *served, *tables, block=block)
 
 
 # --- QR decompositions

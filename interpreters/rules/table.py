@@ -24,6 +24,7 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
+    neighbours,
     operators,
     ordered,
     reductions,

@@ -9,58 +9,25 @@ import numpy as np
 import pytest
 from explained import facts_of
 from helpers import assert_close
-from jax import lax
 from programs.members import N, X
 
 import beamjax as bj
 
 
-@pytest.mark.parametrize("k", [1, -1, 3, -3, 7])
-def test_members_are_moved_over_many_shards(k):
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (7, 3), (16, 16)])
+def test_neighbours_over_many_shards(before, after):
+    """They reach up to a whole shard on either side; the last shard has eleven members."""
     n = 1_003
     x = np.arange(3 * n, dtype="int32").reshape(n, 3)
-    prog = bj.program(clients=n)(lambda x: jnp.roll(bj.map_fn(lambda v: v + 1, x), k, 0))
+
+    @bj.program(clients=n)
+    def around(x):
+        return bj.neighbours(bj.map_fn(lambda v: v + 1, x), before, after, wrap=True)
+
+    rows = (np.arange(n)[:, None] + np.arange(-before, after + 1)) % n
     for options in ({"shard_size": 16}, {"shard_size": 24}, {}):
-        np.testing.assert_array_equal(bj.run(prog, x, options=options), np.roll(x + 1, k, 0))
-        assert facts_of(bj.explain(prog, x, options=options)).gathered_bytes == 0
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 7), (7, 0), (3, 4), (5, 5)])
-def test_windows_of_members_over_many_shards(low, high):
-    """Windows read up to a whole shard on either side; the last shard has two members."""
-    n, width = 1_010, 8
-    x = np.random.default_rng(n).integers(-1000, 1000, (n, 2)).astype("int32")
-
-    def sums(x):
-        padding = (low, high), (0, 0)
-        return lax.reduce_window(x, np.int32(0), lax.add, (width, 1), (1, 1), padding)
-
-    def fn(x):
-        y = bj.map_fn(lambda v: v + 1, x)
-        return sums(y[2:-1]), sums(y)[5:]
-
-    prog = bj.program(clients=n)(fn)
-    padded = np.pad(x + 1, ((low, high), (0, 0)))
-    whole = np.lib.stride_tricks.sliding_window_view(padded, width, 0).sum(-1, dtype="int32")
-    for options in ({"shard_size": 8}, {"shard_size": 24}, {}):
-        found = bj.run(prog, x, options=options)
-        np.testing.assert_array_equal(found[0], sums(jnp.asarray(x[2:-1] + 1)))
-        if low + high == width - 1:
-            np.testing.assert_array_equal(found[1], whole[5:])
-            assert facts_of(bj.explain(prog, x, options=options)).gathered_bytes == 0
-
-
-@pytest.mark.parametrize(("fill", "gathers"), [(0.0, False), (5.0, True)])
-def test_windows_of_members_that_are_padded(fill, gathers):
-    """Padding that changes nothing is part of the windows; with other numbers it is read."""
-
-    def fn(x):
-        padded = lax.pad(bj.map_fn(jnp.tanh, x), fill, [(1, 1, 0), (0, 0, 0)])
-        return lax.reduce_window(padded, 0.0, lax.add, (3, 1), (1, 1), "VALID")
-
-    prog = bj.program(clients=N)(fn)
-    assert_close(bj.run(prog, X, options={"shard_size": 8}), jax.jit(prog)(X))
-    assert (facts_of(bj.explain(prog, X)).gathered_bytes > 0) == gathers
+        np.testing.assert_array_equal(bj.run(around, x, options=options), (x + 1)[rows])
+        assert facts_of(bj.explain(around, x, options=options)).gathered_bytes == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 40}, {"member_loop": "loop"}], ids=str)

@@ -14,13 +14,9 @@ from helpers import planned
 
 import beamjax as bj
 from beamjax.interpreters.placement import (
-    associative_scans,
     propagate,
     reshaped,
     rewrites,
-    scan_derivatives,
-    sliced,
-    slices,
     views,
 )
 from beamjax.interpreters.staging import flatten, simplify
@@ -37,18 +33,6 @@ def nothing(*_, **__):
 
 def no_views(*_):
     return {}
-
-
-def no_parts(*_):
-    return set()
-
-
-def mean_of_most(x):
-    return jnp.mean(x[:10], 0)
-
-
-def slope_of_most(x):
-    return jax.grad(lambda v: jnp.sum(v[:10] ** 2))(x)
 
 
 def largest_of_all(x):
@@ -83,64 +67,12 @@ def made_of_computed_rows(x):
     return bj.map_fn(jnp.sum, (x[:, 1:] * 2).reshape(N, 2, 3))
 
 
-def differences(x):
-    return jnp.sum((x[1:] - x[:-1]) ** 2)
-
-
-def neighbours(x):
-    return jnp.roll(x, 1, axis=0)
-
-
-def smooth(x):
-    return jnp.convolve(x[:, 0], jnp.ones(3), "same")
-
-
-def smooth_with_ends(x):
-    return jnp.convolve(x[:, 0], jnp.ones(3))
-
-
-def squares_with_ends(x):
-    return jnp.sum(jnp.convolve(x[:, 0], jnp.ones(3)) ** 2)
-
-
-def padded(x):
-    return jnp.pad(x, ((1, 1), (0, 0)))
-
-
-def pooled(x):
-    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (2, 1), "SAME")
-
-
-def slope_of_pooled(x):
-    return jax.grad(lambda v: jnp.sum(pooled(v) ** 2))(x)
-
-
-def sums_of_parts(x):
-    return [jnp.sum(jnp.tanh(part), 0) for part in jnp.split(x, 3)]
-
-
-def slope_of_parts(x):
-    return jax.grad(lambda v: sum(jnp.sum(part**2) for part in jnp.split(v, 3)))(x)
-
-
-def weighed_in_reverse(x):
-    return jnp.sum(x[::-1] * jnp.arange(float(N))[:, None], 0)
-
-
-def reduced_twice(x):
-    return jnp.var(jnp.tanh(jnp.concatenate([x, 2 * x])), 0)
-
-
 def one_entry(x):
     return x.ravel()[7]
 
 
 def soft_totals(x):
     return jax.lax.cumlogsumexp(x, axis=0)
-
-
-def returned_differences(x):
-    return jnp.diff(x, axis=0)
 
 
 def maps_and_adds(x):
@@ -151,48 +83,24 @@ def running_sums(x):
     return jnp.cumsum(x, axis=0)
 
 
-def slope_of_products(x):
-    return jax.grad(lambda v: jnp.sum(jnp.cumprod(v, axis=0) ** 2))(x)
-
-
-def recurrence(x):
-    def function(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    return jax.lax.associative_scan(function, (x, 2 * x))
-
-
 def decomposed(x):
     return jnp.linalg.qr(x), jnp.linalg.svd(x, compute_uv=False)
 
 
+def changes(x):
+    return bj.map_fn(lambda v: v[1] - v[0], bj.neighbours(x, before=1))
+
+
 REWRITES = [
     (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
-    (differences, sliced, "_meet", nothing),
-    (neighbours, slices, "exchange_range", nothing),
-    (smooth, sliced, "windows", nothing),
-    (smooth_with_ends, sliced, "concatenated", nothing),
-    (smooth_with_ends, propagate, "return_views", nothing),
-    (squares_with_ends, sliced, "concatenated", nothing),
-    (sums_of_parts, propagate, "parts_of_members", no_parts),
-    (slope_of_parts, sliced, "_adjacent", nothing),
-    (weighed_in_reverse, slices.View, "_reversed", nothing),
-    (reduced_twice, sliced, "concatenated", nothing),
+    (changes, rewrites, "ORDERED_EXPANSIONS", {}),
     (one_entry, reshaped, "_entries", nothing),
     (soft_totals, rewrites, "ORDERED_EXPANSIONS", {}),
-    (padded, sliced, "padded", nothing),
-    (pooled, sliced, "windows", nothing),
-    (slope_of_pooled, sliced, "windows", nothing),
-    (returned_differences, propagate, "return_views", nothing),
-    (slope_of_products, scan_derivatives, "_block", nothing),
-    (recurrence, associative_scans, "_first_operand", nothing),
     (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
-    (mean_of_most, slices, "slice_of", nothing),
-    (slope_of_most, slices, "slice_of", nothing),
-    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
-    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
-    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions, sliced.sliced)),
+    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions,)),
+    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions,)),
+    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions,)),
     (product_of_all, simplify.Ravels, "see", nothing),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),

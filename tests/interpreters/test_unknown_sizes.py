@@ -329,6 +329,7 @@ NEEDING = {
     "flat": lambda x: bj.reduce_sum(x) + jnp.sort(x.reshape(-1))[0],
     "gram": lambda x: jnp.einsum("iab,jab->ij", x, x),
     "pairs": lambda x: bj.map_fn(lambda v: (v[None] - x).sum(), x),
+    "neighbours": lambda x: bj.neighbours(x, before=1),
     "cumulated": lambda x: bj.reduce_sum(jnp.cumsum(x, axis=0)),
     "whole": lambda x: (jnp.arange(x.shape[0]), bj.reduce_sum(x)),
     "scan over members": lambda x: jax.lax.scan(lambda c, v: (c * 0.5 + v, None), x[0] * 0, x)[0],

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 import beamjax as bj
-from programs.table import add, rnd
+from programs.table import add, built, rnd
 
 N = 23
 X = rnd(N, 3)
@@ -87,7 +87,8 @@ def mapped(x):
         return lax.while_loop(lambda v: v[0] < 3, lambda v: v + 1, row)
 
     numbered = lax.map(lambda each: each[0] * each[1], (x, jnp.arange(N, dtype="float32")))
-    return lax.map(lambda row: (jnp.sin(row @ W), row[::2], loop(row)), x), numbered
+    batches = lax.map(jnp.sin, x, batch_size=4)
+    return lax.map(lambda row: (jnp.sin(row @ W), row[::2], loop(row)), x), numbered, batches
 
 
 @placed()
@@ -108,7 +109,7 @@ def running_totals(x):
     products = jnp.cumprod(1 + x, axis=0), lax.cumprod(kinds[2] // 5, axis=0, reverse=True)
     x = x.at[11, 1].set(jnp.nan)
     extremes = [f(kind, 0) for f in (lax.cummax, lax.cummin) for kind in (x, x.astype("int16"))]
-    return sums, products, extremes, lax.associative_scan(jnp.add, x), lax.cumlogsumexp(x)
+    return sums, products, extremes, lax.cumlogsumexp(x)
 
 
 @placed(plan="maps 4")
@@ -131,7 +132,7 @@ def totals_in_rounds(x):
 
     def step(w, _):
         inner = lax.fori_loop(0, 2, lambda _, v: v + jnp.mean(jnp.cumsum(x * v[None], 0), 0), w)
-        return inner / 10, jnp.max(jnp.abs(jnp.diff(x + inner[None], axis=0)), 0)
+        return inner / 10, jnp.max(jnp.abs(jnp.cumsum(x + inner[None], axis=0)), 0)
 
     low = jnp.min(x) < 0
     return lax.scan(step, W, length=3), lax.cond(
@@ -149,123 +150,61 @@ def sorted_in_rounds(x):
 
 # --- neighbours
 
-
-@placed(plan="maps 2")
-def differences(x):
-    changes = jnp.sum((x[1:] > 0) != (x[:-1] > 0), axis=0)
-    first = jnp.sum((x[1:] - x[:-1]) ** 2), jnp.max(jnp.abs(jnp.diff(x, axis=0)), 0), changes
-    lagged = x[1:].T @ x[:-1], [jnp.mean(x[h:] * x[:-h], 0) for h in range(1, 7)], jnp.sum(x[1:])
-    return first, lagged, jnp.mean((x[2:] - 2 * x[1:-1] + x[:-2]) ** 2, 0)
+KERNEL = jnp.asarray([1.0, 2.0, -1.0, 0.5])
 
 
-@placed(plan="maps 2")
-def rolled(x):
-    small = (x * 50).astype("int8")
-    moved = [jnp.roll(x, 1, 0), jnp.roll(small, -1, 0), jnp.roll(x > 0, 24, 0)]
-    return moved, jnp.roll(x.T, -1, 1), x * jnp.roll(x, 22, 0)
-
-
-@placed(plan="maps 4")
-def returned_slices(x):
-    later = jnp.roll(jnp.diff(x, axis=0) ** 2, 2, 1)
-    return jnp.diff(x, axis=0), later[1:], jnp.diff(x, n=3, axis=0), (x * 50).astype("int8")[4:-2].T
-
-
-@placed(guarded=True, plan="maps 2")
-def parts_and_reversed(x):
-    def of_parts(x):
-        return [jnp.sum(jnp.sin(part) ** (i + 1)) for i, part in enumerate(jnp.array_split(x, 3))]
-
-    weights = jnp.arange(N, dtype=x.dtype)
-    reverse = jnp.sum(x[::-1] * jnp.cos(x)[::-1], 0), weights @ x[::-1], jnp.flip(jnp.tanh(x))
-    small = jnp.cumsum((x * 50).astype("int8")[::-1], 0)[::-1]
-    return of_parts(x), jax.grad(lambda x: sum(of_parts(x)))(x), reverse, small
-
-
-@placed(guarded=True, plan="maps 2")
-def concatenated(x):
-    twice, weights = jnp.concatenate([x, jnp.sin(x)]), jnp.arange(2.0 * N, dtype=x.dtype)
-    rows = jnp.concatenate([x[:4], x[::-1], W[None]])
-    entries = x.ravel()[7], x.ravel()[jnp.asarray(3)]
-    return (
-        jnp.var(twice, 0),
-        weights @ twice,
-        jnp.max(rows, 0),
-        jnp.mean(jnp.tile(x, (2, 1))),
-        entries,
-    )
-
-
-@placed(plan="maps 3")
-def windows(x):
-    column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
-    both = [jnp.convolve(column, kernel, mode) for mode in ("same", "valid")]
-    changes = jnp.convolve(jnp.diff(column), kernel[:2]), jnp.max(jnp.abs(both[1]))
-    small = (x * 50).astype("int16")
-    sums = [lax.reduce_window(x, 0.0, lax.add, (4, 2), (1, 1), p) for p in ("SAME", "VALID")]
-    wide = lax.reduce_window(
-        small, np.int16(-(2**15)), lax.max, (5, 1), (1, 1), "SAME", window_dilation=(2, 1)
-    )
-    low = lax.reduce_window(x[2:], jnp.inf, lax.min, (3, 1), (1, 1), ((2, 0), (0, 0)))
-    found = jnp.correlate(column > 0, kernel[1:] > 0, "same")
-    return both, changes, found, sums, wide, low, jnp.var(low, 0)
-
-
-@placed(plan="maps 5")
-def downsampled(x):
-    def pooled(x, op, start, width, stride, padding="SAME"):
-        return lax.reduce_window(x, start, op, (width, 1), (stride, 1), padding)
-
-    def convolved(x, stride):
-        kernel = jnp.asarray([1.0, 2.0, -1.0])[None, None]
-        return lax.conv_general_dilated(x.T[:, None], kernel, (stride,), "SAME")[:, 0].T
-
-    slices = x[::2], x[1::3] * jnp.arange(8.0)[:, None], x[::2][1::2], jnp.sum(x[::2] ** 2, 0)
-    small = pooled((x * 50).astype("int16"), lax.max, np.int16(-(2**15)), 3, 3, "VALID")
-    pools = pooled(x, lax.add, 0.0, 3, 2), small, pooled(x, lax.add, 0.0, 5, 10)
-    wavelet = jnp.sum((x[:-1:2] - x[1::2]) ** 2), x[:-1:2].T @ x[1::2]
-    loss = lambda x: jnp.sum(jnp.sin(convolved(convolved(x, 2), 2))) + jnp.sum(x[1::2] ** 3)
-    sums = lambda x: jnp.sum(pooled(x, lax.add, 0.0, 3, 2) ** 2)
-    return slices, pools, wavelet, convolved(x, 3), jax.grad(loss)(x), jax.grad(sums)(x)
-
-
-@placed(plan="maps 3")
-def more_rows_than_members(x):
-    column, kernel = x[:, 0], jnp.asarray([1.0, 2.0, -1.0, 0.5])
-    full = jnp.convolve(column, kernel)
-    of_all = jnp.sum(jnp.tanh(full) ** 2), jnp.max(full), full @ jnp.arange(N + 3.0)
-    parts = full[:N] * column, full[1 : N + 1], full[3:], full[3:N], jnp.convolve(full, kernel)
-    whole = jnp.correlate((column * 50).astype("int32"), jnp.arange(4), "full")
-    padded = jnp.pad(column, (2, 2), "edge"), jnp.pad(x, ((1, 2), (0, 0)), constant_values=3.0)
-    changes = jnp.diff(x, axis=0, prepend=x[:1]), jnp.concatenate([x[:1] * 2, x[:-1]]) * x
-    slope = jax.grad(lambda v: jnp.sum(jnp.convolve(v, kernel) ** 2))(column)
-    return full, of_all, parts, whole, padded, jnp.convolve(padded[0], kernel), changes, slope
-
-
-@placed(plan="maps 5")
-def slopes(x):
-    """Derivatives by all members of what is computed of scans, neighbours and windows."""
-
+@built(plan="maps 2")
+def neighbours(ops):
     def of_neighbours(x):
-        rough = jnp.sum((x[1:] - x[:-1]) ** 2) + jnp.sum(jnp.diff(x, n=2, axis=0) ** 3)
-        weighed = x[5:] * x[3:-2] * x[:-5] * jnp.arange(N - 5.0)[:, None]
-        return rough + jnp.sum(jnp.sin(x - jnp.roll(x, 1, axis=0))) + jnp.sum(weighed)
+        x = ops.map_fn(jnp.tanh, x)
+        kinds = [x[:, 0] > 0, (x * 50).astype("int8"), x.astype("bfloat16"), lax.complex(x, -x)]
+        around = [ops.neighbours(kind, 2, 1, wrap=True) for kind in kinds]
+        change = ops.map_fn(lambda v: v[1] - v[0], ops.neighbours(x, before=1, fill=1.5))
+        smooth = ops.map_fn(lambda v: jnp.convolve(v[:, 0], KERNEL, "valid"), ops.neighbours(x, 3))
+        return around, change, smooth, ops.reduce_max(ops.map_fn(jnp.abs, change))
 
-    def of_windows(x):
-        sums = lax.reduce_window(x, 0.0, lax.add, (3, 2), (1, 1), "VALID")
-        return jnp.sum(sums**2) + jnp.sum(jnp.convolve(x[:, 1], W, "same") ** 2)
+    return ops.program(placements={"clients": N})(of_neighbours), (X,)
 
+
+@built(plan="maps 3")
+def slopes_of_neighbours(ops):
+    @ops.program(placements={"clients": N})
+    def rough(x, fill):
+        x = ops.map_fn(jnp.tanh, x)
+        around = ops.neighbours(x, 1, 2), ops.neighbours(x, 4, fill=fill), ops.neighbours(x, 0, 1)
+        weights = jnp.asarray([1.0, -2.0, 0.5, 1.5])[:, None]
+        sums = lambda a, b, c: jnp.sum((weights * a) ** 2) + jnp.sum(jnp.sin(b)) * jnp.prod(c)
+        return ops.reduce_sum(ops.map_fn(sums, around))
+
+    return jax.value_and_grad(rough, argnums=(0, 1)), (X, jnp.float32(0.5))
+
+
+@built(plan="maps 2, loops 1")
+def neighbours_in_rounds(ops):
+    """Diffusion on a ring."""
+
+    @ops.program(placements={"clients": N})
+    def diffused(x):
+        def step(x, _):
+            around = ops.neighbours(x, 1, 1, wrap=True)
+            return ops.map_fn(lambda v: v[1] + 0.1 * (v[0] - 2 * v[1] + v[2]), around), None
+
+        return lax.scan(step, x, length=3)[0]
+
+    return diffused, (X,)
+
+
+@placed(plan="maps 3")
+def slopes(x):
+    """Derivatives by all members of what is computed of scans."""
     of_mapped = lambda w, x: jnp.sum(lax.map(lambda row: jnp.sin(row @ w), x) ** 2)
     of_sums = lambda x: jnp.sum(jnp.cumsum(x, axis=0) ** 2)
-    by_rows = [jax.grad(each)(x) for each in (of_neighbours, of_windows, of_sums)]
-    return by_rows, jax.grad(of_mapped, (0, 1))(W, x)
+    return jax.grad(of_sums)(x), jax.grad(of_mapped, (0, 1))(W, x)
 
 
-@placed(plan="maps 3")
-def slopes_of_scans(x):
-    products = lambda x: jnp.sum(jnp.cumprod(1 + x, axis=0) ** 2)
-    softer = lambda x: jnp.sum(jnp.sin(lax.cumlogsumexp(x.T, axis=1)))
-    return [jax.value_and_grad(each)(x) for each in (products, softer)]
+@placed()
+def entries(x):
+    return x.ravel()[7], x.ravel()[jnp.asarray(3)]
 
 
 @placed(plan="maps 3")
@@ -303,9 +242,29 @@ def quantiles(x):
 # --- what is computed of all members at once: `rule_rows` has a row of each
 
 
+@placed(plan="maps 1, gathers 1")
+def shifted(x):
+    moved = jnp.roll(x, 1, 0), jnp.diff(x, axis=0), x[::-1], x[2:] * x[:-2]
+    windows = lax.reduce_window(x, 0.0, lax.add, (3, 1), (2, 1), "SAME")
+    full = jnp.convolve(x[:, 0], KERNEL), jnp.correlate(x[:, 1], KERNEL, "same")
+    parts = [jnp.sum(jnp.sin(part), 0) for part in jnp.array_split(x, 3)]
+    return moved, windows, full, parts, jnp.pad(x, ((1, 2), (0, 0))), jnp.mean(x[:20], 0)
+
+
+@placed(plan="maps 1, gathers 3")
+def scanned_by_a_function(x):
+    linear = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
+    # Running sums that begin anew at flagged members: leaves of unlike dtypes.
+    anew = lambda a, b: (jnp.where(b[1], b[0], a[0] + b[0]), a[1] | b[1])
+    products = lambda x: jnp.sum(jnp.cumprod(1 + x, axis=0) ** 2)
+    softer = lambda x: jnp.sum(jnp.sin(lax.cumlogsumexp(x.T, axis=1)))
+    slopes = jax.grad(products)(x), jax.grad(softer)(x)
+    sums = lax.associative_scan(anew, (x[:, 0], x[:, 1] > 0.5))[0]
+    return lax.associative_scan(linear, (jnp.full_like(x, 0.9), x))[1], sums, slopes
+
+
 @placed(plan="maps 2, gathers 2")
 def gathered(x):
     in_order = jnp.sort(x, 0), jnp.median(x, 0), x.at[jnp.argsort(x[:, 0])[:3]].set(0.0)
     one_by_one = lax.scan(lambda c, row: (c * 0.5 + row, c), W, x)
-    batches = lax.map(jnp.sin, x, batch_size=4)
-    return in_order, one_by_one, batches, jnp.concatenate([x, x]), x @ x.T
+    return in_order, one_by_one, jnp.concatenate([x, x]), x @ x.T

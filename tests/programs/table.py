@@ -124,6 +124,16 @@ def _broadcast(x, *, placement=None):
     return _vmap(lambda: x, (), placement=placement)
 
 
+def _neighbours(x, before=0, after=0, fill=0, wrap=False):
+    def around(leaf):
+        mode = {"mode": "wrap"} if wrap else {"constant_values": jnp.asarray(fill, leaf.dtype)}
+        padding = [(before, after), *[(0, 0)] * (leaf.ndim - 1)]
+        rows = jnp.pad(leaf, padding, **mode)
+        return jnp.stack([rows[j : j + len(leaf)] for j in range(before + 1 + after)], 1)
+
+    return jax.tree.map(around, x)
+
+
 reference = types.SimpleNamespace(
     program=lambda placements: lambda fn: fn,
     broadcast=_broadcast,
@@ -131,6 +141,7 @@ reference = types.SimpleNamespace(
     reduce_weighted_mean=_weighted_mean,
     reduce_by_key=_by_key,
     reduce=_by_a_function,
+    neighbours=_neighbours,
     **{
         f"reduce_{name}": _over_members(getattr(jnp, name))
         for name in "sum mean max min prod any all argmax argmin".split()
