@@ -2,7 +2,8 @@
 
 A `Machine` is pickled with the steps, with the environment variables for JAX of the launching
 process. When it is unpickled, before the process computes anything, it sets those that the worker
-does not have. `check` then starts JAX; its errors say what to change.
+does not have. `check` then starts JAX; its errors say what to change. In a pool of workers, JAX has
+started already, so that only the variables on its compilation cache can be set.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from beamjax import _compat
 from beamjax._version import __version__
@@ -43,6 +46,9 @@ _CACHE: dict[str, Callable[[str], Any]] = {
 }
 """Variables on JAX's compilation cache that workers get as well. JAX reads them when it is
 imported, so the setting of the same name is changed, too."""
+_received: set[str] = set()
+"""The variables that this process has from a launching process. A later one may replace them."""
+_receiving = threading.Lock()
 
 _log = logging.getLogger("beamjax")
 
@@ -187,25 +193,33 @@ class Machine:
         # Unpickling is the first that a worker does with a step, so JAX has not started yet unless
         # another module started it.
         self.__dict__.update(state)
-        if not self.is_here and not _compat.backends_started():
-            self._make_settings()
+        if not self.is_here:
+            with _receiving:
+                self._make_settings(_compat.backends_started())
 
-    def _make_settings(self) -> None:
+    def _make_settings(self, has_started: bool) -> None:
         for name, value in self._missing().items():
+            if has_started and name in MEMORY:
+                continue  # `check` raises an error where it matters
             os.environ[name] = value
+            _received.add(name)
             if name in _CACHE:
                 jax.config.update(name.lower(), _CACHE[name](value))
+                compilation_cache.reset_cache()  # JAX opens the folder only once
+        if has_started:
+            return
         if not _compat.config.jax_platforms and self.platforms and len(self.platforms) == 1:
             # With an explicit platform, JAX raises an error that says why it can't use it.
             jax.config.update("jax_platforms", _PLATFORMS[self.platforms[0]])
 
     def _missing(self) -> dict[str, str]:
         """The variables that this process does not have; those that it has take precedence."""
-        has_fraction = any(map(os.environ.get, _ONE_OF))
+        own = {name for name in (*MEMORY, *_CACHE) if os.environ.get(name)} - _received
+        own |= set(_ONE_OF) if own.intersection(_ONE_OF) else set()
         return {
             name: value
             for name, value in self.environment.items()
-            if not os.environ.get(name) and not (has_fraction and name in _ONE_OF)
+            if name not in own and os.environ.get(name) != value
         }
 
     @property

@@ -229,12 +229,13 @@ def test_each_task_manager_has_workers_of_its_own(started, tmp_path):
 
 @pytest.mark.parametrize("runner", params("prism", "flink"), indirect=True)
 def test_workers_get_the_variables_of_jax(runner, monkeypatch, tmp_path):
-    """Those of the cluster were started without them."""
-    mine = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
-    read = lambda v: np.float32(all(os.environ.get(name) == mine[name] for name in mine))
-    assert on(runner, calling(read), MEMBERS, shard_size=8) == N
+    """Those of the cluster were started without them, and serve several jobs."""
+    for folder in (str(tmp_path / "a"), str(tmp_path / "b")):
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        read = lambda v, folder=folder: np.float32(
+            os.environ["JAX_COMPILATION_CACHE_DIR"] == folder
+        )
+        assert on(runner, calling(read), MEMBERS, shard_size=8) == N
 
 
 # --- failures

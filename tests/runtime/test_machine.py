@@ -185,6 +185,18 @@ def test_a_worker_gets_the_variables_of_the_launching_process(monkeypatch):
     assert found == ["0.9 False cpu", "(CpuDevice(id=0),)", "/here 0.25 7 False"]
 
 
+def test_a_worker_whose_jax_runs_already_gets_those_on_the_cache():
+    """As in a pool of workers, which serves several jobs."""
+    sent = [Machine(environment={**MEMORY, **CACHE, "JAX_COMPILATION_CACHE_DIR": x}) for x in "ab"]
+    code = "import os, pickle, sys, jax\njax.devices()\n"
+    code += "for machine in pickle.loads(sys.stdin.buffer.read()):\n    pickle.loads(machine)\n"
+    code += (
+        "    print(jax.config.jax_compilation_cache_dir, os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
+    )
+    found = in_a_new_process(code, pickle.dumps([pickle.dumps(each) for each in sent]))
+    assert found == ["a None", "b None"]
+
+
 def variables(x):
     """A body that reads the environment where it runs."""
     names = [*MEMORY, *CACHE]
