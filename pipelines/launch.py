@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 
 from beamjax._beam_compat import (
     WORKER_THREAD,
@@ -25,7 +25,7 @@ from beamjax._beam_compat import (
 )
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.clusters import flink_cluster
+from beamjax.pipelines.clusters import flink_cluster, processes
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
 from beamjax.pipelines.runners import flink
@@ -211,6 +211,7 @@ def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 """Seconds between two checks of a running pipeline: at first, so that a failure in a short pipeline
 is seen soon, and later."""
+_SECONDS_TO_LISTEN = 10.0
 _SECONDS_TO_CANCEL = 10.0
 _SECONDS_TO_END = 15.0
 """Seconds after the end of a worker in which a pipeline that is about to end surely ends."""
@@ -262,7 +263,27 @@ def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable
         raise known
 
 
+def await_job_server(options: PipelineOptions) -> None:
+    """Waits until the job server of a pipeline takes connections.
+
+    Beam would wait for a minute, and then say that a future has timed out.
+
+    Raises:
+      WorkerError: it does not.
+    """
+    endpoint = options.view_as(PortableOptions).job_endpoint or ""
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdigit()):  # Beam starts one, or has one in this process.
+        return
+    if not processes.wait_until(lambda: processes.listens(host, int(port)), _SECONDS_TO_LISTEN):
+        raise WorkerError(
+            f"job_endpoint: no job server takes connections at {endpoint}; start it, or check the "
+            "host and port"
+        )
+
+
 def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
+    await_job_server(pipeline.options)
     result = pipeline.run()
     outcome = interrupts.in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]

@@ -22,7 +22,12 @@ import apache_beam as beam
 from beamjax._beam_compat import FlinkRunner, FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, SourceError, WorkerError
-from beamjax.pipelines.launch import NEVER_REPLACE_WORKERS, new_pipeline, run_pipeline
+from beamjax.pipelines.launch import (
+    NEVER_REPLACE_WORKERS,
+    await_job_server,
+    new_pipeline,
+    run_pipeline,
+)
 from beamjax.pipelines.resident.mailbox import (
     Mailbox,
     Peer,
@@ -213,6 +218,14 @@ class ResidentJob:
         attempt.thread = threading.Thread(target=work, name="beamjax rounds", daemon=True)
         attempt.thread.start()
 
+    def _await_job_server(self, pipeline: beam.Pipeline) -> None:
+        """As `await_job_server`; starting the job again would not help."""
+        try:
+            await_job_server(pipeline.options)
+        except WorkerError as error:
+            self._hopeless = error
+            raise
+
     def _reason(self, pipeline: beam.Pipeline) -> Callable[[], BeamjaxError | None]:
         """A look for the reason why no worker joins. Once one has, the others can do without it."""
         progress = flink.Progress(pipeline.options, attempts=2)
@@ -230,6 +243,7 @@ class ResidentJob:
         connection = self.connection
         try:
             with new_pipeline(connection, self._runner) as pipeline:
+                self._await_job_server(pipeline)
                 add_workers(pipeline, connection, ServeTasks(self.folder, self._secret))
                 end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
                 looks = [lambda: attempt.abort, self._reason(pipeline)]

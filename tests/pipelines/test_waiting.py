@@ -29,6 +29,16 @@ class Running(PipelineResult):
         self.cancelled.set()
 
 
+def test_a_job_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(waiting, "_SECONDS_TO_LISTEN", 0.1)
+    pipeline = Running(())
+    pipeline.options = PipelineOptions(["--job_endpoint=127.0.0.1:1"])
+    with pytest.raises(WorkerError, match=r"no job server takes connections at 127\.0\.0\.1:1"):
+        waiting.run_pipeline(pipeline)
+    pipeline.options = PipelineOptions(["--job_endpoint=embed"])
+    waiting.run_pipeline(pipeline)
+
+
 LOST = WorkerError("a worker is gone")
 
 
