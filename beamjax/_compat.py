@@ -6,12 +6,15 @@ names below.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -70,6 +73,28 @@ def skip_exit_handlers() -> None:
     """Removes JAX's exit handlers, which wait for computations and clear caches that these use."""
     for handler in (api.clean_up, dispatch.wait_for_tokens):
         atexit.unregister(handler)
+
+
+_show = sys.unraisablehook
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.01)  # else the main thread would raise it in the hook
+    _thread.interrupt_main()
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeats an interrupt that Python ignores, as it does in callbacks of the garbage collector.
+
+    JAX has such a callback, and a signal that arrives during a collection is raised there.
+    """
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        _thread.start_new_thread(_interrupt_soon, ())
+    else:
+        _show(ignored)
+
+
+sys.unraisablehook = _interrupt_again
 
 
 def is_tracing() -> bool:

@@ -82,7 +82,7 @@ class Interrupts:
             return [sys.executable, str(JOB), kind, self.runner, json.dumps(self.options), str(job)]
         x = self.folder / "x.npy"
         if not x.exists():
-            np.save(x, np.full((512, 64, 64), 0.1, np.float32))
+            np.save(x, np.full((256, 64, 64), 0.1, np.float32))
         flags = [f"--{name}={value}" for name, value in self.options.items()]
         return [
             sys.executable, "-m", "beamjax", "run", f"{JOB}:slow", "--arg", f"x={x}",

@@ -23,15 +23,15 @@ def calls(runner, options, folder):
         return bj.reduce_mean(bj.map_fn(body, (x, bj.broadcast(w))))
 
     def rounds(w, x):
-        return jax.lax.scan(lambda w, _: (w + total(w, x), None), w, length=8)[0]
+        return jax.lax.scan(lambda w, _: (w + total(w, x), None), w, length=4)[0]
 
     options = {"shard_size": 16, **options}
     recorded = options | {"job_folder": folder}
-    w, x = np.float32(1), np.full((512, 64, 64), 0.1, np.float32)
+    w, x = np.float32(1), np.full((256, 64, 64), 0.1, np.float32)
 
     def session():
         with bj.session(runner, options) as s:
-            for _ in range(8):
+            for _ in range(4):
                 s.run(total, w, x, options=recorded | {"overwrite": True})
 
     return {

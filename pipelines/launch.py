@@ -29,7 +29,7 @@ from beamjax.pipelines.clusters import flink_cluster, processes
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
 from beamjax.pipelines.runners import flink
-from beamjax.pipelines.runners.connect import Connection, connect
+from beamjax.pipelines.runners.connect import Connection, connect, shares_memory
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
 from beamjax.pipelines.runners.options import ClusterOptions
 from beamjax.pipelines.values.refs import Ref
@@ -253,7 +253,9 @@ def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable
         except BaseException:
             # Beam waits forever for a worker process that has died.
             end()
-            _leave(outcome, SECONDS_TO_STOP)
+            ended_now = not wait([outcome], SECONDS_TO_STOP).not_done
+            if not ended_now and shares_memory(pipeline.runner, pipeline.options):
+                interrupts.abandon(outcome)  # It may compute; otherwise it only waits.
             raise
     error = outcome.exception()
     if error is not None:
@@ -299,16 +301,9 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
         # Workers must not continue after the run has failed. The threads are for runners that do
         # not answer any more.
         cancel_jobs = functools.partial(flink.cancel, pipeline.options)
-        for ending in [interrupts.in_thread(cancel) for cancel in (result.cancel, cancel_jobs)]:
-            _leave(ending, _SECONDS_TO_CANCEL)
-        _leave(outcome, 0.0)
+        cancels = [interrupts.in_thread(cancel) for cancel in (result.cancel, cancel_jobs)]
+        wait(cancels, _SECONDS_TO_CANCEL)
         raise
-
-
-def _leave(outcome: Future[Any], seconds: float) -> None:
-    """Waits for a thread that is about to end, but not for long."""
-    if wait([outcome], seconds).not_done:
-        interrupts.abandon(outcome)
 
 
 def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:

@@ -8,7 +8,6 @@ cancels the job, gives it `SECONDS_TO_END`, and raises `KeyboardInterrupt` or, a
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import collections
 import concurrent.futures
@@ -19,7 +18,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -291,26 +289,6 @@ def _end_process() -> None:
     os.kill(os.getpid(), number)
 
 
-_show = sys.unraisablehook
-
-
-def _interrupt_soon() -> None:
-    time.sleep(0.01)  # else the main thread would raise it in the hook
-    _thread.interrupt_main()
-
-
-def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Repeats an interrupt that Python ignores, as it does in callbacks of the garbage collector.
-
-    JAX has such a callback, and a signal that arrives during a collection is raised there.
-    """
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        _thread.start_new_thread(_interrupt_soon, ())
-    else:
-        _show(ignored)
-
-
-sys.unraisablehook = _interrupt_again
 # Before Python waits for threads that are no daemons, such as those of a ThreadPoolExecutor, which
 # may wait for a job.
 threading._register_atexit(_leave)  # type: ignore[attr-defined]
