@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from beamjax.pipelines.clusters import own_user
+from beamjax.pipelines import own_user
 
 NOBODY = 65534
 NEEDS_ROOT = pytest.mark.skipif(

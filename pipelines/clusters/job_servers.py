@@ -16,7 +16,8 @@ import grpc
 from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, PortableOptions
 
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import guard, jars, own_user, processes
+from beamjax.pipelines import own_user
+from beamjax.pipelines.clusters import guard, jars, processes
 from beamjax.storage import temporary
 
 _SECONDS_TO_START = 90.0

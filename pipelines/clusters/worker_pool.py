@@ -42,7 +42,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """
     import grpc
 
-    from beamjax.pipelines.clusters import own_user
+    from beamjax.pipelines import own_user
 
     api: Any = _beam_compat.beam_fn_api_pb2
     services: Any = _beam_compat.beam_fn_api_pb2_grpc

@@ -16,7 +16,8 @@ from apache_beam.options.pipeline_options import (
 )
 
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, own_user, processes
+from beamjax.pipelines import own_user
+from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.clusters.processes import listens
 from beamjax.pipelines.runners.options import ClusterOptions

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from beamjax._beam_compat import redirect_submission_files, server_modules
-from beamjax.pipelines.clusters.own_user import OwnUserOnly
 from beamjax.pipelines.clusters.processes import LOOPBACK
+from beamjax.pipelines.own_user import OwnUserOnly
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
 """Addresses in Beam's code, and their replacement. It is one address and not "localhost", which may

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import threading
 import time
 
 _SECONDS_BETWEEN_LOOKS = 0.5
+_URL = re.compile(r'url: *"([^"]*)"')
+"""An address in a description of a server of Beam."""
 
 
 def end_with(launcher: int) -> None:
@@ -27,8 +30,13 @@ def main() -> None:
     end_with(int(sys.argv[1]))
     # After the watch has started: importing Beam takes seconds.
     from beamjax._beam_compat import sdk_worker_main
-    from beamjax.pipelines import log_filters
+    from beamjax.pipelines import log_filters, own_user
 
+    # The worker runs what these servers send.
+    for name, text in os.environ.items():
+        if name.endswith("_API_SERVICE_DESCRIPTOR"):
+            for endpoint in _URL.findall(text):
+                own_user.check_listener(endpoint)
     log_filters.install_in_worker()
     sdk_worker_main([])
     # Without Python's finalization, which takes seconds for JAX and gRPC, and in which a thread of

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from other_user import NEEDS_ROOT, NOBODY, answer_to, taken
 
 import beamjax as bj
 from beamjax.errors import OptionsError
-from beamjax.pipelines.clusters import job_servers, own_user, processes, worker_pool
-from beamjax.pipelines.clusters.own_user import OwnUserOnly, check_listener, serves
+from beamjax.pipelines import own_user
+from beamjax.pipelines.clusters import job_servers, processes, worker_pool
+from beamjax.pipelines.own_user import OwnUserOnly, check_listener, serves
 from beamjax.pipelines.runners import loopback
 
 LINUX = pytest.mark.skipif(not own_user.is_known(), reason="this system does not name users")
@@ -188,6 +190,17 @@ def test_a_port_that_another_user_has_taken(host):
             server = job_servers.JobServer(f"127.0.0.1:{port}", other, None, os.getpid())
             with pytest.raises(OptionsError, match=f"found a server of user {NOBODY}"):
                 server.answers()
+
+
+@NEEDS_ROOT
+def test_a_worker_process_takes_no_work_from_another_user():
+    (port,) = processes.free_ports(1)
+    command = [sys.executable, "-m", "beamjax.pipelines.worker.direct_worker", str(os.getpid())]
+    control = {"CONTROL_API_SERVICE_DESCRIPTOR": f'url: "localhost:{port}"'}
+    with taken("127.0.0.1", port):
+        done = subprocess.run(command, env=os.environ | control, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"localhost:{port}: found a server of user {NOBODY}" in done.stderr
 
 
 def test_names_that_are_not_checked():
