@@ -112,7 +112,12 @@ def _weighted_mean(x, w, *, placement=None):
 
 
 def _by_key(x, keys, num_keys, *, op="sum", placement=None):
-    return jax.tree.map(lambda v: getattr(jax.ops, f"segment_{op}")(v, keys, num_keys), x)
+    def by_key(v):
+        v = v.astype("int8") if v.dtype == "int4" else v  # jnp.sum refuses int4
+        v = v.astype(getattr(jnp, op)(v, axis=0).dtype)  # segment_sum adds int8 as int8
+        return getattr(jax.ops, f"segment_{op}")(v, keys, num_keys)
+
+    return jax.tree.map(by_key, x)
 
 
 def _by_a_function(combine, x, *, placement=None):
