@@ -130,8 +130,8 @@ class Interrupts:
                     found.wrong.append("HUNG")
                     return found
                 found.to_end = time.monotonic() - at
-            self.judge(found, process.returncode, out, err, at)
             found.state = self.state(job, found)
+            self.judge(found, process.returncode, out, err, at)
             found.wrong += self.left(tmp)
         return found
 
@@ -146,7 +146,9 @@ class Interrupts:
         ended = "done" in told and float(told[-1]) <= at + 0.1
         if code not in expected and not (ended and code == 0):
             found.wrong.append(f"exit {code}")
-        if code == -signal.SIGINT and "KeyboardInterrupt" not in err and not ended:
+        # Python raises none while it is being finalized.
+        is_over = ended or found.state == "done"
+        if code == -signal.SIGINT and "KeyboardInterrupt" not in err and not is_over:
             found.wrong.append("ended without KeyboardInterrupt")
         said = [word for word in BAD if word in err]
         if said or found.wrong:
