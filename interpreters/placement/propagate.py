@@ -114,6 +114,8 @@ def place(
             continue
         if selected := _selected_too_often(program):
             gathering |= {eqn.outputs[0] for eqn in selected}
+            # A selection that a rewrite makes has other results in each attempt.
+            rewrites.refuse(eqn.outputs[0] for eqn in selected)
             continue
         gathered = _gathered_inputs(program, tried.keys(), guarded)
         if not gathered:

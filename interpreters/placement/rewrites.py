@@ -13,7 +13,7 @@ computed from it save nothing. They are refused, and the program is placed again
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,12 @@ class Rewrites:
         """Whether to use the rewritten program; if not, `refused` has grown."""
         gathered = frozenset[Var]().union(*map(self.origins, self._gathered(program)))
         refused = [var for var, origins in self.sources.items() if origins & gathered]
-        self.refused |= {self.owners.get(var, var) for var in refused}
+        self.refuse(refused)
         return not refused
+
+    def refuse(self, results: Iterable[Var]) -> None:
+        """Refuses the rewrites that compute some values, in the next attempts."""
+        self.refused |= {self.owners.get(var, var) for var in results}
 
     def origins(self, atom: Atom) -> frozenset[Var]:
         """The placed values that a placed one was computed from by rewrites; itself, if none."""

@@ -86,7 +86,7 @@ def test_what_rows_read(name):
 
 
 WITHOUT_ROWS = """
-    compressed_words eig eq_to geqrf hessenberg log2 mulhi random_gamma_grad schur
+    compressed_words eig eq_to geqrf hessenberg log2 mulhi random_gamma_grad schur threefry2x32
 """.split()
 """Primitives without a row: few programs use them, and some versions of JAX do not have them."""
 NEW_IN_JAX = {"one_minus_square", "polynomial"} if jax.__version_info__ < (0, 12) else set()
