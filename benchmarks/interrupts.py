@@ -40,8 +40,9 @@ KINDS = ("run", "rounds", "launch", "session", "command")
 JOB = Path(__file__).resolve().parent / "interrupts_job.py"
 BAD = ("WorkerError", "Fatal", "terminate called", "Aborted", "Exception ignored", "may have died")
 """What stderr must not say."""
-SECONDS_TO_LEAVE = 5.0
-"""Seconds after the end of a process until nothing of it is left."""
+SECONDS_TO_LEAVE = {"FlinkRunner": 40.0}
+"""Seconds after the end of a process until nothing of it is left, if not 5. A job server may still
+submit a job, which a process beside it waits for and cancels."""
 
 
 @dataclass
@@ -166,7 +167,8 @@ class Interrupts:
         return state.value
 
     def left(self, tmp: Path) -> list[str]:
-        end, found = time.monotonic() + SECONDS_TO_LEAVE, ["?"]
+        end = time.monotonic() + SECONDS_TO_LEAVE.get(self.runner, 5.0)
+        found = ["?"]
         while found and time.monotonic() < end:
             found = [f"left {one}" for one in (*faults.strays(tmp), *faults.leftovers(tmp))]
             found += [] if self.cluster is None else [

@@ -14,6 +14,7 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
+from apache_beam.runners.runner import PipelineResult
 
 from beamjax._beam_compat import (
     WORKER_THREAD,
@@ -25,7 +26,7 @@ from beamjax._beam_compat import (
 )
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.clusters import flink_cluster, processes
+from beamjax.pipelines.clusters import flink_cluster, guard, processes
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
 from beamjax.pipelines.runners import flink
@@ -286,7 +287,11 @@ def await_job_server(options: PipelineOptions) -> None:
 
 def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
     await_job_server(pipeline.options)
-    result = pipeline.run()
+    with guard.needed():
+        _run_to_its_end(pipeline, pipeline.run(), looks)
+
+
+def _run_to_its_end(pipeline: beam.Pipeline, result: PipelineResult, looks: Sequence[Look]) -> None:
     outcome = interrupts.in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]
     try:

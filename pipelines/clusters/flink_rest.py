@@ -48,13 +48,16 @@ class FlinkRest:
         """The configuration of the job manager."""
         return {entry["key"]: entry["value"] for entry in self.ask("jobmanager/config")}
 
+    def named(self, name: str | None) -> list[dict[str, Any]]:
+        """The jobs of a name, also those that have ended; all jobs for None."""
+        return [j for j in self.ask("jobs/overview")["jobs"] if name in (None, j["name"])]
+
     def running(self, name: str | None = None) -> list[dict[str, Any]]:
         """The jobs that have not ended: all, or those of a name."""
-        jobs = self.ask("jobs/overview")["jobs"]
-        return [job for job in jobs if job["state"] not in ENDED and name in (None, job["name"])]
+        return [job for job in self.named(name) if job["state"] not in ENDED]
 
     def cancel(self, name: str, seconds: float) -> list[str]:
-        """Cancels all jobs of a name, and waits for their end.
+        """Cancels all jobs of a name, waits for the first one to arrive, and for their end.
 
         Args:
           name: the name of the jobs.
@@ -67,19 +70,19 @@ class FlinkRest:
           OSError: the job manager does not answer.
         """
         end = time.monotonic() + seconds
-        while left := self.running(name):
+        while True:
+            jobs = self.named(name)
+            left = [job for job in jobs if job["state"] not in ENDED]
             for job in left:
                 if job["state"] != "CANCELLING":
                     self.ask(f"jobs/{job['jid']}?mode=cancel", "PATCH")
-            if time.monotonic() > end:
-                break
+            if (jobs and not left) or time.monotonic() > end:
+                return [job["jid"] for job in left]
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        return [job["jid"] for job in left]
 
     def end(self, name: str) -> tuple[str, str]:
         """The state in which the last job of a name ended, and the reason if it failed."""
-        jobs = [job for job in self.ask("jobs/overview")["jobs"] if job["name"] == name]
-        last = max(jobs, key=lambda job: job["start-time"])
+        last = max(self.named(name), key=lambda job: job["start-time"])
         if last["state"] == "FINISHED":
             return "FINISHED", ""
         history = self.ask(f"jobs/{last['jid']}/exceptions")

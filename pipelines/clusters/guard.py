@@ -19,6 +19,7 @@ import sys
 import time
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -95,8 +96,25 @@ def watched(address: str, launcher: int) -> str:
     return name
 
 
+@contextlib.contextmanager
+def needed() -> Iterator[None]:
+    """Lets the process of `watched` outlive this one, unless the block ends without an error.
+
+    A job server goes on to submit a pipeline after its launcher was interrupted.
+    """
+    pipeline = object()
+    _needed.add(pipeline)
+    yield
+    _needed.discard(pipeline)
+
+
+_needed: set[object] = set()
+"""The pipelines that may still reach a cluster."""
+
+
 def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
-    if os.getpid() == launcher:  # a forked process inherits the exit handler
+    # A forked process inherits the exit handler.
+    if os.getpid() == launcher and not _needed:
         watch.terminate()
         watch.wait()
 

@@ -150,11 +150,11 @@ def cancel(options: PipelineOptions) -> None:
     try:
         left = rest.cancel(name, _SECONDS_TO_GO)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _LOG.warning("beamjax: can't cancel the job %s at %s: %s", name, rest.address, error)
+        _LOG.warning("can't cancel the job %s at %s: %s", name, rest.address, error)
         return
     for job in left:
         _LOG.warning(
-            "beamjax: the job %s at %s still runs; cancel it in Flink's dashboard",
+            "the job %s at %s still runs; cancel it in Flink's dashboard",
             job, rest.address,
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ def _checked(
     if port.isdigit() and host not in ("localhost", "127.0.0.1") and not listens(host, int(port)):
         doubts.append(f"environment_config: no pool of workers answers at {pool}")
     for doubt in doubts:
-        _LOG.warning("beamjax: %s", doubt)
+        _LOG.warning("%s", doubt)
     defaults = {
         "job_name": guard.watched(rest.address, os.getpid()),
         "execution_mode_for_batch": "BATCH_FORCED",

@@ -139,9 +139,19 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
     jobs.append(job(5))
     flink.cancel(options)
     assert [record.getMessage() for record in caplog.records] == [
-        f"beamjax: the job job-5 at http://{cluster.master} still runs; cancel it in Flink's "
-        "dashboard"
+        f"the job job-5 at http://{cluster.master} still runs; cancel it in Flink's dashboard"
     ]
+
+
+def test_a_job_that_arrives_after_its_cancellation_is_cancelled(cluster, monkeypatch):
+    """A job server goes on to submit a pipeline after its launcher was interrupted."""
+    monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    cluster.answers["/jobs/overview"]["jobs"] = jobs = [job(2, "other")]
+    late = threading.Timer(0.2, lambda: jobs.append(job(1)))
+    late.start()
+    flink.cancel(PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"]))
+    late.join()
+    assert cluster.cancelled == ["job-1"]
 
 
 def test_each_pipeline_has_a_name_of_its_own(cluster):

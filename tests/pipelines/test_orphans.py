@@ -21,6 +21,9 @@ print(guard.watched(sys.argv[1], os.getpid()), flush=True)
 input()
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+with guard.needed():
+    if sys.argv[2] == "interrupted":
+        raise KeyboardInterrupt
 """
 
 
@@ -59,7 +62,7 @@ def launcher(flink, end):
     """A launcher that is under watch and ends soon; the name of its pipelines."""
     command = [sys.executable, "-c", LAUNCHER, f"http://127.0.0.1:{flink.server_port}", end]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     name = process.stdout.readline().strip()
     flink.jobs += [
         {"jid": "1", "name": name, "state": "RUNNING"},
@@ -69,8 +72,9 @@ def launcher(flink, end):
     return process, name
 
 
-def test_only_the_pipelines_of_a_killed_launcher_are_cancelled(flink):
-    process, name = launcher(flink, "killed")
+@pytest.mark.parametrize("end", ["killed", "interrupted"])
+def test_only_the_pipelines_of_a_launcher_that_is_gone_are_cancelled(end, flink):
+    process, name = launcher(flink, end)
     time.sleep(1.2)
     assert flink.cancelled == []
     process.communicate("\n")
