@@ -102,12 +102,14 @@ def test_arrays_that_change_are_read_again():
 
 def test_placed_results_go_to_files_of_their_call(tmp_path):
     """The workers use the program of the first call again, but not its folder."""
-    own = {**OPTIONS, "results_folder": str(tmp_path)}
+    own = [{**OPTIONS, "results_folder": str(tmp_path / name)} for name in "ab"]
     with bj.session("DirectRunner", OPTIONS) as s:
         kept = [s.run(residuals, jnp.full(3, w), X, Y, keep="placed") for w in range(3)]
         kept += [
-            s.run(residuals, jnp.full(3, w), X, Y, keep="placed", options=own) for w in range(2)
+            s.run(residuals, jnp.full(3, w), X, Y, keep="placed", options=own[w]) for w in range(2)
         ]
+        with pytest.raises(bj.OptionsError, match="found a result of another run"):
+            s.run(residuals, jnp.full(3, 2), X, Y, keep="placed", options=own[0])
         found = [np.asarray(each) for each in kept]
     expected = [
         bj.run(residuals, jnp.full(3, w), X, Y, runner="local", options=OPTIONS) for w in range(3)
