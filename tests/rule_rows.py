@@ -416,11 +416,12 @@ group("convolutions", placed(normal(N, 6, 6, 2)), normal(3, 3, 2, 4, seed=1),
         conv(x.transpose(0, 3, 1, 2), k.transpose(3, 2, 0, 1)),
         conv(x.transpose(1, 2, 0, 3), k, dimension_numbers=("HWNC", "HWIO", "HWNC")),
         jax.vmap(jax.grad(lambda x: conv_loss(k, x[None])))(x),
-        window(x, 0.0, lax.add) / 4, conv(x.transpose(1, 0, 2, 3), k, dimension_numbers=NHWC),
+        window(x, 0.0, lax.add) / 4,
     ],
     fold=lambda x, k: [jax.grad(conv_loss)(k, x)],
     gather=lambda x, k: [
         jax.vmap(lambda x: conv(x[None], x[:3, :3, :, None], dimension_numbers=NHWC))(x),
+        conv(x.transpose(1, 0, 2, 3), k, dimension_numbers=NHWC),
     ],
 )  # fmt: skip
 
