@@ -87,7 +87,7 @@ def test_the_state_of_a_loop_and_what_it_stacks(way, tmp_path):
     expected = run(rounds, W, X, way="local", keep=None)
     for options in ({}, {"checkpoint": str(tmp_path / "c"), "results_folder": str(tmp_path / "r")}):
         for _ in range(2):
-            found = run(rounds, W, X, way=way, **options)
+            found = run(rounds, W, X, way=way, overwrite=True, **options)
             assert isinstance(found[0], bj.Placed)
             assert_same_bits(found, expected)
 
@@ -174,8 +174,12 @@ def test_a_given_folder_stays_and_can_be_moved(tmp_path, other_process):
 
 def test_a_second_run_does_not_touch_the_results_of_the_first(tmp_path):
     first, _ = run(embed, W, X, results_folder=tmp_path)
-    second, _ = run(embed, 2 * W, X, results_folder=tmp_path)
-    assert_same_bits(first["score"], jax.jit(embed)(W, X)[0]["score"])
+    with pytest.raises(bj.OptionsError, match="found a result of another run"):
+        run(embed, 2 * W, X, results_folder=tmp_path)
+    assert_same_bits(bj.open_placed(first["score"].folder), jax.jit(embed)(W, X)[0]["score"])
+    second, _ = run(embed, 2 * W, X, results_folder=tmp_path, overwrite=True)
+    with pytest.raises(bj.SourceError, match="No such file"):
+        np.asarray(first["score"])
     assert_same_bits(bj.open_placed(second["score"].folder), jax.jit(embed)(2 * W, X)[0]["score"])
 
 
