@@ -1,14 +1,11 @@
 """Training with compressed updates: in 8 bits with error feedback, and ternary, against floats.
 
-Each client trains a small network on handwritten digits for a few steps, and sends its update as
-small integers and one scale for each array. The server takes the mean of what it receives.
+Each client sends its update as small integers and a scale; the server takes the mean.
 
-* 8 bits: a number is rounded to the nearest of 255 levels. The client adds what is lost to its next
-  update (S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-  Schemes", ICML 2019). The errors of all clients are a placed value, which stays with the workers.
-* Ternary: a number becomes -1, 0 or 1 times the scale at random, so that its expectation is the
-  number itself, after numbers beyond 2.5 standard deviations are clipped (W. Wen et al., "TernGrad:
-  Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017).
+* 8 bits: a number is rounded to the nearest of 255 levels, and the client adds what is lost to its
+  next update (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
+* Ternary: a number becomes -1, 0 or 1 times the scale at random, with the number as expectation,
+  after clipping at 2.5 standard deviations (Wen et al., "TernGrad", NeurIPS 2017).
 
     python examples/compressed_training.py --rounds=20 --runner=DirectRunner
 
@@ -16,7 +13,6 @@ Other flags go to beamjax (--shard_size=16) or to Beam.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +24,8 @@ from sklearn.datasets import load_digits
 import beamjax as bj
 
 CLIENTS, EACH, WIDTH, CLASSES, STEPS, RATE = 48, 32, 32, 10, 4, 0.5
-BITS = {"floats": 32, "8 bits": 8, "ternary": 2}
-"""The bits of a number, by the name of the codec."""
+BITS = {"floats": 32, "8 bits": 8, "ternary": 2}  # of a number, by codec
+decoded = lambda codes, scale: codes.astype(scale.dtype) * scale
 
 Model = dict[str, jax.Array]
 
@@ -46,10 +42,6 @@ def ternary(x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
     is_one = jax.random.uniform(key, x.shape, x.dtype) < jnp.abs(x) / scale
     return jnp.where(is_one, jnp.sign(x), 0).astype(jnp.int8), scale
-
-
-def decoded(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    return codes.astype(scale.dtype) * scale
 
 
 def sent(method: str, update: Model, error: Model, key: jax.Array) -> tuple[Model, Model]:
@@ -79,10 +71,8 @@ def trainer(method: str, rounds: int) -> Any:
             model, error = carry
 
             def client(images: jax.Array, labels: jax.Array, error: Model, key: jax.Array) -> Any:
-                def step(_: Any, local: Model) -> Model:
-                    slopes = jax.grad(loss)(local, images, labels)
-                    return jax.tree.map(lambda w, slope: w - RATE * slope, local, slopes)
-
+                slope = jax.grad(lambda model: loss(model, images, labels))
+                step = lambda _, w: jax.tree.map(lambda w, g: w - RATE * g, w, slope(w))
                 update = jax.tree.map(jnp.subtract, jax.lax.fori_loop(0, STEPS, step, model), model)
                 return sent(method, update, error, key)
 
@@ -96,18 +86,12 @@ def trainer(method: str, rounds: int) -> Any:
     return train
 
 
-def digits_by_client(
-    rng: np.random.Generator,
-) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """Digits by client, partly sorted by label so that clients differ; and held-out digits."""
+def digits_by_client(rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns images and labels by client, and those that are held out."""
     pixels, labels = load_digits(return_X_y=True)
-    pixels, labels = (pixels / 16).astype(np.float32), labels.astype(np.int32)
-    order = rng.permutation(len(labels))
-    train, held_out = order[: CLIENTS * EACH], order[CLIENTS * EACH :]
-    half = len(train) // 2
-    train[:half] = train[:half][np.argsort(labels[train[:half]], kind="stable")]
-    train = np.concatenate([part.reshape(CLIENTS, -1) for part in (train[:half], train[half:])], 1)
-    return (pixels[train], labels[train]), (pixels[held_out], labels[held_out])
+    order, n = rng.permutation(len(labels)), CLIENTS * EACH
+    arrays = (pixels[order] / 16).astype(np.float32), labels[order].astype(np.int32)
+    return [x[:n].reshape(CLIENTS, EACH, *x.shape[1:]) for x in arrays], [x[n:] for x in arrays]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, int]]:
@@ -118,20 +102,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, int]]:
     flags, others = parser.parse_known_args(argv)
     digits, (images, labels) = digits_by_client(np.random.default_rng(0))
     keys = jax.random.split(jax.random.key(0))
-    model = {
-        "in": jax.random.normal(keys[0], (64, WIDTH)) / 8,
-        "out": jax.random.normal(keys[1], (WIDTH, CLASSES)) / 6,
-    }
+    normal = jax.random.normal
+    model = {"in": normal(keys[0], (64, WIDTH)) / 8, "out": normal(keys[1], (WIDTH, CLASSES)) / 6}
     found = {}
     for method, bits in BITS.items():
-        trained = bj.run(
-            trainer(method, flags.rounds), model, *digits, jax.random.key(1),
-            runner=flags.runner, options=others,
-        )  # fmt: skip
+        arguments = trainer(method, flags.rounds), model, *digits, jax.random.key(1)
+        trained = bj.run(*arguments, runner=flags.runner, options=others)
         scores = np.maximum(images @ trained["in"], 0) @ trained["out"]
         accuracy = float(np.mean(scores.argmax(axis=1) == labels))
-        scales = 0 if method == "floats" else 4 * len(model)
-        nbytes = sum(math.ceil(bits * w.size / 8) for w in model.values()) + scales
+        nbytes = sum(-(-bits * w.size // 8) + 4 * (bits < 32) for w in model.values())
         found[method] = accuracy, nbytes
         print(f"{method:8} accuracy {accuracy:.1%}, {nbytes:,} bytes an update")
     return found

@@ -273,6 +273,7 @@ class Store:
         """
         try:
             file_io.remove(self.root, _SUFFIXES)
+            temporary.remove_empty(self.root)
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 

@@ -139,7 +139,7 @@ def test_explain(folder, capsys):
     assert cli.main(["explain", *LOSS, "--mermaid"]) == 0
     assert capsys.readouterr().out == f"{expected.to_mermaid()}\n"
     _, found, _ = json_of(capsys, "explain", *LOSS, "--runner=DataflowRunner")
-    assert found["plan"]["memory"]["where"] == "Dataflow, processes of 12 threads"
+    assert found["plan"]["memory"]["where"] == "DataflowRunner, processes of 12 threads"
     for stage in ("staged", "flat", "placed", "graph"):
         status, found, _ = json_of(capsys, "explain", *LOSS, "--stage", stage)
         assert (status, found["stage"]) == (0, stage)

@@ -4,6 +4,8 @@ import collections
 import functools
 import os
 import re
+import signal
+import time
 
 import apache_beam as beam
 import jax
@@ -279,13 +281,16 @@ def test_an_interrupt_in_a_callback_ends_the_run():
 
     def interrupted(x):
         calls.append(x)
-        raise KeyboardInterrupt  # Ctrl-C
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
+        time.sleep(2 if len(calls) <= 2 else 0)  # longer than the caller waits
+        return x
 
     called = functools.partial(jax.pure_callback, interrupted, vmap_method="sequential")
     fn = program(lambda x: bj.reduce_sum(bj.map_fn(lambda v: called(spec(v), v), x)))
     with pytest.raises(KeyboardInterrupt):
         bj.run(fn, X[:, 0], runner="local", options={"on_error": "drop"})
-    assert len(calls) == 1, "it computed members again to find one that fails"
+    assert len(calls) <= 2, "it computed members again to find one that fails"  # two threads
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

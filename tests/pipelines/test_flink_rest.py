@@ -183,7 +183,9 @@ def test_a_job_goes_on_without_its_job_server(cluster, monkeypatch):
         def cancel(self):
             pass
 
-    monkeypatch.setattr(flink.time, "sleep", sleep)
+    # Not of all threads: other tests may have left some that wait.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(flink, "time", clock)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
     options = PipelineOptions(flags)
     pipeline = SimpleNamespace(runner=None, options=options, run=Gone)
