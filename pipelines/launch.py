@@ -14,7 +14,6 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
-from apache_beam.runners.runner import PipelineResult
 
 from beamjax._beam_compat import (
     WORKER_THREAD,
@@ -291,7 +290,7 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
         _run_to_its_end(pipeline, pipeline.run(), looks)
 
 
-def _run_to_its_end(pipeline: beam.Pipeline, result: PipelineResult, looks: Sequence[Look]) -> None:
+def _run_to_its_end(pipeline: beam.Pipeline, result: Any, looks: Sequence[Look]) -> None:
     outcome = interrupts.in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]
     try:

@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import signal
+import threading
 import time
 
 import apache_beam as beam
@@ -282,7 +283,7 @@ def test_an_interrupt_in_a_callback_ends_the_run():
     def interrupted(x):
         calls.append(x)
         if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # Ctrl-C
         time.sleep(2 if len(calls) <= 2 else 0)  # longer than the caller waits
         return x
 
