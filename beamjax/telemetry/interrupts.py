@@ -13,11 +13,13 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -31,6 +33,7 @@ without its caller, or is ended with the process."""
 SECONDS_AT_EXIT = 20.0
 """Seconds that a process waits at its exit for such jobs. Native code that returned later, while
 Python is being finalized, would abort the process."""
+_LONGEST_WAIT_SECONDS = 0.2
 
 T = TypeVar("T")
 Outcome = concurrent.futures.Future[Any]
@@ -103,7 +106,7 @@ class Work(Generic[T]):
         try:
             if start is not None:
                 in_thread(start, self.outcome)
-            while concurrent.futures.wait([self.outcome], timeout).not_done and say is not None:
+            while not _ends(self.outcome, timeout) and say is not None:
                 say()
         except BaseException:
             _end([self])
@@ -123,6 +126,18 @@ class Work(Generic[T]):
         _install()
         _running[self.outcome] = self
         self.outcome.add_done_callback(lambda outcome: _running.pop(outcome, None))
+
+
+def _ends(outcome: Outcome, timeout: float | None) -> bool:
+    """Waits for an outcome for at most `timeout` seconds."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not outcome.done():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        # A signal does not end a wait if another thread receives it, or if it comes just before.
+        concurrent.futures.wait([outcome], min(left, _LONGEST_WAIT_SECONDS))
+    return True
 
 
 def _end(works: Sequence[Work[Any]]) -> None:
