@@ -89,7 +89,8 @@ def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
     JAX has such a callback, and a signal that arrives during a collection is raised there.
     """
     if issubclass(ignored.exc_type, KeyboardInterrupt):
-        _thread.start_new_thread(_interrupt_soon, ())
+        with contextlib.suppress(RuntimeError):  # The process ends, and starts no threads any more.
+            _thread.start_new_thread(_interrupt_soon, ())
     else:
         _show(ignored)
 
