@@ -295,7 +295,7 @@ def _sum_transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
 def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
     n, dtype = x.aval.shape[0], x.aval.dtype
     # In float16, more than 65,504 members would be inf. jnp.mean divides in float32, too.
-    wide = _wide(dtype)
+    wide = wide_dtype(dtype)
     size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
     share = jax.lax.convert_element_type(ct, wide) / size
     share = jax.lax.convert_element_type(share, dtype)
@@ -326,8 +326,8 @@ def _define_reduction_batch(primitive: jex.Primitive) -> None:
 # --- the other reductions
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype in which values of type `dtype` are counted: at least 32 bits a real number."""
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype in which values of type `dtype` are counted and averaged: of at least 32 bits."""
     return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")
 
 
@@ -352,7 +352,7 @@ def _define_extremum_jvp(primitive: jex.Primitive, name: str) -> None:
             return best, ad.Zero(jax.typeof(best).to_tangent_aval())
         # Members that tie share the tangent, as in jnp.max. In float16, more than 65,504 of them
         # would be inf, and bfloat16 has 8 bits.
-        wide = _wide(x.dtype)
+        wide = wide_dtype(x.dtype)
         is_best = _map(lambda b, v: (v == b).astype(wide), [best], [x], placement, f"is_{name}")
         count = reduce_sum_p.bind(is_best, placement=placement)
         total = _weighted_sum(is_best, t, placement, f"jvp_{name}")

@@ -23,9 +23,9 @@ from jax import tree_util
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.ops import autodiff as _derivatives  # noqa: F401  (registers the rules)
 from beamjax.ops import error_checks as _error_checks  # noqa: F401
 from beamjax.ops import primitives, sharding
+from beamjax.ops.autodiff import wide_dtype  # This also registers the derivatives.
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
@@ -458,7 +458,7 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
         weighted = []
         for value, i, shape, dtype in zip(values, index, shapes, dtypes, strict=True):
             value, weight = jnp.broadcast_to(value, shape), jnp.broadcast_to(weights[i], shape)
-            weighted.append(value.astype(_wide(dtype)) * weight.astype(_wide(dtype)))
+            weighted.append(value.astype(wide_dtype(dtype)) * weight.astype(wide_dtype(dtype)))
         return weighted, [weights[i].astype(wide) for i, wide in distinct]
 
     weighed = map_fn(weigh, (values, weights), placement=placement)
@@ -524,10 +524,5 @@ def _mean_dtype(value: jax.Array, weight: jax.Array) -> Any:
 
 def _dtype_of_total(dtype: Any, weight: jax.Array) -> Any:
     """The dtype in which weights are added up for means of type `dtype`: real for real weights."""
-    wide = np.dtype(_wide(dtype))
+    wide = np.dtype(wide_dtype(dtype))
     return wide if jnp.iscomplexobj(weight) else np.dtype(jnp.finfo(wide).dtype)
-
-
-def _wide(dtype: Any) -> Any:
-    """The dtype in which values of type `dtype` are averaged."""
-    return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")

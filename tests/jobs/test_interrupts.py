@@ -15,9 +15,8 @@ import pytest
 
 import beamjax as bj
 
-SECONDS = 2.0 + 8.0
-"""From the signal to KeyboardInterrupt; the last eight are for a busy machine. An interrupt that is
-lost takes half a minute, and `benchmarks/interrupts.py` measures the two."""
+SECONDS = 2.0 + 2.0
+"""From the signal to KeyboardInterrupt; the second two are for a busy machine."""
 APART = {"direct_running_mode": "multi_processing", "direct_num_workers": 2}
 THREADS = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
 PROGRAM = """if True:
