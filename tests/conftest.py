@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import socket
 from pathlib import Path
 
@@ -105,6 +106,12 @@ def pytest_terminal_summary(terminalreporter, config):
     if "browser" in config.option.markexpr.split() and browser.missing():
         line = f"Pages in a browser: NOT TESTED, for want of {browser.missing()}"
         terminalreporter.write_line(line, yellow=True, bold=True)
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Tests and their processes take interrupts, also in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -34,14 +34,6 @@ PROGRAM = """if True:
 """
 
 
-@pytest.fixture(autouse=True)
-def interruptible():
-    """Processes take interrupts, also where tests run in the background of a shell."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @contextlib.contextmanager
 def process_of(command, tmp):
     process = subprocess.Popen(
