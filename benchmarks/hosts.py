@@ -38,6 +38,8 @@ NET, PREFIX = "10.77.0", f"beamjax{os.getpid()}"
 HOSTS = {"a": 1, "b": 2, "c": 3, "d": 4}
 LIMIT = 300.0
 """Seconds after which a run counts as hung."""
+OWN_MIB = 512
+"""Size of the temporary folder of each host."""
 SECONDS_TO_CLEAN = 60.0
 """Seconds in which nothing may be left of a run."""
 
@@ -88,8 +90,9 @@ class Hosts:
         prepare = (
             f"hostname {name}; mount -t proc proc /proc; "
             f"mount --bind {self.folder}/hosts /etc/hosts; "
-            f"mount --bind {self.shared} {self.shared}; mount --bind {own} {self.own}; "
-            f"touch {self.own}/ready; while :; do sleep 3600 & wait $!; done"
+            f"mount --bind {self.shared} {self.shared}; "
+            f"mount -t tmpfs -o size={OWN_MIB}m tmpfs {self.own}; "
+            f"touch {own}/ready; while :; do sleep 3600 & wait $!; done"
         )
         command = ["ip", "netns", "exec", space, "unshare", "--mount", "--uts", "--pid", "--fork",
                    "--kill-child", "--propagation", "private", "bash", "-c", prepare]  # fmt: skip
@@ -152,6 +155,14 @@ class Hosts:
         """Makes the shared folder read-only (ro) or writable (rw) on a host."""
         mount = ["mount", "-o", f"remount,{flag},bind", str(self.shared)]
         self.on(host, mount, "mount.log").wait()
+
+    def fill(self, host: str) -> None:
+        """Fills the temporary folder of a host."""
+        self.on(host, ["dd", "if=/dev/zero", f"of={self.own}/full", "bs=1M"], "fill.log").wait()
+
+    def free(self, host: str) -> None:
+        """Frees the temporary folder of a host."""
+        self.on(host, ["rm", "-f", f"{self.own}/full"], "fill.log").wait()
 
     def ask(self, path: str) -> Any:
         """Asks the REST API of Flink."""
@@ -330,6 +341,8 @@ def scenarios() -> list[Scenario]:
         Scenario("100 rounds", "rounds", 100),
         Scenario("1100 rounds", "rounds", 1100),
         Scenario("a session of 50 calls", "session", 50),
+        Scenario("a pass over a file of NumPy", "npy", 20),
+        Scenario("a pass over Parquet", "parquet", 20),
         Scenario("flink_master without a job server", "rounds", 100, options=master),
         Scenario("no work_folder", "rounds", 100, options={"work_folder": None},
                  error="work_folder"),
@@ -363,23 +376,40 @@ def settled(hosts: Hosts) -> None:
     _wait(lambda: (hosts.ask("overview") or {}).get("slots-total") == 2, 90)
 
 
-def drawn(rng: random.Random) -> Scenario:
-    """A random scenario."""
-    kind, count = rng.choice([("pass", 100), ("rounds", 3000), ("session", 1000)])
-    at, host = rng.uniform(0, 15), rng.choice("bc")
-    what = rng.choice(["link", "pool", "pools", "tm", "jm", "jobserver", "read-only"])
-    events: dict[str, tuple[tuple[float, Event], ...]] = {
-        "pool": ((at, lambda hosts: hosts.kill_pool(host)),),
-        "pools": ((at, pools),),
-        "tm": ((at, restarted("tm", host)),),
-        "jm": ((at, restarted("jm", "a")),),
-        "jobserver": ((at, restarted("jobserver", "a")),),
+def faults(rng: random.Random) -> dict[str, tuple[tuple[float, Event], ...]]:
+    """One fault of each kind at a random moment, by its name."""
+    at, host, seconds = rng.uniform(0, 15), rng.choice("bc"), rng.choice([5, 30, 120])
+    full = rng.choice("bcd")
+    return {
+        f"link of {host} down {seconds} s": ((at, down(host)), (at + seconds, up(host))),
+        f"pool of {host}": ((at, lambda hosts: hosts.kill_pool(host)),),
+        "both pools": ((at, pools),),
+        f"task manager of {host}": ((at, restarted("tm", host)),),
+        "job manager": ((at, restarted("jm", "a")),),
+        "job server": ((at, restarted("jobserver", "a")),),
         "read-only": ((at, read_only), (at + 10, writable)),
+        f"temporary folder of {full} full": (
+            (at, lambda hosts: hosts.fill(full)),
+            (at + 20, lambda hosts: hosts.free(full)),
+        ),
+        "launcher": ((at, lambda hosts: None),),
     }
-    seconds = rng.choice([5, 30, 120])
-    chosen = events.get(what, ((at, down(host)), (at + seconds, up(host))))
-    name = f"{what} {host if what in ('link', 'pool', 'tm') else ''} at {at:.0f} s in a {kind}"
-    return Scenario(name, kind, count, chosen, error="?", after=settled)
+
+
+def drawn(rng: random.Random) -> Scenario:
+    """A random scenario, one in four with two faults."""
+    kind, count = rng.choice([("pass", 100), ("rounds", 3000), ("session", 1000)])
+    possible = faults(rng)
+    names = rng.sample(list(possible), 2 if rng.random() < 0.25 else 1)
+    events = [event for name in names for event in possible[name]]
+    kills = possible["launcher"][0][0] if "launcher" in names else None
+    at = ", ".join(f"{name} at {possible[name][0][0]:.0f} s" for name in names)
+    # The same call again must not wait for the slots of the one that was killed.
+    saving = {"checkpoint": f"checkpoint-{rng.random()}", "checkpoint_every": 100}
+    options = saving if kills is not None and kind == "rounds" else {}
+    return Scenario(
+        f"{at} in a {kind}", kind, count, tuple(events), options, "?", after=settled, kills=kills
+    )
 
 
 # --- runs
@@ -411,7 +441,7 @@ class Bench:
         if left:
             verdict += f"; LEFT: {', '.join(left)}"
         seconds = f"{took:6.1f} s, clean after {time.monotonic() - clean:4.1f} s"
-        print(f"{scenario.name:40} {seconds}  {verdict}", flush=True)
+        print(f"{scenario.name:50} {seconds}  {verdict}", flush=True)
         if verdict == verdict.lower():
             self.passed += 1
         else:
@@ -447,6 +477,7 @@ class Bench:
             options["checkpoint"] = f"{folder}/{options['checkpoint']}"
         options = {name: value for name, value in options.items() if value is not None}
         what = [scenario.kind, str(scenario.count), "FlinkRunner", json.dumps(options)]
+        what.append(f"{folder}/data")
         return [sys.executable, "-m", "benchmarks.hosts_job", *what]
 
     def _judge(self, scenario: Scenario, told: dict[str, Any]) -> str:
@@ -455,7 +486,8 @@ class Bench:
             return "HUNG"
         if "error" in told:
             text = " ".join(told["error"].split())[:160].lower()
-            named = scenario.error == "?" or (scenario.error and scenario.error.lower() in text)
+            named = told["named"] and (scenario.error == "?" or scenario.error.lower() in text)
+            named = named and scenario.error != ""
             return f"{'named error' if named else 'OTHER ERROR'}: {text}"
         if told.get("state"):
             return "cancelled" if told["state"] == "cancelled" else f"STATE {told['state']}"
@@ -469,7 +501,7 @@ class Bench:
         """The bits with `runner="local"`."""
         key = scenario.kind, scenario.count
         if key not in self.bits:
-            what = [scenario.kind, str(scenario.count), "local", "{}"]
+            what = [scenario.kind, str(scenario.count), "local", "{}", f"{self.hosts.shared}/data"]
             command = [sys.executable, "-m", "benchmarks.hosts_job", *what]
             asked = self.hosts.on("d", command, "local.log", stdout=subprocess.PIPE)
             self.bits[key] = json.loads(asked.communicate()[0].splitlines()[-1])["bits"]
@@ -477,7 +509,11 @@ class Bench:
 
     def _left(self) -> list[str]:
         """What is left of runs."""
-        files = [path.name for path in self.hosts.shared.iterdir() if path.name != "checkpoint"]
+        files = [
+            path.name
+            for path in self.hosts.shared.iterdir()
+            if not path.name.startswith(("checkpoint", "data"))
+        ]
         return files + [f"job {job}" for job in self._jobs()]
 
     def _jobs(self) -> list[str]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 import beamjax as bj
 
@@ -55,16 +58,32 @@ def data() -> tuple[jax.Array, np.ndarray]:
     return jnp.full(16, 0.1, jnp.float32), x
 
 
-def run(kind: str, count: int, runner: str, options: dict[str, Any]) -> np.ndarray:
+def stored(kind: str, folder: Path) -> bj.Source:
+    """The same members in files of a folder, which are written if they are not there."""
+    x = data()[1]
+    folder.mkdir(exist_ok=True)
+    path = folder / f"x.{kind}"
+    if kind == "npy":
+        np.save(path, x)
+        return bj.from_npy(path)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), x.shape[1])
+    pq.write_table(pa.table({"x": rows}), path, row_group_size=MEMBERS // SHARDS)
+    return bj.from_parquet(path, columns="x")
+
+
+def run(kind: str, count: int, runner: str, options: dict[str, Any], folder: Path) -> np.ndarray:
     """Runs one of the programs.
 
     Args:
-      kind: "pass", of count milliseconds for each member; "rounds"; or "session", of as many calls.
+      kind: "pass", of count milliseconds for each member; "npy" and "parquet", the same pass over
+        members in files; "rounds"; or "session", of as many calls.
       count: see `kind`.
       runner, options: see `beamjax.run`.
+      folder: for the files of members.
     """
     w, x = data()
-    if kind == "pass":
+    if kind in ("pass", "npy", "parquet"):
+        x = x if kind == "pass" else stored(kind, folder)
         options = {"shard_size": MEMBERS // SHARDS, **options}
         seconds = count / 1000 if runner != "local" else 0.0
         return np.asarray(bj.run(loss_of(seconds), w, x, runner=runner, options=options))
@@ -87,7 +106,7 @@ def cancelled(count: int, options: dict[str, Any], seconds: float) -> str:
 
 def main() -> None:
     """Runs what the arguments say, and prints how it ended as a line of JSON."""
-    kind, count, runner, options = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    kind, count, runner, options, folder = *sys.argv[1:5], Path(sys.argv[5])
     print("ready", flush=True)
     begun = time.monotonic()
     told: dict[str, Any] = {}
@@ -95,9 +114,10 @@ def main() -> None:
         if kind == "cancel":
             told["state"] = cancelled(count, json.loads(options), 8.0)
         else:
-            told["bits"] = run(kind, count, runner, json.loads(options)).tobytes().hex()
+            told["bits"] = run(kind, count, runner, json.loads(options), folder).tobytes().hex()
     except Exception as error:
         told["error"] = f"{type(error).__name__}: {error}"
+        told["named"] = isinstance(error, bj.BeamjaxError)
     print(json.dumps({**told, "seconds": time.monotonic() - begun}), flush=True)
 
 
