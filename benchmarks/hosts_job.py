@@ -106,7 +106,8 @@ def cancelled(count: int, options: dict[str, Any], seconds: float) -> str:
 
 def main() -> None:
     """Runs what the arguments say, and prints how it ended as a line of JSON."""
-    kind, count, runner, options, folder = *sys.argv[1:5], Path(sys.argv[5])
+    kind, runner, options = sys.argv[1], sys.argv[3], sys.argv[4]
+    count, folder = int(sys.argv[2]), Path(sys.argv[5])
     print("ready", flush=True)
     begun = time.monotonic()
     told: dict[str, Any] = {}

@@ -272,12 +272,22 @@ def _leave() -> None:
         if not _is_interrupted():
             concurrent.futures.wait(list(_running))
             concurrent.futures.wait(_abandoned, SECONDS_AT_EXIT)
+            _postpone_interrupts()
             return
     except KeyboardInterrupt:
         pass
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end(list(_running.values()))
     _end_process()
+
+
+def _postpone_interrupts() -> None:
+    """Lets exit handlers remove what they have to: the first interrupt has no effect any more.
+
+    The main program has ended with its result. Another interrupt ends the process.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def _is_interrupted() -> bool:

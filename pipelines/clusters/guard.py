@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,16 +33,23 @@ _SECONDS_TO_ARRIVE = 30
 _ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
 
 
-def guarded(command: list[str]) -> list[str]:
-    """A command that runs another one, and stops it when the process that starts it ends."""
-    return [sys.executable, "-I", "-S", __file__, "run", *command]
+def guarded(command: list[str], folder: str = "") -> list[str]:
+    """A command that runs another one, and stops it when the process that starts it ends.
+
+    Args:
+      command: the command and its arguments.
+      folder: a folder to remove when the command has been stopped. The launcher can't always do
+        this: an interrupt may end its exit handlers.
+    """
+    return [sys.executable, "-I", "-S", __file__, "run", folder, *command]
 
 
-def run(command: list[str]) -> int:
+def run(command: list[str], folder: str = "") -> int:
     """Runs a command until it ends, the parent of this process ends, or a signal arrives.
 
     Args:
       command: the command and its arguments.
+      folder: see `guarded`. If the command ends by itself, the launcher reads its log there.
 
     Returns:
       The exit status of the command.
@@ -68,6 +76,9 @@ def run(command: list[str]) -> int:
     except subprocess.TimeoutExpired:
         child.kill()
         return child.wait()
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
@@ -146,5 +157,5 @@ def _ask(address: str, method: str = "GET") -> Any:
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
-        sys.exit(run(sys.argv[2:]))
+        sys.exit(run(sys.argv[3:], sys.argv[2]))
     cancel(int(sys.argv[2]), *sys.argv[3:])

@@ -192,7 +192,7 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
         with open(folder / "log", "wb") as log:
             # In a session of its own, Ctrl-C does not reach it: this process stops it when it ends.
             process = subprocess.Popen(
-                guard.guarded(command(ports, folder)),
+                guard.guarded(command(ports, folder), str(folder)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -193,3 +193,26 @@ def test_an_interrupt_in_the_garbage_collector_is_raised_again():
         [sys.executable, "-c", COLLECTS], capture_output=True, text=True, check=False, timeout=60
     )
     assert (found.stdout, found.stderr) == ("now\nraised 1\n", "")
+
+
+LEAVES = """if True:
+    import atexit, signal, sys, time
+    import beamjax as bj
+    bj.run
+    import beamjax.execution
+    @atexit.register
+    def remove():
+        for _ in range(int(sys.argv[1])):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+        print("removed")
+"""
+
+
+@pytest.mark.parametrize(("times", "out", "status"), [(1, "removed\n", 0), (2, "", -signal.SIGINT)])
+def test_exit_handlers_outlive_one_interrupt(times, out, status):
+    found = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(times)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (found.stdout, found.stderr, found.returncode) == (out, "", status)

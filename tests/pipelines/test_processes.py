@@ -91,9 +91,9 @@ def test_logs_and_ports(tmp_path):
 # --- the guard
 
 
-def guarded(tmp_path):
+def guarded(tmp_path, folder=""):
     """A process whose child is a guard of a sleeping process; and the pid of that."""
-    command = [sys.executable, "-c", PARENT, *guard.guarded(SLEEP)[1:]]
+    command = [sys.executable, "-c", PARENT, *guard.guarded(SLEEP, folder)[1:]]
     launcher = processes.start("launcher", command, tmp_path)
     assert processes.wait_until(lambda: "here" in launcher.log.read_text(), 20)
     of_guard = int(launcher.log.read_text().split()[0])
@@ -110,7 +110,10 @@ def test_a_guard_gives_the_status_of_its_command():
 
 @pytest.mark.parametrize("who", ["launcher", "guard"])
 def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
-    launcher, of_guard, server = guarded(tmp_path)
+    folder = tmp_path / "of the server"
+    folder.mkdir()
+    (folder / "log").touch()
+    launcher, of_guard, server = guarded(tmp_path, str(folder))
     try:
         assert process_ids.started(server)
         if who == "launcher":
@@ -119,6 +122,7 @@ def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
         else:
             os.kill(of_guard, signal.SIGTERM)
         assert processes.wait_until(lambda: not process_ids.started(server), 10)
+        assert processes.wait_until(lambda: not folder.exists(), 10)
     finally:
         stop(launcher)
 
