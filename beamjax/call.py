@@ -117,24 +117,22 @@ def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[st
     )
 
 
-NAMES = (
-    "DirectRunner", "FnApiRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner",
-)  # fmt: skip
-"""Runners that beamjax sets up. Beam finds any other name."""
-
-
 def check_runner(runner: Any) -> None:
-    """Checks that a runner exists; imports Beam only for one that `NAMES` lacks.
+    """Checks that a runner exists; imports Beam only for one that beamjax does not know.
 
     Raises:
       OptionsError: there is no such runner.
     """
-    if runner == LOCAL or runner in NAMES:
+    if runner == LOCAL:
+        return
+    from beamjax.pipelines.runners.table import NAMES, short
+
+    if runner in (*NAMES, "FnApiRunner"):
         return
     if isinstance(runner, str):
-        for name in (LOCAL, *NAMES):
-            if runner.lower().removesuffix("runner") == name.lower().removesuffix("runner"):
-                raise OptionsError(f"runner: found {runner!r}, expected {name!r}")
+        known = {short(name): name for name in (LOCAL, *NAMES)}
+        if short(runner) in known:
+            raise OptionsError(f"runner: found {runner!r}, expected {known[short(runner)]!r}")
     from beamjax.pipelines.runners.connect import make_runner
 
     make_runner(runner)
@@ -156,7 +154,7 @@ def parsed_options(options: Any, runner: Any) -> Options:
     check_runner(runner)
     parsed = parse_options(options)
     if parsed.beam and isinstance(parsed.beam, Sequence):
-        from beamjax.pipelines.runners.options import check_flags
+        from beamjax.pipelines.runners.unknown_flags import check_flags
 
         check_flags(parsed.beam, runner_name(runner))
     return parsed

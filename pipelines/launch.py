@@ -15,23 +15,17 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 
-from beamjax._beam_compat import (
-    WORKER_THREAD,
-    FnApiRunner,
-    PrismRunner,
-    SparkRunner,
-    control_address,
-    temporary_folder,
-)
+from beamjax._beam_compat import WORKER_THREAD, control_address, temporary_folder
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.pipelines.clusters import flink_cluster, guard, processes
+from beamjax.pipelines.clusters.flags import ClusterOptions
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
-from beamjax.pipelines.runners import flink
-from beamjax.pipelines.runners.connect import Connection, connect, shares_memory
+from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
-from beamjax.pipelines.runners.options import ClusterOptions
+from beamjax.pipelines.runners.spec import Look
+from beamjax.pipelines.runners.table import spec_of
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Value
@@ -44,9 +38,6 @@ from beamjax.storage import temporary
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import SECONDS_TO_STOP
-
-NEVER_REPLACE_WORKERS = (FnApiRunner, PrismRunner, SparkRunner)
-"""Runners that neither notice nor replace a worker process that died."""
 
 
 @dataclass
@@ -112,10 +103,9 @@ class Launcher:
 
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
         connection = self.connection
-        keeps = isinstance(connection.runner, NEVER_REPLACE_WORKERS)
-        look = lost_workers.Look(store, plan.steps, keeps)
+        look = lost_workers.Look(store, plan.steps, not connection.spec.replaces_workers)
         end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
-        progress = flink.Progress(pipeline.options)
+        progress = connection.spec.progress(pipeline.options)
         run_pipeline(pipeline, [self.monitor.tick, look, progress], functools.partial(end, store))
 
     def outputs(
@@ -177,7 +167,7 @@ def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pi
       runner: replaces the runner of the connection.
     """
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
-    flink.rename(pipeline.options)
+    connection.spec.begin(pipeline.options)
     # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
     folder = temporary_folder(pipeline)
     temporary.adopt(folder)
@@ -216,9 +206,6 @@ _SECONDS_TO_CANCEL = 10.0
 _SECONDS_TO_END = 15.0
 """Seconds after the end of a worker in which a pipeline that is about to end surely ends."""
 
-Look = Callable[[], BeamjaxError | None]
-"""Checks a running pipeline; returns or raises an error if the pipeline must end."""
-
 
 def run_pipeline(
     pipeline: beam.Pipeline,
@@ -239,13 +226,14 @@ def run_pipeline(
       Exception: the runner did not start the pipeline.
     """
     with loopback_only():
-        if isinstance(pipeline.runner, FnApiRunner):
+        if spec_of(pipeline.runner).in_this_process:
             _run_in_memory(pipeline, looks, end)
         else:
             _run_remotely(pipeline, looks)
 
 
 def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable[[], None]) -> None:
+    spec = spec_of(pipeline.runner)
     with _worker_threads() as ended:
         outcome = interrupts.in_thread(lambda: pipeline.run().wait_until_finish())
         try:
@@ -254,7 +242,7 @@ def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable
             # Beam waits forever for a worker process that has died.
             end()
             ended_now = not wait([outcome], SECONDS_TO_STOP).not_done
-            if not ended_now and shares_memory(pipeline.runner, pipeline.options):
+            if not ended_now and spec.shares_memory(pipeline.runner, pipeline.options):
                 interrupts.abandon(outcome)  # It may compute; otherwise it only waits.
             raise
     error = outcome.exception()
@@ -291,20 +279,20 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
 
 
 def _run_to_its_end(pipeline: beam.Pipeline, result: Any, looks: Sequence[Look]) -> None:
-    outcome = interrupts.in_thread(result.wait_until_finish)
+    spec, outcome = spec_of(pipeline.runner), interrupts.in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]
     try:
         _watch(outcome, looks)
-        if outcome.exception() and flink.is_running(pipeline.options):
+        if outcome.exception() and spec.goes_on(pipeline.options):
             # The job server is gone, but the job goes on without it.
-            outcome = interrupts.in_thread(functools.partial(flink.wait, pipeline.options))
+            outcome = interrupts.in_thread(functools.partial(spec.wait, pipeline.options))
             _watch(outcome, looks)
         if error := outcome.exception():
             raise PipelineError(str(error)) from error
     except BaseException:
         # Workers must not continue after the run has failed. The threads are for runners that do
         # not answer any more.
-        cancel_jobs = functools.partial(flink.cancel, pipeline.options)
+        cancel_jobs = functools.partial(spec.cancel, pipeline.options)
         cancels = [interrupts.in_thread(cancel) for cancel in (result.cancel, cancel_jobs)]
         wait(cancels, _SECONDS_TO_CANCEL)
         raise

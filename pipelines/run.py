@@ -100,7 +100,7 @@ def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     outputs = plan.returned().keys()
     if not outputs <= made_there:
         return False
-    return not connection.holds_elements or not _hands_on_much(plan)
+    return not connection.spec.holds_elements or not _hands_on_much(plan)
 
 
 def _hands_on_much(plan: Plan) -> bool:

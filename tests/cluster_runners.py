@@ -34,10 +34,10 @@ class Runner:
 
 def available(mark):
     """Whether tests with this mark can run here; notes what they lack."""
+    from beamjax.pipelines.clusters import prism_server
     from beamjax.pipelines.clusters import processes as tools
-    from beamjax.pipelines.runners import prism
 
-    if mark == "prism" and prism.installed().exists():
+    if mark == "prism" and prism_server.installed().exists():
         return True
     lacks = tools.missing(*NEEDS[mark])
     if lacks:
@@ -46,9 +46,9 @@ def available(mark):
 
 
 def start_prism(stack):
-    from beamjax.pipelines.runners import prism
+    from beamjax.pipelines.clusters import prism_server
 
-    prism.locate()
+    prism_server.locate()
     return Runner("PrismRunner", {})
 
 

@@ -21,11 +21,11 @@ from beamjax._text import hint, listed
 from beamjax.commands.answers import FLAGS, Answer, answers
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, RULES, Options, parse_options, split_flags, summaries
+from beamjax.pipelines.runners.table import NAMES
 
 EXPECTED = "module:function or file.py:function"
 MAP_BYTES = 16 * 2**20
 """Smallest .npy file, in bytes, that workers read themselves if it is only used as placed."""
-RUNNERS = ("local", "DirectRunner", "PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
 
 HELP = """\b
 TARGET is one of
@@ -114,8 +114,10 @@ def _parameters() -> list[click.Parameter]:
 
 
 def runner_option(**settings: Any) -> Callable[[Any], Any]:
-    """The flag `--runner`: the name of any runner; shells complete those of `RUNNERS`."""
-    offered = lambda ctx, param, typed: [name for name in RUNNERS if name.startswith(typed)]
+    """The flag `--runner`: the name of any runner; shells complete known ones."""
+    offered = lambda ctx, param, typed: [
+        name for name in ("local", *NAMES) if name.startswith(typed)
+    ]
     return click.option("--runner", metavar="NAME", shell_complete=offered, **settings)
 
 
@@ -214,7 +216,7 @@ def make_call(params: dict[str, Any]) -> Call:
     parameters = {} if texts else dict(inspect.signature(fn).parameters)
     flags, beam = _split_flags(beam, parameters)
     if beam:
-        from beamjax.pipelines.runners.options import check_flags
+        from beamjax.pipelines.runners.unknown_flags import check_flags
 
         check_flags(beam, params["runner"], [*names, *parameters])
     _check_parameters(fn, texts or flags, is_job=not texts)

@@ -95,9 +95,9 @@ def prism() -> None:
 @_answers
 def install() -> Answer:
     """Build Prism with Go, in beamjax's cache folder."""
-    from beamjax.pipelines.runners import prism as runner
+    from beamjax.pipelines.clusters import prism_server
 
-    path = str(runner.install())
+    path = str(prism_server.install())
     return Answer({"path": path}, path)
 
 
@@ -105,9 +105,9 @@ def install() -> Answer:
 @_answers
 def where() -> Answer:
     """Print the path of the Prism that runner='PrismRunner' uses; builds nothing."""
-    from beamjax.pipelines.runners import prism as runner
+    from beamjax.pipelines.clusters import prism_server
 
-    path, is_there = str(runner.installed()), runner.is_installed()
+    path, is_there = str(prism_server.installed()), prism_server.is_installed()
     if not is_there:
         click.echo("beamjax: not built yet; `beamjax prism install` builds it", err=True)
     return Answer({"path": path, "installed": is_there}, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -17,8 +16,8 @@ import click
 
 from beamjax._version import __version__
 from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
-from beamjax.errors import OptionsError
 from beamjax.options.rules import PLATFORMS
+from beamjax.pipelines.runners.table import NAMES
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
 """Statuses of a check: every run needs what is `MISSING`; only some runs need what is `ABSENT`."""
@@ -28,7 +27,8 @@ FREE_BYTES = 2**30
 """Free space of a folder below which `doctor` warns, in bytes."""
 REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
 """The values of `--require-platform`, and the platforms that each means."""
-RUNNERS = ("PrismRunner", "FlinkRunner", "SparkRunner", "DataflowRunner")
+RUNNERS = NAMES[1:]
+"""Runners that need more than the packages of beamjax."""
 
 
 @dataclass(frozen=True)
@@ -222,24 +222,9 @@ def check_folder(folder: str, label: str) -> Finding:
 
 def check_runner(name: str, required: bool) -> Finding:
     """Whether this machine can start a Beam runner, or submit jobs to it."""
-    from beamjax.pipelines.clusters import processes
-    from beamjax.storage.cache_folder import cache_folder
+    from beamjax.pipelines.runners.table import spec_of
 
-    if name == "PrismRunner":
-        try:
-            built = any(cache_folder("").glob("prism-*-loopback/prism"))
-        except OptionsError as error:
-            return Finding(name, MISSING if required else ABSENT, "can't be used", str(error))
-        missing = [] if built else processes.missing("go")
-        if not built and not missing:
-            status = MISSING if required else ABSENT
-            return Finding(name, status, "is not built", "run `beamjax prism install`")
-    elif name == "DataflowRunner":
-        there = all(map(importlib.util.find_spec, ("apitools", "google.auth")))
-        missing = [] if there else ["the extra: pip install -e '.[dataflow]' in a clone of beamjax"]
-    else:
-        missing = processes.missing("java", "mvn")
-    if not missing:
+    remedy = spec_of(name).missing()
+    if not remedy:
         return Finding(name, OK, "can be used")
-    remedy = f"install {' and '.join(missing)}"
     return Finding(name, MISSING if required else ABSENT, "can't be used", remedy)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from beamjax.options import Options, beam_flags
 from beamjax.runtime.ordered_pool import computing_threads
-
-DIRECT = ("direct", "fnapi")
-"""Names of the runner of Beam in this process."""
-EMBEDDED_FLINK = ("[local]", "[auto]")
-"""Values of `flink_master` with which Flink runs in a job server of the launching process."""
-SPARK_THREADS = 4
-"""Threads of Beam's default `spark_master_url`, local[4]."""
-DATAFLOW_THREADS = 12
-"""Threads of a worker process of Dataflow by default."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +38,24 @@ class Workers:
             thread in each process.
           options: the options of the run.
         """
-        name = runner.lower().removesuffix("runner")
-        if name == "local":
+        if runner == "local":
             return cls(beam=False, computing=computing_threads(options))
-        flags = beam_flags(options.beam)
-        if name in DIRECT:
-            count = _number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
-            if flags.get("direct_running_mode") == "multi_processing":
-                return cls(shared=False, handing=count)
-            return cls(count, computing=computing_threads(options) if count == 1 else 1)
-        here, threads = _found(name, flags)
-        loops = "use_loopback_process_worker" not in str(flags.get("experiments", ""))
-        if "environment_type" in flags:
-            here = flags["environment_type"] == "LOOPBACK"
-        count = _number(flags, "number_of_worker_harness_threads", threads)
-        alone = name == "prism" and here and loops and count == 1
-        return cls(count, here and loops, computing=computing_threads(options) if alone else 1)
+        from beamjax.pipelines.runners.spec import number
+        from beamjax.pipelines.runners.table import spec_of
+
+        spec, flags = spec_of(runner), beam_flags(options.beam)
+        here, threads = spec.workers(flags)
+        if spec.in_this_process:
+            handing = 0 if here else threads
+            threads = threads if here else 1
+        else:
+            handing = 0
+            if "environment_type" in flags:
+                here = flags["environment_type"] == "LOOPBACK"
+            here = here and "use_loopback_process_worker" not in str(flags.get("experiments", ""))
+            threads = number(flags, "number_of_worker_harness_threads", threads)
+        alone = spec.one_bundle and here and threads == 1
+        return cls(threads, here, True, handing, computing_threads(options) if alone else 1)
 
     @property
     def all_threads(self) -> int:
@@ -84,55 +75,3 @@ class Workers:
         if self.shared:
             return f"{threads} of the launching process"
         return f"processes of {threads}"
-
-
-def _found(name: str, flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """Returns whether the launching process is the worker, and the threads of a worker."""
-    match name:
-        case "prism":  # which gives its worker one bundle at a time
-            return True, 1
-        case "flink":
-            return _flink(flags)
-        case "spark":
-            return _spark(flags)
-        case "dataflow":
-            return False, DATAFLOW_THREADS
-    return False, 1
-
-
-def _spark(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """As `_found` for Spark, which runs in a job server by default."""
-    master = str(flags.get("spark_master_url", f"local[{SPARK_THREADS}]"))
-    if _elsewhere(flags, "spark") or not master.startswith("local"):
-        return False, 1
-    threads = master.removeprefix("local").strip("[]") or "1"
-    return True, int(threads) if threads.isdigit() else os.cpu_count() or 1
-
-
-def _flink(flags: Mapping[str, Any]) -> tuple[bool, int]:
-    """As `_found` for Flink: a task manager with slots, or Flink in a job server."""
-    if _elsewhere(flags, "flink"):
-        return False, 1
-    master = flags.get("flink_master")
-    if master is None or flags.get("flink_cluster"):
-        from beamjax.pipelines.clusters import flink_cluster
-
-        folder = flags.get("flink_cluster") or flink_cluster.default_folder()
-        cluster = flink_cluster.read(folder)
-        if cluster is not None:
-            return False, cluster.settings.slots
-    if flags.get("flink_cluster") or master not in (None, *EMBEDDED_FLINK):
-        return False, 1
-    return True, _number(flags, "parallelism", 0) or os.cpu_count() or 1
-
-
-def _elsewhere(flags: Mapping[str, Any], name: str) -> bool:
-    """Returns whether the options name a job server."""
-    names = ("job_endpoint", f"{name}_job_server_jar", f"{name}_submit_uber_jar")
-    return any(flags.get(flag) for flag in names)
-
-
-def _number(flags: Mapping[str, Any], name: str, usual: int) -> int:
-    """Returns a flag as a number, or the default; Beam refuses other text later."""
-    text = str(flags.get(name, usual))
-    return int(text) if text.isdigit() else usual

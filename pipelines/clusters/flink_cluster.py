@@ -31,6 +31,8 @@ WORKERS = "beamjax-workers"
 """The host name by which every task manager connects to its own pool."""
 JOB_MANAGER, JOB_SERVER = "jobmanager", "jobserver"
 """The servers without which no pipeline can end."""
+EMBEDDED = ("[local]", "[auto]")
+"""Values of `flink_master` with which Flink runs in a job server of the launching process."""
 _RECORD = "cluster.json"
 
 

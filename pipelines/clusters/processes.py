@@ -178,9 +178,10 @@ def find(tool: str) -> str | None:
     return shutil.which(tool)
 
 
-def missing(*tools: str) -> list[str]:
-    """What to install for those of these programs that are missing."""
-    return list(dict.fromkeys(_HELP[tool] for tool in tools if find(tool) is None))
+def missing(*tools: str) -> str:
+    """What to install for those of these programs that are missing; "" if none is."""
+    packages = dict.fromkeys(_HELP[tool] for tool in tools if find(tool) is None)
+    return f"install {' and '.join(packages)}" if packages else ""
 
 
 def require(tool: str, purpose: str) -> str:

@@ -19,11 +19,9 @@ from typing import Any
 
 import apache_beam as beam
 
-from beamjax._beam_compat import FlinkRunner, FnApiRunner
 from beamjax.bodies.python_bodies import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.launch import (
-    NEVER_REPLACE_WORKERS,
     await_job_server,
     new_pipeline,
     run_pipeline,
@@ -37,7 +35,6 @@ from beamjax.pipelines.resident.mailbox import (
 )
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
-from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.store import Store, is_store
 from beamjax.pipelines.worker import lost_workers
@@ -59,14 +56,7 @@ error of the job."""
 
 ALONE_SECONDS = 30.0
 """Seconds without any worker, after all have died, until the job is started again. They double with
-each start."""
-
-ALONE_ON_FLINK = 5.0
-"""The same before the first start on Flink. Flink takes up to 25 s to notice a death and to start a
-worker, while a new job has workers within 5 s. Flink may also never start one: if a pool is
-unreachable for a moment, Beam leaks a reference to the environment (in
-`ReferenceCountingExecutableStageContextFactory`), and the task manager uses dead workers for the
-rest of the job."""
+each start; those of the first one depend on the runner."""
 
 SECONDS_TO_END = 15.0
 """Seconds in which the job ends after `stop`. Otherwise it is cancelled."""
@@ -108,7 +98,7 @@ class ResidentJob:
     def __init__(self, connection: Connection, store: Store):
         # Other pipelines run at the same time, and an in-memory runner has state.
         runner = connection.runner
-        if isinstance(runner, FnApiRunner):
+        if connection.spec.in_this_process:
             runner = copy.copy(runner)
         self.connection = connection
         self.folder = files.join(store.root, f"{PREFIX}{secrets.token_hex(8)}")
@@ -183,11 +173,10 @@ class ResidentJob:
         now = time.monotonic()
         if attempt.alone_since is None:
             attempt.alone_since = now
-        if attempt.had_workers and isinstance(self._runner, NEVER_REPLACE_WORKERS):
+        spec, again = self.connection.spec, self._starts - 1
+        if attempt.had_workers and not spec.replaces_workers:
             return True
-        limit = ALONE_SECONDS * 2 ** (self._starts - 1)
-        if self._starts == 1 and isinstance(self._runner, FlinkRunner):
-            limit = ALONE_ON_FLINK
+        limit = ALONE_SECONDS * 2**again if again else spec.seconds_alone
         return now - attempt.alone_since > limit
 
     def close(self, seconds: float = SECONDS_TO_END) -> None:
@@ -228,7 +217,7 @@ class ResidentJob:
 
     def _reason(self, pipeline: beam.Pipeline) -> Callable[[], BeamjaxError | None]:
         """A look for the reason why no worker joins. Once one has, the others can do without it."""
-        progress = flink.Progress(pipeline.options, attempts=2)
+        progress = self.connection.spec.progress(pipeline.options, attempts=2)
 
         def look() -> BeamjaxError | None:
             if self._pool is None or self._pool.has_had_workers:

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import (
-    DirectOptions,
-    PipelineOptions,
-    S3Options,
-    StandardOptions,
-)
+from apache_beam.options.pipeline_options import PipelineOptions, S3Options, StandardOptions
 
-from beamjax._beam_compat import (
-    INTERACTIVE,
-    EmbeddedPythonEnvironment,
-    EmbeddedPythonGrpcEnvironment,
-    FlinkRunner,
-    FnApiRunner,
-    PortableRunner,
-    PrismRunner,
-    SparkRunner,
-    default_environment,
-    is_in_ipython,
-)
+from beamjax._beam_compat import INTERACTIVE, PortableRunner, is_in_ipython
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.clusters import processes
+from beamjax.pipelines.clusters.flags import QuickOptions
 from beamjax.pipelines.clusters.job_servers import loops_back
-from beamjax.pipelines.runners import dataflow, direct, flink, prism, spark
-from beamjax.pipelines.runners.options import QuickOptions
+from beamjax.pipelines.runners.spec import RunnerSpec
+from beamjax.pipelines.runners.table import NAMES, spec_of
 from beamjax.runtime.ordered_pool import computing_threads
-
-RUNNERS: dict[str, Callable[[], Any]] = {
-    # Beam's DirectRunner tries Prism first, so it would be different runners on different machines.
-    "DirectRunner": direct.FnApiRunner,
-    "FnApiRunner": direct.FnApiRunner,
-    "PrismRunner": prism.PrismRunner,
-    "FlinkRunner": FlinkRunner,
-    "SparkRunner": SparkRunner,
-}
-"""Runners whose names beamjax knows; any other name is passed to Beam."""
-
-CONNECTED: dict[type, Callable[[PipelineOptions], PipelineOptions]] = {
-    PrismRunner: prism.connected,
-    FlinkRunner: flink.connected,
-    SparkRunner: spark.connected,
-}
-"""Functions that add the address of a job server to the options of a runner."""
 
 _S3_VARIABLES = {
     "s3_endpoint_url": "AWS_ENDPOINT_URL",
@@ -63,8 +29,6 @@ _S3_VARIABLES = {
 }
 """Options of Beam's own client for s3://, and the variables that every client reads."""
 
-IN_PROCESS = (EmbeddedPythonEnvironment, EmbeddedPythonGrpcEnvironment)
-
 
 @dataclass(frozen=True)
 class Connection:
@@ -74,6 +38,7 @@ class Connection:
       runner: Beam's runner.
       options: beamjax's options; on Dataflow with a `work_folder` that workers can reach.
       flags: Beam's options.
+      spec: what is known of the runner.
       shared: whether workers are threads of this process, which see its memory.
       spread: whether there are several workers, so that elements must be redistributed.
     """
@@ -81,18 +46,14 @@ class Connection:
     runner: Any
     options: Options
     flags: PipelineOptions
+    spec: RunnerSpec
     shared: bool
     spread: bool
 
     @property
-    def holds_elements(self) -> bool:
-        """Whether the runner holds the output of a step in memory until another step can start."""
-        return isinstance(self.runner, FnApiRunner | PrismRunner)
-
-    @property
     def is_one_process(self) -> bool:
         """Whether runner and workers are in this process. Each element is then processed once."""
-        return self.shared and isinstance(self.runner, FnApiRunner)
+        return self.shared and self.spec.in_this_process
 
     @property
     def threads(self) -> int:
@@ -100,7 +61,7 @@ class Connection:
 
         One, unless a single worker has the machine for itself.
         """
-        alone = self.shared and self.holds_elements and not self.spread
+        alone = self.shared and self.spec.one_bundle and not self.spread
         return computing_threads(self.options) if alone else 1
 
 
@@ -121,29 +82,27 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     _check_ipython()
     runner = make_runner(runner)
     _check_folder(runner, options)
-    flags = beam_options(options, runner)
+    spec, flags = spec_of(runner), _flags_of(options)
+    _check_named(runner, flags)
+    options, flags = spec.connect(options, flags, dry)
     _check_stores(flags)
-    if dataflow.is_dataflow(runner):
-        options, flags = dataflow.prepare(options, flags)
-        if not dry:
-            dataflow.check_credentials(flags)
     # beamjax waits for these pipelines, so this process and its objects outlive them. That is not
     # so for users' own pipelines, see `connection_of`.
     loopback = isinstance(runner, PortableRunner) and loops_back(flags)
-    shared = shares_memory(runner, flags) or loopback
-    return Connection(runner, options, flags, shared, spreads(runner, flags))
+    shared = loopback or spec.shares_memory(runner, flags)
+    return Connection(runner, options, flags, spec, shared, spec.has_several_workers(flags))
 
 
 def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
     """The connection of a user's own pipeline, which may run after this process has ended.
 
     Raises:
-      OptionsError: workers on Dataflow can't reach the `work_folder`.
+      OptionsError: workers can't reach the `work_folder`.
     """
     runner, flags = pipeline.runner, pipeline.options
-    if dataflow.is_dataflow(runner):
-        options = replace(options, work_folder=dataflow.work_folder(options, flags))
-    return Connection(runner, options, flags, shares_memory(runner, flags), spreads(runner, flags))
+    spec = spec_of(runner)
+    options, shared = spec.attach(options, flags), spec.shares_memory(runner, flags)
+    return Connection(runner, options, flags, spec, shared, spec.has_several_workers(flags))
 
 
 def make_runner(runner: Any) -> Any:
@@ -158,40 +117,23 @@ def make_runner(runner: Any) -> Any:
         raise OptionsError(
             f"runner: found {runner!r}, expected 'local', the name of a Beam runner or an instance"
         )
-    for name, make in RUNNERS.items():
-        # Like Beam, in any case, and without "Runner".
-        if runner.lower() in (name.lower(), name.lower().removesuffix("runner")):
-            return make()
-    if runner.lower() in ("dataflow", "dataflowrunner") and not find_spec("apitools"):
-        raise OptionsError(
-            f"runner: found {runner!r}, but its packages are missing; run {dataflow.INSTALL}"
-        )
     try:
-        return beam.runners.create_runner(runner)
+        return spec_of(runner).create(runner)
     except (ValueError, ImportError, AttributeError) as error:
         raise OptionsError(
-            f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, RUNNERS))} or "
+            f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, NAMES))} or "
             f"another name that Beam knows ({error})"
         ) from error
 
 
-def beam_options(options: Options, runner: Any) -> PipelineOptions:
-    """Beam's options for a run. A job server that the runner needs is started.
-
-    Raises:
-      OptionsError: a flag names another runner, or the job server is not available.
-    """
-    found = _flags_of(options)
-    named = found.view_as(StandardOptions).runner
+def _check_named(runner: Any, flags: PipelineOptions) -> None:
+    """Raises OptionsError if options name another runner."""
+    named = flags.view_as(StandardOptions).runner
     if named is not None and not isinstance(runner, type(make_runner(named))):
         raise OptionsError(
             f"options: found runner {named!r}, but the run is on {type(runner).__name__}; give the "
             f"runner as run(..., runner={named!r})"
         )
-    for kind, connected in CONNECTED.items():
-        if isinstance(runner, kind):
-            return connected(found)
-    return found
 
 
 def _flags_of(options: Options) -> PipelineOptions:
@@ -243,21 +185,3 @@ def _check_ipython() -> None:
             f"packages ({type(error).__name__}: {error}); run "
             "pip install 'apache-beam[interactive]', or use runner='local', which needs no Beam"
         ) from error
-
-
-def shares_memory(runner: Any, options: PipelineOptions) -> bool:
-    """Whether the workers of a runner are threads of this process."""
-    if not isinstance(runner, FnApiRunner):
-        return False
-    mode = options.view_as(DirectOptions).direct_running_mode
-    if mode == "in_memory":
-        return isinstance(default_environment(runner), IN_PROCESS)
-    return mode == "multi_threading"
-
-
-def spreads(runner: Any, options: PipelineOptions) -> bool:
-    """Whether a runner has several workers that elements must be distributed to."""
-    if isinstance(runner, FnApiRunner):
-        return options.view_as(DirectOptions).direct_num_workers != 1
-    # Prism gives its worker one bundle at a time.
-    return not isinstance(runner, PrismRunner)

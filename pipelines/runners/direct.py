@@ -1,40 +1,48 @@
-"""Beam's in-memory runner, with worker processes that end when their launcher ends."""
+"""Beam's in-memory runner, "DirectRunner"."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from apache_beam.options.pipeline_options import PipelineOptions
+from beamjax.pipelines.runners.spec import RunnerSpec, number
 
-from beamjax import _beam_compat
-from beamjax.pipelines.worker import direct_worker
-
-
-class FnApiRunner(_beam_compat.FnApiRunner):
-    """Beam's runner, whose workers in the mode `multi_processing` watch their launcher.
-
-    Otherwise a worker that is starting while its launcher is killed would wait in Beam for a minute
-    for each of two connections.
-    """
-
-    def run_via_runner_api(self, pipeline_proto: Any, options: PipelineOptions) -> Any:
-        """Runs a pipeline."""
-        usual = _beam_compat.worker_command().encode()
-        for environment in pipeline_proto.components.environments.values():
-            if (environment.urn, environment.payload) == (_beam_compat.SUBPROCESS_SDK, usual):
-                environment.payload = _command() or usual
-        return super().run_via_runner_api(pipeline_proto, options)
+if TYPE_CHECKING:
+    from apache_beam.options.pipeline_options import PipelineOptions
 
 
-def _command() -> bytes | None:
-    """The command of a worker; None on systems where a process can't find its parent."""
-    if os.name != "posix":
-        return None
-    words = [sys.executable, "-m", direct_worker.__name__, str(os.getpid())]
-    # Beam runs the command in a shell. Without `exec`, the shell would be the parent of the worker,
-    # and Beam would kill it instead of the worker. Ctrl-C also reaches workers, which would die
-    # with tracebacks while the launcher cancels the job.
-    return f"trap '' INT; exec {shlex.join(words)}".encode()
+class Direct(RunnerSpec):
+    # Beam's own DirectRunner tries Prism first, so it would be another runner on other machines.
+    name = "DirectRunner"
+    class_name = "FnApiRunner"
+    in_this_process = True
+    holds_elements = True
+    one_bundle = True
+    replaces_workers = False
+    all_flags_known = True
+
+    def create(self, name: str) -> Any:
+        from beamjax.pipelines.clusters.in_memory import FnApiRunner
+
+        return FnApiRunner()
+
+    def shares_memory(self, runner: Any, flags: PipelineOptions) -> bool:
+        from apache_beam.options.pipeline_options import DirectOptions
+
+        from beamjax import _beam_compat as compat
+
+        mode = flags.view_as(DirectOptions).direct_running_mode
+        if mode == "in_memory":
+            here = (compat.EmbeddedPythonEnvironment, compat.EmbeddedPythonGrpcEnvironment)
+            return isinstance(compat.default_environment(runner), here)
+        return mode == "multi_threading"
+
+    def has_several_workers(self, flags: PipelineOptions) -> bool:
+        from apache_beam.options.pipeline_options import DirectOptions
+
+        return flags.view_as(DirectOptions).direct_num_workers != 1
+
+    def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
+        count = number(flags, "direct_num_workers", 1) or os.cpu_count() or 1
+        return flags.get("direct_running_mode") != "multi_processing", count

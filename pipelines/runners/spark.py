@@ -1,43 +1,40 @@
-"""Beam's SparkRunner: starts a job server with a Spark inside of it, or for a given master."""
+"""Spark, through Beam's job server."""
 
 from __future__ import annotations
 
-from apache_beam.options.pipeline_options import PipelineOptions, SparkRunnerOptions
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from beamjax.pipelines.clusters import job_servers
+from beamjax.options import Options
+from beamjax.pipelines.runners.spec import RunnerSpec, names_job_server
 
-_LOOPBACK = (
-    "-Dspark.driver.bindAddress=127.0.0.1",
-    "-Dspark.driver.host=127.0.0.1",
-    "-Dspark.ui.enabled=false",
-)
-"""Settings with which the Spark in a job server listens at loopback addresses only."""
-_OPENED = (
-    "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
-    "--add-opens=java.base/sun.nio.cs=ALL-UNNAMED",
-    "--add-opens=java.base/sun.util.calendar=ALL-UNNAMED",
-    "--add-opens=java.base/java.lang.invoke=ALL-UNNAMED",
-    "--add-opens=java.base/java.util.concurrent.atomic=ALL-UNNAMED",
-)
-"""Further options that Spark needs on Java 17. Without the first one it never reports a failed
-task."""
+if TYPE_CHECKING:
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+_DEFAULT_MASTER = "local[4]"
+"""Beam's default `spark_master_url`: four threads of the job server."""
 
 
-def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with the job server of a `SparkRunner`, which is started if need be.
+class Spark(RunnerSpec):
+    name = "SparkRunner"
+    replaces_workers = False
 
-    Raises:
-      OptionsError: there is no Java, or the job server does not start.
-    """
-    if job_servers.names_one(options, "spark"):
-        return options
-    master = options.view_as(SparkRunnerOptions).spark_master_url
-    embedded = master.startswith("local")
-    return job_servers.connected_to_java(
-        options,
-        "Spark",
-        "spark.SparkJobServerDriver",
-        [f"--spark-master-url={master}"],
-        embedded,
-        (*_OPENED, *(_LOOPBACK if embedded else ())),
-    )
+    def connect(
+        self, options: Options, flags: PipelineOptions, dry: bool = False
+    ) -> tuple[Options, PipelineOptions]:
+        from beamjax.pipelines.clusters import spark_server
+
+        return options, spark_server.connected(flags)
+
+    def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
+        master = str(flags.get("spark_master_url", _DEFAULT_MASTER))
+        if names_job_server(flags, "spark") or not master.startswith("local"):
+            return False, 1
+        threads = master.removeprefix("local").strip("[]") or "1"
+        return True, int(threads) if threads.isdigit() else os.cpu_count() or 1
+
+    def missing(self) -> str:
+        from beamjax.pipelines.clusters import processes
+
+        return processes.missing("java", "mvn")

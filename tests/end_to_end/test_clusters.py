@@ -30,8 +30,7 @@ from programs import PROGRAMS
 import beamjax as bj
 from beamjax.commands import cli
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.pipelines.clusters import flink_cluster, job_servers
-from beamjax.pipelines.runners import prism
+from beamjax.pipelines.clusters import flink_cluster, job_servers, prism_server
 
 # Threads of Beam that talk to a job server end so, where a pipeline fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -322,7 +321,7 @@ def test_a_cluster_that_does_not_run_is_an_error(tmp_path):
 def test_prism_in_a_thread_that_is_not_the_main_one_and_one_that_is_given(started, tmp_path):
     runner = started("prism")
     job_servers.stop_all()
-    given = {"prism_location": prism.locate(), "shard_size": 8}
+    given = {"prism_location": prism_server.locate(), "shard_size": 8}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         run = pool.submit(on, runner, stages, W, ROWS, shard_size=8)
         assert_same_bits(run.result(), expected())

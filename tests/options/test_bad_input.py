@@ -22,7 +22,7 @@ from beamjax.errors import (
     StructureError,
     WorkerError,
 )
-from beamjax.pipelines.runners.options import check_flags
+from beamjax.pipelines.runners.unknown_flags import check_flags
 
 N = 20
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)

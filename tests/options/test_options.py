@@ -18,7 +18,7 @@ from apache_beam.options.pipeline_options import (
 
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, Options, beam_flags, parse_options
-from beamjax.pipelines.runners.options import QuickOptions
+from beamjax.pipelines.clusters.flags import QuickOptions
 
 CPU_CUDA = Options(shard_size=64, platforms=("cpu", "cuda"))
 WORKERS = "--direct_num_workers=2"

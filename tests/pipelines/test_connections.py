@@ -22,13 +22,11 @@ from beamjax.options import parse_options
 from beamjax.pipelines.clusters import flink_cluster
 from beamjax.pipelines.runners import connect as connections
 from beamjax.pipelines.runners.connect import (
-    beam_options,
     connect,
     connection_of,
     make_runner,
-    shares_memory,
-    spreads,
 )
+from beamjax.pipelines.runners.table import RUNNERS, spec_of
 from beamjax.runtime.ordered_pool import usual_threads
 from beamjax.storage import locks
 
@@ -61,19 +59,46 @@ def test_runners_by_name():
             make_runner(runner)
 
 
+def test_a_runner_that_is_not_known_has_cautious_defaults():
+    class OwnRunner(beam.runners.PipelineRunner):
+        """Of a user."""
+
+    spec = spec_of(OwnRunner())
+    assert spec is spec_of("some.module.OwnRunner") is spec_of(PortableRunner())
+    found = connect(OwnRunner(), parse_options(None))
+    assert (found.shared, found.spread, found.is_one_process, found.threads) == (
+        False,
+        True,
+        False,
+        1,
+    )
+    for runner in RUNNERS:
+        assert spec_of(runner.name) is spec_of(runner.name.lower().removesuffix("runner")) is runner
+    assert {spec_of(kind()).name for kind in (FnApiRunner, MyRunner)} == {"DirectRunner"}
+
+
+@pytest.mark.parametrize("name", ["dask.dask_runner.DaskRunner", "ray.ray_runner.NoSuchRunner"])
+def test_an_error_of_another_runner_is_shown_as_it_is(name):
+    with pytest.raises(Exception) as of_beam:  # Dask may be missing
+        beam.runners.create_runner(f"apache_beam.runners.{name}").run_pipeline(None, None)
+    with pytest.raises(OptionsError) as caught:
+        bj.run(total, X, runner=f"apache_beam.runners.{name}")
+    assert str(of_beam.value) in str(caught.value)
+
+
 # --- options
 
 
 def test_options_of_beam(monkeypatch):
-    flags = beam_options(parse_options(["--direct_num_workers=3"]), FnApiRunner())
+    flags = connect(FnApiRunner(), parse_options(["--direct_num_workers=3"])).flags
     assert flags.view_as(DirectOptions).direct_num_workers == 3
     given = PipelineOptions(["--whatever=1"])
-    assert beam_options(parse_options(given), FnApiRunner()) is given
+    assert connect(FnApiRunner(), parse_options(given)).flags is given
     # Flags of this process are not read, and those of other runners are theirs to check.
     monkeypatch.setattr("sys.argv", ["pytest", "--direct_num_workers=7"])
-    flags = beam_options(parse_options(None), FnApiRunner())
+    flags = connect(FnApiRunner(), parse_options(None)).flags
     assert flags.view_as(DirectOptions).direct_num_workers == 1
-    beam_options(parse_options(["--flag_of_a_job_server=1"]), BundleBasedDirectRunner())
+    connect(BundleBasedDirectRunner(), parse_options(["--flag_of_a_job_server=1"]))
 
 
 def test_keys_of_a_store_belong_in_the_environment():
@@ -86,10 +111,10 @@ def test_keys_of_a_store_belong_in_the_environment():
 @pytest.mark.parametrize("how", [PipelineOptions, list])
 def test_the_runner_may_be_named_twice(how):
     for name in ("DirectRunner", "FnApiRunner", "fnapirunner"):
-        beam_options(parse_options(how([f"--runner={name}"])), make_runner("DirectRunner"))
+        connect("DirectRunner", parse_options(how([f"--runner={name}"])))
     options = parse_options(how(["--runner=BundleBasedDirectRunner"]))
     with pytest.raises(OptionsError, match="give the runner as run"):
-        beam_options(options, make_runner("DirectRunner"))
+        connect("DirectRunner", options)
 
 
 # --- a connection
@@ -105,8 +130,9 @@ def test_who_shares_memory_and_who_has_several_workers():
         (apart, [], False, False),
         (BundleBasedDirectRunner(), [], False, True),
     ):
-        options = PipelineOptions(flags)
-        assert (shares_memory(runner, options), spreads(runner, options)) == (shared, several)
+        options, spec = PipelineOptions(flags), spec_of(runner)
+        found = (spec.shares_memory(runner, options), spec.has_several_workers(options))
+        assert found == (shared, several)
 
 
 def test_connections():

@@ -31,8 +31,8 @@ import beamjax as bj
 from beamjax import dataflow
 from beamjax.errors import OptionsError, SourceError, StagingError
 from beamjax.options import parse_options
+from beamjax.pipelines.clusters.dataflow_options import prepare
 from beamjax.pipelines.dry_run import DryStore
-from beamjax.pipelines.runners.dataflow import is_dataflow, prepare
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import MapShards
 from beamjax.pipelines.worker.merge import FinishPieces
@@ -182,8 +182,6 @@ def test_the_error_of_a_run_is_not_hidden_by_one_of_its_end(bucket, monkeypatch)
 
 
 def test_a_transform_is_refused_too():
-    assert is_dataflow(DataflowRunner())
-    assert not is_dataflow(FnApiRunner())
     pipeline = beam.Pipeline(FnApiRunner(), options=PipelineOptions([]))
     pipeline.runner = DataflowRunner()
     with pytest.raises(OptionsError, match=r"work_folder: found .*/beamjax'"):

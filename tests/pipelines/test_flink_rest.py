@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.portability.flink_runner import FlinkRunner
 
 from beamjax.errors import OptionsError
 from beamjax.options import parse_options
 from beamjax.pipelines import launch
-from beamjax.pipelines.clusters import flink_rest
+from beamjax.pipelines.clusters import flink_jobs, flink_rest
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
-from beamjax.pipelines.runners import flink
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.worker.errors import PipelineError
 
@@ -110,9 +110,9 @@ def test_what_may_be_a_mistake(cluster):
 
 
 def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(flink.guard, "watched", lambda address, pid: "a-name")
+    monkeypatch.setattr(flink_jobs.guard, "watched", lambda address, pid: "a-name")
     options = PipelineOptions([f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
-    found = flink.connected(options).get_all_options(drop_default=True)
+    found = flink_jobs.connected(options).get_all_options(drop_default=True)
     assert found == {
         "flink_master": cluster.master, "job_endpoint": "host:1", "job_name": "a-name",
         "parallelism": 2, "execution_mode_for_batch": "BATCH_FORCED",
@@ -121,7 +121,7 @@ def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
     assert not caplog.records
     given = ["--environment_type=EXTERNAL", "--environment_config=127.0.0.2:1", "--parallelism=1"]
     options = PipelineOptions([*given, f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
-    assert flink.connected(options).get_all_options()["parallelism"] == 1
+    assert flink_jobs.connected(options).get_all_options()["parallelism"] == 1
     (record,) = caplog.records
     assert "no pool of workers answers at 127.0.0.2:1" in record.getMessage()
 
@@ -131,13 +131,13 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
     jobs = [job(1), job(2, "other"), job(3), job(4, state="FAILED")]
     cluster.answers["/jobs/overview"]["jobs"] = jobs
     options = PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"])
-    flink.cancel(options)
+    flink_jobs.cancel(options)
     assert cluster.cancelled == ["job-1", "job-3"]
     assert not caplog.records
     cluster.ends = False
-    monkeypatch.setattr(flink, "_SECONDS_TO_GO", 0.0)
+    monkeypatch.setattr(flink_jobs, "_SECONDS_TO_GO", 0.0)
     jobs.append(job(5))
-    flink.cancel(options)
+    flink_jobs.cancel(options)
     assert [record.getMessage() for record in caplog.records] == [
         f"the job job-5 at http://{cluster.master} still runs; cancel it in Flink's dashboard"
     ]
@@ -149,7 +149,7 @@ def test_a_job_that_arrives_after_its_cancellation_is_cancelled(cluster, monkeyp
     cluster.answers["/jobs/overview"]["jobs"] = jobs = [job(2, "other")]
     late = threading.Timer(0.2, lambda: jobs.append(job(1)))
     late.start()
-    flink.cancel(PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"]))
+    flink_jobs.cancel(PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"]))
     late.join()
     assert cluster.cancelled == ["job-1"]
 
@@ -160,7 +160,7 @@ def test_each_pipeline_has_a_name_of_its_own(cluster):
     names = []
     for given in ("beamjax-7-abc", "beamjax-7-abc", "of the user"):
         options = PipelineOptions([*flags, f"--job_name={given}"])
-        flink.rename(options)
+        flink_jobs.rename(options)
         names.append(options.get_all_options()["job_name"])
     assert names[0].startswith("beamjax-7-abc-")
     assert names[0] != names[1]
@@ -185,10 +185,10 @@ def test_a_job_goes_on_without_its_job_server(cluster, monkeypatch):
 
     # Not of all threads: other tests may have left some that wait.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(flink, "time", clock)
+    monkeypatch.setattr(flink_jobs, "time", clock)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
     options = PipelineOptions(flags)
-    pipeline = SimpleNamespace(runner=None, options=options, run=Gone)
+    pipeline = SimpleNamespace(runner=FlinkRunner(), options=options, run=Gone)
     for ends_as in ("FINISHED", "FAILED"):
         asked.clear()
         jobs = [job(1, state="FAILED"), job(2)]
@@ -217,9 +217,9 @@ def test_why_a_job_does_not_get_on(cluster, monkeypatch):
     found = reason_of([(1, REFUSED), (2, REFUSED)], "localhost:50001", 2)
     assert found.startswith("a task manager can't reach its pool of workers at localhost:50001 (Co")
     now = time.monotonic()
-    monkeypatch.setattr(flink.time, "monotonic", lambda: now)
+    monkeypatch.setattr(flink_jobs.time, "monotonic", lambda: now)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
-    look = flink.Progress(PipelineOptions([*flags, "--environment_config=localhost:50001"]), 2)
+    look = flink_jobs.Progress(PipelineOptions([*flags, "--environment_config=localhost:50001"]), 2)
     cluster.answers["/jobs/overview"]["jobs"] = [job(1)]
     entries = [{"timestamp": 1, "stacktrace": REFUSED}]
     cluster.answers["/jobs/job-1/exceptions"] = {"exceptionHistory": {"entries": entries}}
@@ -235,7 +235,7 @@ def test_why_a_job_does_not_get_on(cluster, monkeypatch):
 def test_versions_of_job_servers_are_those_of_beam(cluster):
     for flags in (["--flink_version=1.20"], ["--flink_version=2.2"], ["--flink_job_server_jar=x"]):
         options = PipelineOptions(flags)
-        assert flink.connected(options) is options
+        assert flink_jobs.connected(options) is options
 
 
 def test_a_job_server_on_another_host_needs_a_folder():

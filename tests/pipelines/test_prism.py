@@ -13,23 +13,23 @@ from apache_beam.version import __version__ as beam_version
 
 import beamjax as bj
 from beamjax.errors import OptionsError
+from beamjax.pipelines.clusters import prism_server
 from beamjax.pipelines.runners import connect as connections
-from beamjax.pipelines.runners import prism
 
 LISTENER = 'net.Listen("tcp", fmt.Sprintf(":%d", port))'
 SERVER = f"func NewServer(port int) {{\n\tlis, err := {LISTENER}\n}}\n"
 GO = f"""#!{sys.executable}
 import json, os, shutil, sys
 if sys.argv[1:3] == ["mod", "download"]:
-    assert sys.argv[-1] == "{prism.MODULE}@v{beam_version}", sys.argv
+    assert sys.argv[-1] == "{prism_server.MODULE}@v{beam_version}", sys.argv
     print("go: downloading", file=sys.stderr)
     print(json.dumps({{"Zip": os.environ["MODULE_ZIP"], "Sum": os.environ["MODULE_SUM"]}}))
 else:
-    assert sys.argv[1] == "build" and sys.argv[-1] == "./{prism.PACKAGE}", sys.argv
+    assert sys.argv[1] == "build" and sys.argv[-1] == "./{prism_server.PACKAGE}", sys.argv
     assert sorted(os.listdir()) == ["go", "go.mod", "go.sum"], os.listdir()
     assert not os.path.exists("go/a_test.go")
-    assert os.path.exists(os.path.dirname("{prism._SERVER}") + "/own_user.go")
-    shutil.copy("{prism._SERVER}", sys.argv[sys.argv.index("-o") + 1])
+    assert os.path.exists(os.path.dirname("{prism_server._SERVER}") + "/own_user.go")
+    shutil.copy("{prism_server._SERVER}", sys.argv[sys.argv.index("-o") + 1])
 """
 
 
@@ -44,12 +44,12 @@ def offered(monkeypatch, tmp_path):
         (folder / "go").chmod(0o755)
         files = {"go.mod": "", "go.sum": "", "java/A.java": "", "go/a_test.go": "", "go/a.go": ""}
         if server is not None:
-            files[prism._SERVER] = server
+            files[prism_server._SERVER] = server
         with zipfile.ZipFile(tmp_path / "module.zip", "w") as archive:
             for name, text in files.items():
-                archive.writestr(f"{prism.MODULE}@v{beam_version}/{name}", text)
+                archive.writestr(f"{prism_server.MODULE}@v{beam_version}/{name}", text)
         monkeypatch.setenv("MODULE_ZIP", str(tmp_path / "module.zip"))
-        monkeypatch.setenv("MODULE_SUM", prism.SUMS[beam_version])
+        monkeypatch.setenv("MODULE_SUM", prism_server.SUMS[beam_version])
         monkeypatch.setenv("PATH", str(folder))
 
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
@@ -58,13 +58,13 @@ def offered(monkeypatch, tmp_path):
 
 def test_one_line_is_changed(offered, monkeypatch):
     offered(SERVER)
-    found = prism.install()
+    found = prism_server.install()
     with open(found) as file:
         changed = 'listenForOwnUser(fmt.Sprintf("localhost:%d", port))'
         assert file.read() == SERVER.replace(LISTENER, changed)
-    assert {path.name for path in prism.installed().parent.iterdir()} == {"lock", "prism"}
+    assert {path.name for path in prism_server.installed().parent.iterdir()} == {"lock", "prism"}
     monkeypatch.setenv("PATH", "")
-    assert prism.install() == prism.locate() == found
+    assert prism_server.install() == prism_server.locate() == found
 
 
 def test_a_build_says_so_and_names_a_prism_on_path(offered, monkeypatch, caplog, tmp_path):
@@ -72,19 +72,19 @@ def test_a_build_says_so_and_names_a_prism_on_path(offered, monkeypatch, caplog,
     own = tmp_path / "bin" / "prism"
     own.write_text("")
     own.chmod(0o755)
-    found = prism.locate()
-    assert found == str(prism.installed())
+    found = prism_server.locate()
+    assert found == str(prism_server.installed())
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"building Prism of Beam {beam_version} with Go")
     assert f"found {own} on PATH" in told
     assert "options={'prism_location': 'prism'}" in told
-    assert prism.locate() == found
+    assert prism_server.locate() == found
     assert len(caplog.records) == 1
-    assert prism.locate(PipelineOptions(["--prism_location=prism"])) == str(own)
+    assert prism_server.locate(PipelineOptions(["--prism_location=prism"])) == str(own)
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "empty"))
     (tmp_path / "bin" / "go").unlink()
     with pytest.raises(OptionsError, match=rf"no Go to build it.*found {own} on PATH"):
-        prism.locate()
+        prism_server.locate()
 
 
 @pytest.mark.parametrize(
@@ -93,20 +93,20 @@ def test_a_build_says_so_and_names_a_prism_on_path(offered, monkeypatch, caplog,
 def test_a_source_that_is_another_one_is_refused(offered, server, times, monkeypatch):
     offered(server)
     with pytest.raises(OptionsError, match=rf"found {times} times `.*expected it once"):
-        prism.install()
-    assert [path.name for path in prism.installed().parent.iterdir()] == ["lock"]
+        prism_server.install()
+    assert [path.name for path in prism_server.installed().parent.iterdir()] == ["lock"]
     monkeypatch.delenv("MODULE_ZIP")
     with pytest.raises(OptionsError, match=r"(?s)mod download.*GOPROXY.*KeyError: 'MODULE_ZIP'"):
-        prism.install()
+        prism_server.install()
 
 
 def test_a_source_of_another_hash_is_refused(offered, monkeypatch):
     offered(SERVER)
     monkeypatch.setenv("MODULE_SUM", "h1:other")
     with pytest.raises(OptionsError, match=r"with the hash h1:other, expected h1:\w+.*GOPROXY"):
-        prism.install()
-    monkeypatch.setattr(prism, "SUMS", {})  # another version, which Go has checked
-    assert prism.install() == str(prism.installed())
+        prism_server.install()
+    monkeypatch.setattr(prism_server, "SUMS", {})  # another version, which Go has checked
+    assert prism_server.install() == str(prism_server.installed())
 
 
 def test_one_that_cannot_be_had_says_what_to_do(monkeypatch, tmp_path):
@@ -124,12 +124,12 @@ def test_the_release_of_beam_is_taken_only_where_it_is_asked_for(offered, monkey
     offered(SERVER)
     asked = []
     release = lambda url, **_: asked.append(url) or "/its/prism"
-    monkeypatch.setattr(prism.PrismJobServer, "local_bin", release)
-    assert prism.locate() == str(prism.installed())
+    monkeypatch.setattr(prism_server.PrismJobServer, "local_bin", release)
+    assert prism_server.locate() == str(prism_server.installed())
     assert not asked
     given = f"https://github.com/apache/beam/releases/tag/v{beam_version}"
     options = PipelineOptions([f"--prism_location={given}"])
-    assert prism.locate(options) == "/its/prism"
+    assert prism_server.locate(options) == "/its/prism"
     assert asked[0].startswith("https://github.com/apache/beam/releases/download/")
 
 

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
-from beamjax._beam_compat import FlinkRunner
 from beamjax.errors import ArrayFormatError, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.resident import heartbeats, job, mailbox, messages
+from beamjax.pipelines.runners import table
+from beamjax.pipelines.runners.flink import Flink
+from beamjax.pipelines.runners.prism import Prism
 from beamjax.pipelines.values.store import Store
 from beamjax.telemetry import process_ids
 
@@ -26,9 +28,9 @@ def clock(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("runner", [object(), FlinkRunner()], ids=["usual", "Flink"])
-def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_path, runner):
-    first = job.ALONE_SECONDS if type(runner) is object else job.ALONE_ON_FLINK
+@pytest.mark.parametrize("spec", [table.OTHER, Flink()], ids=["usual", "Flink"])
+def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_path, spec):
+    first = spec.seconds_alone
     started = []
 
     def run(self, attempt):
@@ -37,7 +39,7 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
             self._mailbox.stopped.wait(0.01)
 
     monkeypatch.setattr(job.ResidentJob, "_run", run)
-    connection = SimpleNamespace(runner=runner, shared=True)
+    connection = SimpleNamespace(runner=object(), spec=spec, shared=True)
     with job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
 
@@ -67,9 +69,8 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 
 
 def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(job, "NEVER_REPLACE_WORKERS", (object,))
     monkeypatch.setattr(job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait())
-    connection = SimpleNamespace(runner=object(), shared=True)
+    connection = SimpleNamespace(runner=object(), spec=Prism(), shared=True)
     with job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
         found.check(False)
@@ -314,7 +315,7 @@ def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(job.ResidentJob, "_run", run)
-    connection = SimpleNamespace(runner=object(), shared=False)
+    connection = SimpleNamespace(runner=object(), spec=table.OTHER, shared=False)
     found = job.ResidentJob(connection, Store(str(tmp_path)))
     found.start()
     monkeypatch.setattr(found._mailbox, "stop", read_only)

@@ -9,7 +9,7 @@ from memory_files import FILES
 from source_files import SOURCES
 
 import beamjax as bj
-from beamjax.pipelines.runners import connect as connections
+from beamjax.pipelines.runners.direct import Direct
 from beamjax.pipelines.values import members as uploads
 from beamjax.pipelines.values.store import Store
 from beamjax.sources.source_base import open_spec
@@ -31,7 +31,7 @@ def store():
 def elsewhere(monkeypatch):
     """Runs whose workers see no memory of this process; they leave no file."""
     FILES.clear()
-    monkeypatch.setattr(connections, "shares_memory", lambda *_: False)
+    monkeypatch.setattr(Direct, "shares_memory", lambda *_: False)
     yield
     assert FILES == {}
 

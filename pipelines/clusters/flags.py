@@ -1,66 +1,13 @@
-"""Options of a pipeline: checks whether Beam knows them, and adds those of beamjax."""
+"""Options of a pipeline: those of beamjax, and views on Beam's that cost little."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import functools
-import io
-from collections.abc import Sequence
 from typing import Any
 
 from apache_beam.options.pipeline_options import PipelineOptions
-
-from beamjax._text import hint
-from beamjax.errors import OptionsError
-from beamjax.options import OWN
-
-_ALL_IN_PYTHON = ("local", "direct", "fnapi", "dataflow")
-
-_SLIP = 0.8
-"""Similarity (by `difflib`) to a known name from which an unknown flag is refused as a typing
-error. `memroy` and `memory` have 0.83, but Flink's flag `checkpointing_interval` and `checkpoint`
-only 0.71."""
-
-
-def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -> None:
-    """Refuses unknown flags.
-
-    Beam's Python SDK knows all flags of its in-memory runner and of Dataflow. A run in this process
-    accepts the same flags. Job servers have further flags that it does not know, so for other
-    runners a flag is only refused if its name is close to that of a known flag.
-
-    Args:
-      flags: flags such as `--direct_num_workers=2`, without those of beamjax.
-      runner: the name of the runner.
-      others: further names to suggest.
-
-    Raises:
-      OptionsError: a flag is unknown, or Beam refuses its value.
-    """
-    if not flags:
-        return
-    known = PipelineOptions([]).get_all_options()
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            found = PipelineOptions(list(flags)).get_all_options(retain_unknown_options=True)
-    except SystemExit:
-        reason = complaint.getvalue().strip().rpartition("error: ")[2]
-        raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
-    complete = runner.lower().removesuffix("runner") in _ALL_IN_PYTHON
-    for name in found.keys() - known.keys():
-        close = hint(name, [*OWN, *known, *others], 0.6 if complete else _SLIP)
-        if complete or close:
-            more = "" if complete else (
-                f" If the job server of {runner} has an option {name!r}, give the flags as a Beam "
-                "PipelineOptions, which is not checked."
-            )  # fmt: skip
-            raise OptionsError(
-                f"options: found {name!r}, expected an option of beamjax (see beamjax.Options) or "
-                f"one of Beam{close}{more}"
-            )
 
 
 class ClusterOptions(PipelineOptions):

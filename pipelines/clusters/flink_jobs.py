@@ -1,0 +1,218 @@
+"""Beam's FlinkRunner: chooses its cluster, or starts a job server with a Flink inside of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+from apache_beam.options.pipeline_options import (
+    FlinkRunnerOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    PortableOptions,
+)
+
+from beamjax.errors import OptionsError, WorkerError
+from beamjax.pipelines import own_user
+from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
+from beamjax.pipelines.clusters.flags import ClusterOptions
+from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
+from beamjax.pipelines.clusters.processes import listens
+
+VERSION = "1.16"
+"""The version of Flink in `java/flink.xml`, for which beamjax starts job servers."""
+POOL = "localhost:50001"
+"""Where task managers look for pools by default: the port of `worker_pool`, on their own hosts."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_GO = 10.0
+"""Seconds in which a cancelled job has to be gone."""
+_LOG = logging.getLogger("beamjax")
+
+
+def connected(options: PipelineOptions) -> PipelineOptions:
+    """Options with the job server of a `FlinkRunner`.
+
+    It is the first of these:
+
+    1. the job server that Beam's own options name, or the version of Beam's that they ask for;
+    2. that of the cluster in the folder `flink_cluster`, where `beamjax flink up` runs;
+    3. one that is started for the option `flink_master`;
+    4. that of the cluster in the default folder, if it runs;
+    5. one that is started with a Flink inside of it.
+
+    Raises:
+      OptionsError: the cluster does not run or does not fit, or the job server can't be started.
+    """
+    flink = options.view_as(FlinkRunnerOptions)
+    given = options.get_all_options(drop_default=True)
+    if job_servers.names_one(options, "flink") or _asks_for_version(options):
+        if (rest := rest_of(options)) is not None:
+            options = _checked(rest, options, None, owns_strategy=False)
+        return options
+    named = options.view_as(ClusterOptions).flink_cluster
+    if named is not None or "flink_master" not in given:
+        folder = Path(named).absolute() if named else flink_cluster.default_folder()
+        cluster = flink_cluster.read(folder)
+        if cluster is not None:
+            _LOG.info("on the Flink cluster in %s", folder)
+            # If the launcher is killed, Flink would continue, though no process reads the results.
+            for port in (cluster.job_port, cluster.rest_port):
+                own_user.check_listener(f"{processes.LOOPBACK}:{port}")
+            address = f"http://{processes.LOOPBACK}:{cluster.rest_port}"
+            flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
+            return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
+        if named is not None:
+            raise OptionsError(
+                f"flink_cluster: found nothing in {folder}, expected a running cluster; start one "
+                f"with `beamjax flink up --folder {named}`"
+            )
+    driver = "flink.FlinkJobServerDriver"
+    if (rest := rest_of(options)) is not None:
+        options = _checked(rest, options, VERSION, owns_strategy=True)
+        arguments = [
+            f"--flink-master={rest.address.removeprefix('http://')}",
+            f"--flink-conf-dir={jars.SOURCES / 'flink-remote'}",
+        ]
+        return job_servers.connected_to_java(options, "Flink", driver, arguments, False)
+    if flink.flink_master not in flink_cluster.EMBEDDED:
+        raise OptionsError(
+            f"flink_master: found {flink.flink_master!r}, expected host:port, or [local]"
+        )
+    arguments = ["--flink-master=[local]", f"--flink-conf-dir={jars.SOURCES / 'flink-local'}"]
+    return job_servers.connected_to_java(options, "Flink", driver, arguments, True)
+
+
+def rest_of(options: PipelineOptions) -> FlinkRest | None:
+    """The REST API of the cluster of a pipeline; None if the options don't name it."""
+    folder = options.view_as(ClusterOptions).flink_cluster
+    if folder:
+        cluster = flink_cluster.read(folder)
+        return (
+            None
+            if cluster is None
+            else FlinkRest(f"http://{processes.LOOPBACK}:{cluster.rest_port}")
+        )
+    master = str(options.view_as(FlinkRunnerOptions).flink_master)
+    if master in flink_cluster.EMBEDDED or ":" not in master:
+        return None
+    return FlinkRest(master.rstrip("/") if "://" in master else f"http://{master}")
+
+
+def rename(options: PipelineOptions) -> None:
+    """Gives the job of a pipeline a name of its own, by which Flink knows it.
+
+    A run that starts its job again cancels the one before. A name that the user gave stays.
+    """
+    named = options.view_as(GoogleCloudOptions)
+    if rest_of(options) is not None and (named.job_name or "").startswith(guard.PREFIX):
+        named.job_name = f"{named.job_name}-{secrets.token_hex(4)}"
+
+
+def is_running(options: PipelineOptions) -> bool:
+    """Whether the job of a pipeline runs, as Flink says."""
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    try:
+        return bool(rest is not None and name and rest.running(name))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def wait(options: PipelineOptions) -> None:
+    """Waits for the end of the job of a pipeline, without its job server.
+
+    Raises:
+      RuntimeError: it failed, or Flink does not answer any more.
+    """
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    assert rest is not None
+    try:
+        while rest.running(name):
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        state, reason = rest.end(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"Flink at {rest.address} does not answer: {error}") from error
+    if state != "FINISHED":
+        raise RuntimeError(f"the job {name} of Flink ended as {state}: {reason}")
+
+
+def cancel(options: PipelineOptions) -> None:
+    """Ends the jobs of a pipeline on its cluster, and warns of those that go on.
+
+    The cancellation of Beam's job servers may leave them running, with all their slots.
+    """
+    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
+    if rest is None or not name:
+        return
+    try:
+        left = rest.cancel(name, _SECONDS_TO_GO)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("can't cancel the job %s at %s: %s", name, rest.address, error)
+        return
+    for job in left:
+        _LOG.warning(
+            "the job %s at %s still runs; cancel it in Flink's dashboard",
+            job, rest.address,
+        )  # fmt: skip
+
+
+class Progress:
+    """Looks for the reason why the job of a pipeline does not get on, see `launch.Look`.
+
+    Args:
+      options: the options of the pipeline.
+      attempts: see `reason_of`.
+    """
+
+    SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
+
+    def __init__(self, options: PipelineOptions, attempts: int = 3):
+        self._attempts = attempts
+        self._rest = rest_of(options)
+        self._name = options.view_as(GoogleCloudOptions).job_name
+        self._pool = options.view_as(PortableOptions).environment_config or ""
+        self._next = time.monotonic() + self.SECONDS_BEFORE
+
+    def __call__(self) -> WorkerError | None:
+        """The error of a pool out of reach, or of missing slots."""
+        now = time.monotonic()
+        if self._rest is None or not self._name or now < self._next:
+            return None
+        self._next = now + self.SECONDS_BETWEEN
+        try:
+            failures = self._rest.failures(self._name)
+            reason = reason_of(failures, self._pool, self._attempts)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # The job manager is restarted, or the job has just ended.
+        return None if reason is None else WorkerError(reason)
+
+
+def _checked(
+    rest: FlinkRest, options: PipelineOptions, version: str | None, owns_strategy: bool
+) -> PipelineOptions:
+    """Options with defaults for a cluster, which has been checked."""
+    given = options.get_all_options(drop_default=True)
+    parallelism = given.get("parallelism")
+    doubts = check(rest, version, parallelism, owns_strategy)
+    pool = str(given.get("environment_config", POOL))
+    host, _, port = pool.rpartition(":")
+    # Those at a loopback address are on the hosts of the task managers.
+    if port.isdigit() and host not in ("localhost", "127.0.0.1") and not listens(host, int(port)):
+        doubts.append(f"environment_config: no pool of workers answers at {pool}")
+    for doubt in doubts:
+        _LOG.warning("%s", doubt)
+    defaults = {
+        "job_name": guard.watched(rest.address, os.getpid()),
+        "execution_mode_for_batch": "BATCH_FORCED",
+        "parallelism": rest.ask("overview")["slots-total"],
+    }
+    if "environment_type" not in given:
+        defaults |= {"environment_type": "EXTERNAL", "environment_config": POOL}
+    return job_servers.with_defaults(options, **defaults)
+
+
+def _asks_for_version(options: PipelineOptions) -> bool:
+    """Whether the version of Beam's own job server is given, be it the default one."""
+    return any(str(flag).startswith("--flink_version") for flag in options._flags or ())
