@@ -24,7 +24,7 @@ CLAIMS = {
         "per member and {ray} times faster than Ray Data. Dask takes {dask} times as long as "
         "beamjax on DirectRunner, and {dask_session} times as long as a call in a session",
         "A run on DirectRunner takes about {pipeline} ms more than a call in a session",
-        "A round of a loop takes {round_more} ms more than on `local`",
+        "takes {round_more} ms more than on `local`",
     ),
     "docs/index.md": (
         "| Hand-written Beam, one element per member | beamjax on DirectRunner is {element} times "

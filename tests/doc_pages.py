@@ -7,7 +7,7 @@
   lines, ` ...` at the end of a line for the rest of it.
 - `<!-- numbers vary -->` before a block of text: its numbers need not be the same, nor whether bits
   are equal or differ.
-- `*Not run with this page: REASON.*`, a paragraph before a block: it is shown only.
+- `<!-- not run: REASON -->` before a block: it is shown only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 RUN = ("python", "sh")
 
 _BLOCK = re.compile(
-    r"^(?:<!-- (?P<marker>[^\n]*?) -->\n| *\*Not run with this page: (?P<reason>[^*]*)\.\*\n\n)?"
+    r"^(?: *<!-- (?:not run: (?P<reason>[^\n]*?)|(?P<marker>[^\n]*?)) -->\n)?"
     r"(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )

@@ -150,7 +150,7 @@ class Options:
 
 RULES: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Options) if f.metadata}
 """The rule for the values of each option. An option with the default None may also be None."""
-_OWN_FOLDERS = ("job_folder", "cache", "checkpoint", "compile_cache", "results_folder")
+_OWN_FOLDERS = ("job_folder", "cache", "checkpoint", "results_folder")
 """The options with folders of which beamjax reads what it finds there."""
 _DEFAULTS = Options()
 OWN = tuple(RULES)
