@@ -64,8 +64,9 @@ from beamjax.sources.records.tfrecord_source import from_tfrecord as from_tfreco
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
-from beamjax.sources.tables.arrow_source import from_arrow as from_arrow
 from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
-from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
+from beamjax.sources.tables.table_opening import from_arrow as from_arrow
+from beamjax.sources.tables.table_opening import from_csv as from_csv
+from beamjax.sources.tables.table_opening import from_parquet as from_parquet
 from beamjax.tables.pcollections import from_beam as from_beam
 from beamjax.verification import verify as verify

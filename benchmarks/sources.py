@@ -27,7 +27,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 
 import beamjax as bj
-from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.blocks import BLOCKS
 
 WIDTH = 256
 SHARD_BYTES = 4 << 20

@@ -151,7 +151,7 @@ class Inputs:
                     sources.append(self._source(value, spec, rows))
                 leaf = value[1] if isinstance(value, tuple) else 0
                 where[name] = numbers[key], leaf
-        return Reader(tuple(sources), where, self.plan.x64)
+        return Reader(*_selected(sources, where), self.plan.x64)
 
     def streams(self) -> Streams | None:
         """The sources of unknown length, if any, even those that no step reads."""
@@ -179,6 +179,19 @@ class Inputs:
         if spec.short:
             return ShortSource(source)
         return source if rows == 1 else grouped(source, rows)
+
+
+def _selected(
+    sources: Sequence[Source], where: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[Source, ...], dict[str, tuple[int, int]]]:
+    """The sources without leaves that no step reads, as far as they can leave them out."""
+    found = []
+    for number, source in enumerate(sources):
+        used = sorted({leaf for at, leaf in where.values() if at == number})
+        found.append(source.select(used))
+    numbers = [{leaf: i for i, leaf in enumerate(leaves)} for _, leaves in found]
+    moved = {name: (at, numbers[at][leaf]) for name, (at, leaf) in where.items()}
+    return tuple(source for source, _ in found), moved
 
 
 def _is_stream(value: Any) -> bool:

@@ -35,7 +35,7 @@ from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Sums, computed
 from beamjax.runtime.shard_executor import ShardExecutor, read_shard
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.blocks import BLOCKS
 from beamjax.storage.block_cache import block_budget
 from beamjax.storage.scratch import file_array
 from beamjax.telemetry.meters import Meter

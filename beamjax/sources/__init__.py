@@ -31,7 +31,7 @@ from beamjax.sources.source_base import register as register
 from beamjax.sources.source_base import release as release
 from beamjax.sources.streams.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
-from beamjax.sources.tables.arrow_source import ArrowSource as ArrowSource
-from beamjax.sources.tables.arrow_source import from_arrow as from_arrow
-from beamjax.sources.tables.parquet_source import ParquetSource as ParquetSource
-from beamjax.sources.tables.parquet_source import from_parquet as from_parquet
+from beamjax.sources.tables.table_opening import from_arrow as from_arrow
+from beamjax.sources.tables.table_opening import from_csv as from_csv
+from beamjax.sources.tables.table_opening import from_parquet as from_parquet
+from beamjax.sources.tables.table_source import TableSource as TableSource

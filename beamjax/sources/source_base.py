@@ -139,6 +139,18 @@ class Source(abc.ABC):
             SourceError: the range is not within 0 to n, or the data has changed.
         """
 
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        """A source of the same members that reads at least these leaves, and fewer if it can.
+
+        Args:
+            leaves: the numbers of the leaves that are read.
+
+        Returns:
+            The source, and for each of its leaves the number that it has here; by default this
+            source.
+        """
+        return self, range(len(self.leaves))
+
     @property
     def buckets(self) -> tuple[int, ...]:
         """Numbers of rows to which `read_short` pads ragged members, ascending.

@@ -24,7 +24,7 @@ from beamjax.pipelines.run import opened_streams, temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.sources import block_source
+from beamjax.sources import blocks as member_blocks
 from beamjax.sources.source_base import (
     Count,
     HoldsLeaves,
@@ -166,7 +166,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
         super().__init__(leaves, treedef)
         self._folder = folder
         self._parts = tuple(parts)
-        self._ends = block_source.ends_of([count for _, count in self._parts])
+        self._ends = member_blocks.ends_of([count for _, count in self._parts])
         # Consecutive shards are often in the same file. Threads may replace the pair at any time,
         # so it is always read and written as a whole.
         self._last: tuple[int, list[np.ndarray]] | None = None
@@ -176,10 +176,10 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         self.check_range(start, stop)
-        blocks = block_source.blocks_of(self._ends, start, stop)
-        return block_source.read_blocks(self._leaves, blocks, self._members, start, stop)
+        blocks = member_blocks.blocks_of(self._ends, start, stop)
+        return member_blocks.read_blocks(self._leaves, blocks, self._members, start, stop)
 
-    def _members(self, block: block_source.SourceBlock) -> list[np.ndarray]:
+    def _members(self, block: member_blocks.SourceBlock) -> list[np.ndarray]:
         last = self._last
         if last is None or last[0] != block.number:
             last = self._last = block.number, self._load(*self._parts[block.number])

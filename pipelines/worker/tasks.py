@@ -39,7 +39,7 @@ from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources import open_spec
-from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.blocks import BLOCKS
 from beamjax.storage.block_cache import block_budget, store_budget
 from beamjax.storage.shared_cache import SharedCache, SingleFlight
 

@@ -367,7 +367,7 @@ def test_fewer_threads_are_advised(runner, limit, flags):
 
 
 def test_a_plan_that_just_fits_runs():
-    from beamjax.sources.block_source import BLOCKS
+    from beamjax.sources.blocks import BLOCKS
 
     x, w = np.ones((20, 3), np.float32), np.eye(3, dtype=np.float32)
     needed = worker_bytes(total, w, x, local_threads=1, memory="1GiB")

@@ -5,6 +5,7 @@ import pyarrow as pa
 from source_files import NUMBERS, lists, random_bits, refused
 
 from beamjax.errors import SourceError, StructureError
+from beamjax.sources.source_base import LeafSpec
 from beamjax.sources.tables.arrow_columns import Batch, arrow_readable, known_shape, to_rows
 from beamjax.sources.tables.arrow_types import RowType, agree, chosen, row_type
 
@@ -19,10 +20,11 @@ def numbers(dtype, shape):
 
 def rows(column):
     """What the library makes of a column, by the shape that its type or its first row tells."""
-    shape, dtype, _ = row_type(pa.schema([("x", column.type)]), "x", "file")
+    found_type = row_type(pa.schema([("x", column.type)]), "x", "file")
+    shape, dtype, _ = found_type
     if None in shape:
-        shape = known_shape(column, "x", BATCH, shape)
-    found = to_rows(column, "x", shape, BATCH)
+        shape = known_shape(column, "x", BATCH, found_type)
+    found = to_rows(column, "x", LeafSpec(shape, dtype), BATCH)
     assert (found.dtype, found.shape) == (dtype, (len(column), *shape))
     assert not found.flags.writeable
     return found
@@ -55,7 +57,7 @@ def test_every_type_is_what_pyarrow_says():
             expected = np.array(column.to_pylist(), dtype)
             part = column.slice(2, 4)  # Begins inside of its buffers, and of a byte of bools.
             chunked = pa.chunked_array([column.slice(0, 3), column.slice(3)])
-            found = to_rows(chunked, "x", rows(column).shape[1:], BATCH)
+            found = to_rows(chunked, "x", LeafSpec(rows(column).shape[1:], F32), BATCH)
             good = [
                 np.array_equal(rows(column), expected),
                 np.array_equal(rows(part), expected[2:6]),
@@ -114,7 +116,7 @@ def test_rows_that_are_missing_or_ragged():
         (pa.chunked_array([[[1]], [[2], [3, 4]]]), (1,), length.format(2, 2, 1)),
     ]:
         message = f"file.parquet: column 'x', row group 3, {message}"
-        refused(SourceError, message, to_rows, column, "x", shape, BATCH)
+        refused(SourceError, message, to_rows, column, "x", LeafSpec(shape, F32), BATCH)
 
 
 def test_columns_of_other_than_numbers():
@@ -122,7 +124,7 @@ def test_columns_of_other_than_numbers():
     for kind in (
         *(pa.string(), pa.large_string(), pa.binary(), pa.list_(pa.string()), pa.null()),
         *(pa.timestamp("ns"), pa.date32(), pa.time64("us"), pa.duration("s"), pa.uuid()),
-        *(pa.decimal128(10, 2), pa.struct([("a", pa.int8())]), pa.map_(pa.int8(), pa.int8())),
+        *(pa.decimal128(10, 2), pa.struct([]), pa.map_(pa.int8(), pa.int8())),
         *(pa.dictionary(pa.int8(), pa.string()), pa.run_end_encoded(pa.int32(), pa.int8())),
         *(pa.bool8(), tensor, pa.month_day_nano_interval()),
     ):

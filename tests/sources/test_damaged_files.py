@@ -33,7 +33,7 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
-from beamjax.sources import block_source, open_spec
+from beamjax.sources import blocks, open_spec
 from beamjax.storage.schema import to_plain
 
 X = TREE["x"]
@@ -70,7 +70,7 @@ def run(source, **options):
 
 @pytest.fixture(params=FORMATS)
 def form(request):
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     return FORMATS[request.param]
 
 
@@ -143,7 +143,7 @@ def test_what_changes_between_rounds(form, path, how):
             form.write(path, part(TREE, 0, 16))
         elif len(done) == 1:
             rewrite(path)
-        block_source.BLOCKS.clear()  # which would go on with what the file was
+        blocks.BLOCKS.clear()  # which would go on with what the file was
 
     refused(SourceError, CHANGED, run_twice, form.read(path), change)
 
@@ -156,7 +156,7 @@ def test_what_changes_before_it_is_read(form, path):
         refused(SourceError, CHANGED, each.read, 0, N)
     run(form.read(path))
     source = form.read(path)
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     form.write(path, part(TREE, 0, N - 1))
     refused(SourceError, CHANGED, source.read, 0, 1)
     assert len(form.read(path)) == N - 1
@@ -192,7 +192,7 @@ def test_what_nobody_may_read(form, path, monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "open", opened)
     for where in ("pyarrow.parquet.ParquetFile", "pyarrow.memory_map", "zarr.open"):
         monkeypatch.setattr(where, forbid)
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     again = save(form, tmp_path / "again.bin")
     path = again
     error = refused(SourceError, r"Permission denied|may not be read", form.read, again)
@@ -322,7 +322,7 @@ def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
 
 @pytest.fixture(params=TABLES)
 def table(request):
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     return TABLES[request.param]
 
 

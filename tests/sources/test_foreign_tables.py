@@ -13,15 +13,15 @@ from source_files import TABLES, N, assert_reads, refused, save
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import block_source
-from beamjax.sources.tables import parquet_source
+from beamjax.sources import blocks
+from beamjax.sources.tables import parquet_files
 
 DAYS = [dt.datetime(2020, 1, 1), dt.datetime(1969, 12, 31)]
 
 
 @pytest.fixture(params=TABLES)
 def form(request):
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     return TABLES[request.param]
 
 
@@ -116,7 +116,7 @@ def test_times_of_int96_are_nanoseconds(tmp_path):
 @pytest.mark.parametrize("column", ["t", "l"])
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_times_of_int96_do_not_wrap_around(year, column, in_pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_source, "PIECE_BYTES", 16 if in_pieces else 1 << 26)
+    monkeypatch.setattr(parquet_files, "PIECE_BYTES", 16 if in_pieces else 1 << 26)
     path = write_int96(tmp_path / "x.parquet", [*DAYS * 3, dt.datetime(year, 6, 1)])
     message = rf"x\.parquet: column '{column}', row group 0: found a time of INT96 outside"
     refused(SourceError, message, lambda: bj.from_parquet(path, column, times=True).read(0, 7))
@@ -146,7 +146,7 @@ def write_encrypted(path, table, columns):
 
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_a_column_beside_an_encrypted_one(in_pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_source, "PIECE_BYTES", 16 if in_pieces else 1 << 26)
+    monkeypatch.setattr(parquet_files, "PIECE_BYTES", 16 if in_pieces else 1 << 26)
     table = pa.table({"plain": np.arange(N), "secret": np.arange(N), "words": ["a"] * N})
     write_encrypted(path := tmp_path / "x.parquet", table, ["secret"])
     assert_reads(bj.from_parquet(path, "plain"), np.arange(N))

@@ -34,7 +34,7 @@ from streams import Numbers, stream
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.sources import LeafSpec, block_source, from_arrays, open_spec, source_base
+from beamjax.sources import LeafSpec, blocks, from_arrays, open_spec, source_base
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name
 
 OPTIONS = {"shard_size": 8}
@@ -45,7 +45,7 @@ PROCESSES = {**THREADS, "direct_running_mode": "multi_processing"}
 @pytest.fixture(params=SOURCES)
 def given(request, tmp_path):
     """A source, and the arrays that it stands for."""
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     return SOURCES[request.param](tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_specs_with_one_change_are_refused_or_harmless(tmp_path):
         spec = json.loads(json.dumps(source.spilled(str(folder / "spilled")).to_spec()))
         expected = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
         for field, value in [(key, other) for key in spec for other in changed(spec[key])]:
-            block_source.BLOCKS.clear()
+            blocks.BLOCKS.clear()
             try:
                 again = open_spec({**spec, field: value})
                 found = [array.tobytes() for array in again.read(0, len(again))]

@@ -28,14 +28,14 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import block_source
+from beamjax.sources import blocks
 from beamjax.sources.source_base import open_spec
-from beamjax.sources.tables import arrow_source, parquet_source
+from beamjax.sources.tables import arrow_files, parquet_files
 
 
 @pytest.fixture(autouse=True)
 def _no_blocks():
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
 
 
 @pytest.fixture(params=TABLES)
@@ -134,11 +134,11 @@ def test_each_batch_is_decoded_once_and_what_is_kept_is_bounded(name, tmp_path, 
     monkeypatch.setattr(type(source), "_decode", counted)
     read_in_threads(source, LONG)
     assert sorted(count) == [0, 1, 2, 3]
-    block_source.BLOCKS.clear()
-    monkeypatch.setattr(block_source.BLOCKS.passing, "limit", 2 * 100 * (24 + 5))
+    blocks.BLOCKS.clear()
+    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 2 * 100 * (24 + 5))
     for start in range(0, 16 * N, N):
         assert_reads(source, LONG, start, start + N)
-    assert len(block_source.BLOCKS.passing._values) == 2
+    assert len(blocks.BLOCKS.passing._values) == 2
     assert_reads(source, LONG)
 
 
@@ -274,7 +274,7 @@ def test_parquet_however_it_is_written(tmp_path):
 
 def test_only_the_columns_and_row_groups_that_are_needed_are_read(tmp_path, monkeypatch):
     write_parquet(tmp_path / "x.parquet", TABLE, 10)
-    parquet_source._FOOTERS.clear()
+    parquet_files._FOOTERS.clear()
     opened, begin = [], pq.ParquetFile.__init__
     read, original = [], pq.ParquetFile.read_row_group
 
@@ -296,15 +296,15 @@ def test_only_the_columns_and_row_groups_that_are_needed_are_read(tmp_path, monk
 @pytest.fixture
 def pieces(monkeypatch):
     """Row groups are cut after ten rows; gives how often one was begun."""
-    begun, original = [], parquet_source._Cursor._restart
+    begun, original = [], parquet_files._Cursor._restart
 
     def noted(self):
         begun.append(self._where[0])
         return original(self)
 
-    monkeypatch.setattr(parquet_source._Cursor, "_restart", noted)
-    monkeypatch.setattr(parquet_source, "PIECE_BYTES", 10 * (24 + 8))
-    parquet_source._CURSORS.clear()
+    monkeypatch.setattr(parquet_files._Cursor, "_restart", noted)
+    monkeypatch.setattr(parquet_files, "PIECE_BYTES", 10 * (24 + 8))
+    parquet_files._CURSORS.clear()
     return begun
 
 
@@ -314,8 +314,8 @@ def test_big_row_groups_are_read_by_pieces_in_their_order(pieces, tmp_path):
     for start in range(0, 100, 3):
         assert_reads(source, [WORD, X], start, min(start + 3, 100))
     assert pieces == [0, 1]  # The last one has 14 rows, which is not much.
-    assert len(block_source.BLOCKS.passing._values) == 11
-    block_source.BLOCKS.clear()
+    assert len(blocks.BLOCKS.passing._values) == 11
+    blocks.BLOCKS.clear()
     assert_reads(source, [WORD, X], 5, 8)
     assert_reads(source, [WORD, X])
     assert pieces == [0, 1, 0, 1]
@@ -329,7 +329,7 @@ def test_big_row_groups_are_read_by_pieces_in_their_order(pieces, tmp_path):
 )
 @hypothesis.given(st.integers(1, 100), st.lists(st.integers(0, 100), min_size=8, max_size=8))
 def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
-    block_source.BLOCKS.clear()
+    blocks.BLOCKS.clear()
     path = tmp_path_factory.mktemp("x") / "x.parquet"
     write_parquet(path, TABLE, rows)
     source = bj.from_parquet(path, ["x", "word"])
@@ -339,13 +339,13 @@ def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
 
 
 def test_threads_read_pieces_here_and_at_a_url(pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(block_source.BLOCKS.passing, "limit", 0)
+    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 0)
     write_parquet(tmp_path / "x.parquet", TABLE, 100)
     source = bj.from_parquet(tmp_path / "x.parquet", "x")
     read_in_threads(source, X)
     assert_reads(open_spec(source.to_spec()), X, 1, 99)
     assert_reads(bj.from_parquet(f"bjtest:/{tmp_path}/x.parquet", "x"), X)
-    parquet_source._CURSORS.clear()
+    parquet_files._CURSORS.clear()
 
 
 def test_errors_in_pieces_name_the_row(pieces, tmp_path):
@@ -374,13 +374,13 @@ def test_numbers_of_a_local_file_are_a_map_of_it(tmp_path):
 
 
 def test_files_are_kept_open_but_not_too_many(tmp_path, monkeypatch):
-    arrow_source._READERS.clear()
-    monkeypatch.setattr(arrow_source._READERS, "limit", 4)
+    arrow_files._READERS.clear()
+    monkeypatch.setattr(arrow_files._READERS, "limit", 4)
     for i in range(10):
         save(TABLES["arrow"], tmp_path / f"{i}.arrow", {"x": X[:, 0] + i}, 30)
     source = bj.from_arrow(str(tmp_path / "*.arrow"), "x")
     assert_reads(source, np.concatenate([X[:, 0] + i for i in range(10)]))
-    assert len(arrow_source._READERS._values) <= 4
+    assert len(arrow_files._READERS._values) <= 4
 
 
 def test_dictionaries_over_batches_and_streams(tmp_path):
@@ -437,7 +437,7 @@ def test_missing_numbers_and_times_by_choice(form, tmp_path):
     refused(SourceError, "fill_null=-1.*bool", form.read(path, "b", fill_null=-1).read, 0, 2)
     message = r"found null.*expected a list<.*> in each row, which fill_null does not replace"
     refused(SourceError, message, form.read(path, "n", fill_null=0).read, 0, 2)
-    columns = pa.table({"s": pa.array([{"a": 1}])})
+    columns = pa.table({"s": pa.array([[{"a": 1}]])})
     with pytest.raises(StructureError) as failed:
         form.read(save(form, tmp_path / "y", columns))
     assert str(failed.value).endswith("Write it as numbers.")

@@ -12,6 +12,7 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import itertools
 import lzma
 import os
 import stat
@@ -102,6 +103,13 @@ def compression_of_content(data: bytes) -> str:
 
 
 def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str]:
+    """As `find_files_in_folders`, without the folders."""
+    return [path for path, _ in find_files_in_folders(paths, caller, endings)]
+
+
+def find_files_in_folders(
+    paths: Any, caller: str, endings: Sequence[str] = ()
+) -> list[tuple[str, str]]:
     """The files that a user names.
 
     Args:
@@ -109,18 +117,19 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
         of these. The files of a pattern are in the order of their names; a list stays in its order.
       caller: the caller, for messages: "from_parquet".
       endings: if given, a path may be a folder (a URL with a `/` at its end), which stands for its
-        files with these endings. Names that begin with `_` or `.` are left out: Spark and Beam give
-        such names to their own files.
+        files with these endings, also those in folders below that are named `name=value`. Names
+        that begin with `_` or `.` are left out: Spark and Beam give such names to their own files.
 
     Returns:
-      Absolute paths and URLs.
+      Absolute paths and URLs, each with the part of its folder that is below the given folder, or
+      below the folder in which a pattern begins: "year=2024/month=5"; "" if there is none.
 
     Raises:
       StructureError: `paths` are no paths.
       SourceError: a path or pattern matches no file.
     """
     several = list(paths) if isinstance(paths, list | tuple) else [paths]
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
     for given in several:
         if not isinstance(given, str | os.PathLike):
             raise StructureError(
@@ -129,27 +138,54 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
             )
         given = local_path(os.fspath(given))
         folder = given.endswith("/") if is_url(given) else os.path.isdir(given)
-        found += _within(given, caller, endings) if endings and folder else _matches(given, caller)
+        if endings and folder:
+            root = given.rstrip("/") if is_url(given) else os.path.abspath(given)
+            matches = _within(given, caller, endings)
+        else:
+            root = _root_of_pattern(given if is_url(given) else os.path.abspath(given))
+            matches = _matches(given, caller)
+        found += [(path, _folders_below(root, path)) for path in matches]
     if not found:
         raise SourceError(f"{caller}: found no files in an empty list, expected at least one.")
     return found
 
 
+def _root_of_pattern(pattern: str) -> str:
+    """The folder in which a pattern begins; that of the file for a plain path."""
+    folders = pattern.split("/")[:-1]
+    return "/".join(itertools.takewhile(lambda name: not glob.has_magic(name), folders))
+
+
+def _folders_below(root: str, path: str) -> str:
+    below = path.removeprefix(f"{root}/").rpartition("/")[0]
+    return below if path.startswith(f"{root}/") else ""
+
+
 def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
-    """The files in a folder with these endings."""
+    """The files with these endings in a folder, and in folders below that are named name=value."""
     if is_url(folder):
         with readable(folder):
-            names = [path for end in endings for path in remote().match(f"{folder}*{end}")]
+            names = [path for end in endings for path in remote().match(f"{folder}**/*{end}")]
+        root = folder.rstrip("/")
     else:
-        pattern = os.path.join(glob.escape(os.path.abspath(folder)), "*")
-        names = [path for path in glob.glob(pattern) if path.endswith(tuple(endings))]
-    found = sorted(name for name in names if not name.rpartition("/")[2].startswith(("_", ".")))
+        root = os.path.abspath(folder)
+        names = []
+        for at, folders, names_there in os.walk(root):
+            folders[:] = [name for name in folders if "=" in name]  # where `os.walk` goes on
+            names += [os.path.join(at, n) for n in names_there if n.endswith(tuple(endings))]
+    found = sorted(name for name in names if _is_data(root, name))
     if not found:
         raise SourceError(
             f"{caller}: found no file that ends in {' or '.join(endings)} in the folder {folder}, "
             "expected at least one; give a pattern for files of other names or in folders below."
         )
     return found
+
+
+def _is_data(root: str, path: str) -> bool:
+    below = _folders_below(root, path)
+    hidden = path.rpartition("/")[2].startswith(("_", "."))
+    return not hidden and (not below or all("=" in name for name in below.split("/")))
 
 
 def _matches(pattern: str, caller: str) -> list[str]:

@@ -28,7 +28,7 @@ from beamjax.sources.arrays.data_files import (
     look,
     readable,
 )
-from beamjax.sources.block_source import SourceBlock, blocks_of, ends_of, read_blocks
+from beamjax.sources.blocks import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,

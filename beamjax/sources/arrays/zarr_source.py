@@ -19,7 +19,7 @@ import numpy as np
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.cf_packing import Packing, packing_of, packing_text
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
-from beamjax.sources.block_source import BLOCKS
+from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,

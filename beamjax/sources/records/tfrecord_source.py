@@ -19,7 +19,7 @@ from beamjax.sources.arrays.data_files import (
     open_file,
     readable,
 )
-from beamjax.sources.block_source import blocks_of, ends_of
+from beamjax.sources.blocks import blocks_of, ends_of
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.records.tfrecord_frames import (
     EXPECTED,

@@ -12,8 +12,9 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import readable
-from beamjax.sources.source_base import MAX_VALUES
+from beamjax.sources.source_base import MAX_VALUES, LeafSpec
 from beamjax.sources.tables.arrow_types import (
+    RowType,
     Shape,
     axes_order,
     is_list,
@@ -79,10 +80,10 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def known_shape(values: Any, column: str, batch: Batch, shape: Shape) -> tuple[int, ...]:
+def known_shape(values: Any, column: str, batch: Batch, found: RowType) -> tuple[int, ...]:
     """The shape of the first row of an array of Arrow, for columns of lists of any length."""
     _validate(values, column, batch)
-    rows = _Rows(column, batch, shape, fill=0)  # The fill does not affect shapes.
+    rows = _Rows(column, batch, found.shape, found.dtype, fill=0)  # The fill affects no shapes.
     return rows.converted(values.slice(0, 1)).shape[1:]
 
 
@@ -90,22 +91,20 @@ Fill = int | float | None
 """The number that replaces missing ones; None refuses missing numbers."""
 
 
-def to_rows(
-    column: Any, name: str, shape: tuple[int, ...], batch: Batch, fill: Fill = None
-) -> np.ndarray:
-    """A column as an array of shape (rows, *shape), read-only.
+def to_rows(column: Any, name: str, leaf: LeafSpec, batch: Batch, fill: Fill = None) -> np.ndarray:
+    """A column as an array of shape (rows, *leaf.shape), read-only.
 
     Args:
       column: a ChunkedArray or an Array of Arrow.
       name: the name of the column.
-      shape: the expected shape of each row.
+      leaf: the expected type of each row.
       batch: the place of the rows, for messages.
       fill: the number that replaces missing ones (null).
 
     Raises:
       RowError: a row is missing, or a list has another length.
     """
-    rows, parts, first = _Rows(name, batch, shape, fill), [], 0
+    rows, parts, first = _Rows(name, batch, leaf.shape, leaf.dtype, fill), [], 0
     for chunk in getattr(column, "chunks", [column]):
         _validate(chunk, name, batch)
         rows.first = first
@@ -117,21 +116,22 @@ def to_rows(
 
 
 def to_padded(
-    column: Any, name: str, shape: tuple[int, ...], batch: Batch, fill: Fill = None
+    column: Any, name: str, leaf: LeafSpec, batch: Batch, fill: Fill = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pads a column of lists of any length with zeros; returns the array and the lengths.
 
     Args:
       column: as for `to_rows`.
       name: the name of the column.
-      shape: the shape of a padded row.
+      leaf: the type of a padded row.
       batch: the place of the rows, for messages.
       fill: the number that replaces missing items.
 
     Raises:
       RowError: a row or an item is missing (null), or a list is too long.
     """
-    rows, first = _Rows(name, batch, (0, *shape[1:]), fill), 0
+    shape = leaf.shape
+    rows, first = _Rows(name, batch, (0, *shape[1:]), leaf.dtype, fill), 0
     parts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     for chunk in getattr(column, "chunks", [column]):
@@ -164,8 +164,14 @@ def _validate(array: Any, column: str, batch: Batch) -> None:
 
     This takes time only for lists and texts.
     """
-    with arrow_readable(batch.file, f"{batch.kind} {batch.number} with sound lists as {column!r}"):
+    import pyarrow as pa
+
+    try:
         array.validate(full=True)
+    except pa.ArrowException as error:
+        where = f"{batch.kind} {batch.number} with sound lists as {column!r}"
+        with arrow_readable(batch.file, where):
+            raise error
 
 
 def _decoded(array: Any) -> Any:
@@ -178,6 +184,20 @@ def _decoded(array: Any) -> Any:
     return array.dictionary_decode()
 
 
+def _plain_decimals(array: Any, dtype: np.dtype) -> Any:
+    """Decimals as the nearest floats, or as integers that count units of their last digit."""
+    import pyarrow as pa
+
+    if dtype == np.float64:
+        # Arrow's cast of decimals to floats does not give the nearest ones. That of texts does.
+        return array.cast(pa.string()).cast(pa.float64())
+    digits, bits = array.type.precision, array.type.bit_width
+    if bits < 128:  # Arrow 25 refuses to cast whole decimals of 32 bits to integers.
+        array, bits = array.cast(pa.decimal128(digits, array.type.scale)), 128
+    whole = pa.decimal256(digits, 0) if bits == 256 else pa.decimal128(digits, 0)
+    return array.view(whole).cast(pa.int64())
+
+
 class _Rows:
     """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers.
 
@@ -185,6 +205,7 @@ class _Rows:
       column: the name of the column, for messages.
       batch: the place of the rows, for messages.
       shape: the expected shape of a row; None for sizes that are taken from the first row.
+      dtype: the dtype as which decimals are read.
       fill: the number that replaces missing ones.
 
     Attributes:
@@ -192,8 +213,11 @@ class _Rows:
       ends: the end of each row in the items of the chunk; None if rows are of one length.
     """
 
-    def __init__(self, column: str, batch: Batch, shape: Shape, fill: Fill = None) -> None:
+    def __init__(
+        self, column: str, batch: Batch, shape: Shape, dtype: np.dtype, fill: Fill = None
+    ) -> None:
         self.fill = fill
+        self.dtype = dtype
         self.column = column
         self.batch = batch
         self.shape = shape
@@ -228,6 +252,8 @@ class _Rows:
             return self.values(_decoded(array), depth, each)
         if is_time(array.type):
             array = array.view(f"int{array.type.bit_width}")
+        if types.is_decimal(array.type):
+            array = _plain_decimals(array, self.dtype)
         kind, count = array.type, len(array)
         if array.null_count and self.fill is not None and types.is_primitive(kind):
             array = self._filled(array)

@@ -1,7 +1,13 @@
-"""Finds out which columns of Arrow can be arrays, and the shapes and dtypes of their rows."""
+"""Finds out which columns of Arrow can be arrays, and the shapes and dtypes of their rows.
+
+A column is a field of a table, or a field of a struct: `a.b` is the field `b` of the column `a`.
+"""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +18,36 @@ from beamjax.errors import SourceError, StructureError
 Shape = tuple[int | None, ...]
 """The shape of one row; None for axes of lists of any length."""
 
+MAX_TEXT = 1 << 20
+"""Largest `text_bytes`."""
+DECIMALS = ("float64", "int64")
+"""Dtypes as which decimals are read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """The options by which columns are converted to arrays; see `from_parquet`."""
+
+    text_bytes: int | None = None
+    buckets: Sequence[int] | None = None
+    fill_null: int | float | None = None
+    times: bool = False
+    decimals: str | None = None
+
+    def check(self, caller: str) -> None:
+        """Raises StructureError for invalid options."""
+        size, fill = self.text_bytes, self.fill_null
+        if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
+            raise StructureError(
+                f"{caller}, text_bytes: found {size!r}, expected a number from 1 to {MAX_TEXT}."
+            )
+        if fill is not None and type(fill) not in (int, float):
+            raise StructureError(f"{caller}, fill_null: found {fill!r:.80}, expected a number.")
+        if self.decimals is not None and self.decimals not in DECIMALS:
+            raise StructureError(
+                f"{caller}, decimals: found {self.decimals!r:.80}, expected 'float64' or 'int64'."
+            )
+
 
 class RowType(NamedTuple):
     """The type of a row of a column.
@@ -19,18 +55,72 @@ class RowType(NamedTuple):
     Attributes:
       shape: the shape of the row.
       dtype: the dtype of its values.
-      time: what integers that stand for times count: "timestamp[ms]"; "" for other values.
+      unit: what integers count that stand for times or decimals: "timestamp[ms]", "0.01"; "" for
+        other values.
     """
 
     shape: Shape
     dtype: np.dtype
-    time: str = ""
+    unit: str = ""
 
 
 _NUMBERS = (
     "expected bool, integers, floats, fixed-size binary, tensors of a fixed shape, or lists of "
     "these of one length"
 )
+
+
+# --- the columns of a schema
+
+
+def path_of(fields: Any, name: str) -> tuple[str, ...]:
+    """The names of the fields from a schema, or a type of structs, to a column; () if none is it.
+
+    A field `a.b` of the schema has precedence over a field `b` of structs.
+    """
+    import pyarrow.types as types
+
+    if fields.get_field_index(name) >= 0:
+        return (name,)
+    at = name.find(".")
+    while at >= 0:
+        index = fields.get_field_index(name[:at])
+        kind = _known_type(fields, index) if index >= 0 else None
+        if kind is not None and types.is_struct(kind) and (rest := path_of(kind, name[at + 1 :])):
+            return (name[:at], *rest)
+        at = name.find(".", at + 1)
+    return ()
+
+
+def column_names(fields: Any, prefix: str = "") -> Iterator[str]:
+    """The names of all columns, in the order of the file; the fields of structs for structs."""
+    import pyarrow.types as types
+
+    for index, name in enumerate(fields.names):
+        kind = _known_type(fields, index)
+        if kind is not None and types.is_struct(kind) and kind.num_fields:
+            yield from column_names(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _known_type(fields: Any, index: int) -> Any:
+    """The type of a field; None if pyarrow can't represent it."""
+    try:
+        return fields.field(index).type
+    except (KeyError, ValueError, NotImplementedError):
+        return None
+
+
+def column_in(table: Any, name: str) -> Any:
+    """A column of a Table or a RecordBatch. A field of a missing struct is missing."""
+    import pyarrow.compute as compute
+
+    first, *rest = path_of(table.schema, name)
+    column = table.column(first)
+    for field in rest:
+        column = compute.struct_field(column, field)
+    return column
 
 
 def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
@@ -48,7 +138,7 @@ def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
     """
     listed = [columns] if isinstance(columns, str) else columns
     if listed is None:
-        listed = list(schema.names)
+        listed = list(column_names(schema))
     if not isinstance(listed, list | tuple) or not all(isinstance(name, str) for name in listed):
         raise StructureError(
             f"{caller}: found columns={columns!r:.80}, expected the name of a column, a list of "
@@ -56,54 +146,58 @@ def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
         )
     if not listed:
         raise StructureError(f"{caller}: found no columns for {file}, expected at least one name.")
-    for name in listed:
-        count = schema.names.count(name)
-        if count > 1:
-            raise SourceError(f"{file}: found {count} columns named {name!r}, expected one.")
-        if not count:
-            near = hint(name, schema.names) or "."
-            names = ", ".join(map(repr, schema.names[:50])) or "none"
-            raise SourceError(
-                f"{file}: found no column {name!r}{near} There are {names}"
-                f"{', ...' if len(schema.names) > 50 else ''}."
-            )
+    check_columns(schema, listed, file)
     return sorted(set(listed))
 
 
-def row_type(
-    schema: Any, column: str, file: str, text_bytes: int | None = None, times: bool = False
-) -> RowType:
-    """The type of a row of a column.
+def check_columns(schema: Any, names: Sequence[str], file: str) -> None:
+    """Raises SourceError unless a file has each of these columns once."""
+    missing = [name for name in names if not path_of(schema, name)]
+    if not missing:
+        return
+    listed, name = list(column_names(schema)), missing[0]
+    count = collections.Counter(schema.names)[name]
+    if count > 1:
+        raise SourceError(f"{file}: found {count} columns named {name!r}, expected one.")
+    near = hint(name, listed) or "."
+    names = ", ".join(map(repr, listed[:50])) or "none"
+    raise SourceError(
+        f"{file}: found no column {name!r}{near} There are {names}"
+        f"{', ...' if len(listed) > 50 else ''}."
+    )
 
-    Args:
-      schema: the schema of the file.
-      column: the name of the column.
-      file: the path of the file, for messages.
-      text_bytes: reads texts, and bytes of any length, as uint8[text_bytes]; None refuses them.
-      times: whether times and dates are read as integers, in their unit.
+
+# --- the types of columns
+
+
+def row_type(schema: Any, column: str, file: str, how: Conversion = Conversion()) -> RowType:
+    """The type of a row of a column.
 
     Raises:
       SourceError: pyarrow does not know the type of the column.
       StructureError: the column does not hold numbers.
     """
     kind = column_type(schema, column, file)
-    found = _row_type(kind, text_bytes, times)
-    if found is None:
-        others = _numeric_columns(schema, text_bytes, times)
-        ways = []
-        if others:
-            choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
-            ways.append(f"choose others, columns=[{choice}]")
-        if _row_type(kind, 1, False) is not None:
-            ways.append("read it as bytes, text_bytes=64")
-        if _row_type(kind, None, True) is not None:
-            ways.append("read it as integers, times=True")
-        remedy = ", or ".join([*ways, "write it as numbers"])
-        raise StructureError(
-            f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. "
-            f"{remedy[0].upper()}{remedy[1:]}."
-        )
-    return found
+    found = _row_type(kind, how)
+    if found is not None:
+        return found
+    others = _numeric_columns(schema, how)
+    ways = []
+    if others:
+        choice = ", ".join(map(repr, others[:20])) + (", ..." if len(others) > 20 else "")
+        ways.append(f"choose others, columns=[{choice}]")
+    for way, option, other in (
+        ("bytes", "text_bytes=64", Conversion(text_bytes=1)),
+        ("integers", "times=True", Conversion(times=True)),
+        ("floats", "decimals='float64'", Conversion(decimals="float64")),
+    ):
+        if _row_type(kind, other) is not None:
+            ways.append(f"read it as {way}, {option}")
+    remedy = ", or ".join([*ways, "write it as numbers"])
+    raise StructureError(
+        f"{file}: column {column!r} is of the type {kind}, {_NUMBERS}. "
+        f"{remedy[0].upper()}{remedy[1:]}."
+    )
 
 
 def column_type(schema: Any, column: str, file: str) -> Any:
@@ -113,7 +207,9 @@ def column_type(schema: Any, column: str, file: str) -> Any:
       SourceError: pyarrow can't represent it. Other columns of the file can be read.
     """
     try:
-        kind = schema.field(column).type
+        kind = schema
+        for name in path_of(schema, column):
+            kind = kind.field(name).type
         str(kind)  # pyarrow finds damaged types only on use.
     except (KeyError, ValueError, NotImplementedError) as error:
         raise SourceError(
@@ -123,12 +219,12 @@ def column_type(schema: Any, column: str, file: str) -> Any:
     return kind
 
 
-def _numeric_columns(schema: Any, text_bytes: int | None, times: bool) -> list[str]:
+def _numeric_columns(schema: Any, how: Conversion) -> list[str]:
     """The columns that can be read."""
     names = []
-    for name in schema.names:
+    for name in column_names(schema):
         try:
-            if _row_type(column_type(schema, name, ""), text_bytes, times) is not None:
+            if path_of(schema, name) and _row_type(column_type(schema, name, ""), how) is not None:
                 names.append(name)
         except SourceError:
             continue
@@ -152,7 +248,7 @@ def is_text(kind: Any) -> bool:
     )
 
 
-def _row_type(kind: Any, text_bytes: int | None, times: bool) -> RowType | None:
+def _row_type(kind: Any, how: Conversion) -> RowType | None:
     """The type of a row; None if it does not hold numbers."""
     import pyarrow.types as types
 
@@ -169,16 +265,19 @@ def _row_type(kind: Any, text_bytes: int | None, times: bool) -> RowType | None:
         elif is_list(kind):
             shape.append(None)
             kind = kind.value_type
+        elif types.is_decimal(kind):  # before binary of a fixed size, which these are as well
+            unit = f"1e-{kind.scale}" if how.decimals == "int64" else ""
+            return RowType(tuple(shape), np.dtype(how.decimals), unit) if how.decimals else None
         elif types.is_fixed_size_binary(kind):
             return RowType((*shape, kind.byte_width), np.dtype(np.uint8))
-        elif text_bytes is not None and is_text(kind):
-            return RowType((*shape, text_bytes), np.dtype(np.uint8))
+        elif how.text_bytes is not None and is_text(kind):
+            return RowType((*shape, how.text_bytes), np.dtype(np.uint8))
         elif types.is_boolean(kind):
             return RowType(tuple(shape), np.dtype(np.bool_))
         elif types.is_integer(kind):
             sign = "u" if types.is_unsigned_integer(kind) else ""
             return RowType(tuple(shape), np.dtype(f"{sign}int{kind.bit_width}"))
-        elif times and is_time(kind):
+        elif how.times and is_time(kind):
             return RowType(tuple(shape), np.dtype(f"int{kind.bit_width}"), _time_text(kind))
         elif types.is_floating(kind):
             return RowType(tuple(shape), np.dtype(f"float{kind.bit_width}"))
@@ -237,7 +336,7 @@ def axes_order(kind: Any) -> list[int] | None:
 def agree(first: RowType, other: RowType) -> bool:
     """Whether two columns can be parts of one array."""
     return (
-        (first.dtype, first.time) == (other.dtype, other.time)
+        (first.dtype, first.unit) == (other.dtype, other.unit)
         and len(first.shape) == len(other.shape)
         and all(a == b or None in (a, b) for a, b in zip(first.shape, other.shape, strict=True))
     )

@@ -1,103 +1,97 @@
-"""Placed inputs from files of tables, Parquet and Arrow: members are rows, leaves are columns."""
+"""Placed inputs from files of tables: members are rows, leaves are columns.
+
+Reading needs no JAX, so that a worker can read ahead before JAX has started.
+"""
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import functools
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
-from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources.arrays.data_files import DataFile, find_files, is_url
-from beamjax.sources.block_source import Arrays, BlockSource, SourceBlock
+from beamjax.errors import SourceError
+from beamjax.sources.arrays.data_files import is_url
+from beamjax.sources.blocks import BLOCKS, SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.source_base import (
     MASK,
     MAX_VALUES,
-    Count,
+    HoldsLeaves,
     LeafSpec,
     Leaves,
     Positive,
     PyTreeDef,
+    Source,
     describe_source,
     first_of,
     natural,
     starts_of,
 )
-from beamjax.sources.tables.arrow_columns import Batch, RowError, known_shape, to_padded, to_rows
-from beamjax.sources.tables.arrow_types import RowType, agree, chosen, column_type, row_type
+from beamjax.sources.tables.arrow_columns import Batch, RowError, to_padded, to_rows
+from beamjax.sources.tables.arrow_files import ArrowFormat
+from beamjax.sources.tables.arrow_types import column_in
+from beamjax.sources.tables.csv_files import CsvFormat
+from beamjax.sources.tables.orc_files import OrcFormat
+from beamjax.sources.tables.parquet_files import ParquetFormat
+from beamjax.sources.tables.table_files import Format, RowRange, TableFile
+from beamjax.storage.block_cache import Arrays
 
-_FOOTERS_AT_ONCE = 16
-"""Threads that read footers: most of the time is spent waiting for URLs."""
+FORMATS: Mapping[str, Format] = {
+    "arrow": ArrowFormat(), "csv": CsvFormat(), "orc": OrcFormat(), "parquet": ParquetFormat()
+}  # fmt: skip
 
-
-@dataclasses.dataclass(frozen=True)
-class TableFile:
-    """A file of a table.
-
-    Attributes:
-      file: the file as it was when the source was made.
-      rows: the number of rows of each row group or record batch.
-    """
-
-    file: DataFile
-    rows: tuple[Count, ...]
+MAX_LIST = 1 << 24
+"""Largest number of items of a padded list."""
 
 
-class RowRange(NamedTuple):
-    """Rows of a row group.
-
-    Attributes:
-      start: the first row.
-      length: the number of rows.
-      step: rows of each piece in which the row group is read; its last piece may be shorter.
-    """
-
-    start: int
-    length: int
-    step: int
-
-
-class TableSource(BlockSource):
-    """Rows of tables. A subclass defines how a row group of its files is read.
+class TableSource(HoldsLeaves, kind="table"):
+    """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`.
 
     Args:
+        form: the format of the files, one of `FORMATS`.
         files: the files, in the order of their members.
         columns: the column of each leaf; `MASK` for the mask of padded lists.
+        types: for CSV, the type of each column, as pyarrow writes it.
         leaves: one member of each.
         treedef: the tree that they form; a tuple by default.
         buckets: lengths to which lists are padded; empty if all lists of a column have one length.
         fill: the number that replaces missing ones, as text: JSON has no NaN.
     """
 
-    batch_kind: ClassVar[str]
-    """The name of a batch of rows in messages, such as "row group"."""
-    endings: ClassVar[tuple[str, ...]]
-    """Endings of the files that are read in a folder."""
-
     def __init__(
         self,
+        form: str,
         files: tuple[TableFile, ...],
         columns: tuple[str, ...],
         leaves: Leaves,
         treedef: PyTreeDef | None = None,
+        types: tuple[str, ...] = (),
         buckets: tuple[Positive, ...] = (),
         fill: str | None = None,
     ) -> None:
+        super().__init__(leaves, treedef)
+        self._form = form
+        self._format = FORMATS[form]
         self._files = tuple(files)
         self._columns = tuple(columns)
+        self._types = tuple(types)
         self._buckets = tuple(buckets)
         self._fill = fill
         self._number = _number(fill)
-        super().__init__(leaves, [rows for file in files for rows in file.rows], treedef)
+        self._ends = ends_of([rows for file in files for rows in file.rows])
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        """Raises TypeError for arguments that do not fit each other, as of a damaged spec."""
         natural(len(self))
-        if len(columns) != len(leaves):
+        columns, leaves, buckets = self._columns, self._leaves, self._buckets
+        if len(columns) != len(leaves) or len(self._types) not in (0, len(leaves)):
             raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
+        if any(file.starts and len(file.starts) != len(file.rows) for file in self._files):
+            raise TypeError(f"found the files {self._files!r:.80}, expected a start of each batch")
         lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
         ragged = [name for name, leaf in zip(columns, leaves, strict=True) if leaf.ragged]
         if list(buckets) != sorted(set(buckets)) or (
@@ -107,25 +101,10 @@ class TableSource(BlockSource):
         if buckets and (lengths != {buckets[-1]} or buckets[-1] > MAX_LIST):
             raise TypeError(f"found lists of {lengths} for the buckets {buckets!r:.80}")
 
-    @classmethod
-    @abc.abstractmethod
-    def _head(cls, path: str) -> tuple[TableFile, Any]:
-        """The file and the schema of its columns; reads no rows."""
+    # --- the source
 
-    @classmethod
-    @abc.abstractmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
-        """Columns of a row group, as a Table or a RecordBatch of Arrow.
-
-        Args:
-            file: the file, which is checked to be unchanged.
-            number: the number of the row group.
-            columns: the names of the columns.
-            rows: the requested rows. A format may return later rows as well, if `rows.start` is 0.
-
-        Raises:
-            SourceError: they can't be read.
-        """
+    def __len__(self) -> int:
+        return int(self._ends[-1])
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -145,6 +124,66 @@ class TableSource(BlockSource):
         rows = max((rows for file in self._files for rows in file.rows), default=0)
         return min(rows, 2 * self._most_rows()) * sum(leaf.nbytes for leaf in self._leaves)
 
+    @property
+    def is_local(self) -> bool:
+        return not any(is_url(file.file.path) for file in self._files)
+
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        ragged = {i for i, leaf in enumerate(self._leaves) if leaf.ragged}
+        picked = set(leaves)
+        if self._buckets and picked & ragged:
+            # The mask has the lengths of lists, and lists are read with it.
+            mask = self._columns.index(MASK)
+            picked |= {mask, min((picked & ragged) - {mask}, default=min(ragged - {mask}))}
+        if len(picked) == len(self._leaves):
+            return self, range(len(self._leaves))
+        order = sorted(picked)
+        source = TableSource(
+            self._form, self._files, tuple(self._columns[i] for i in order),
+            tuple(self._leaves[i] for i in order), None,
+            tuple(self._types[i] for i in order) if self._types else (),
+            self._buckets if picked & ragged else (), self._fill,
+        )  # fmt: skip
+        return source, order
+
+    def content_mark(self, start: int, stop: int) -> str | None:
+        parts: list[Any] = []
+        for number, batch in enumerate(blocks_of(self._ends, start, stop)):
+            file, place = self._place(batch)
+            mark = file.file.mark()
+            if mark is None:
+                return None
+            first = max(start - batch.first, 0) if number == 0 else 0
+            values = sorted(file.folders.items())
+            parts.append([mark, values, place, first, min(stop, batch.last) - batch.first])
+        leaves = [leaf.to_json() for leaf in self._leaves]
+        how = self._form, self._columns, self._types, self._buckets, self._fill
+        return json.dumps([*how, leaves, parts])
+
+    def identity(self) -> tuple[Any, list[str]]:
+        folders = [sorted(file.folders.items()) for file in self._files]
+        return self.to_spec() | {"files": folders}, [file.file.path for file in self._files]
+
+    def describe(self) -> str:
+        return describe_source(self, f"in {first_of([file.file.path for file in self._files])}")
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        member, *rest = index
+        (block,) = blocks_of(self._ends, member, member + 1)
+        item = f", at {rest} of it" if rest else ""
+        return f"{self._batch(block).at(self._columns[leaf], member - block.first)}{item}"
+
+    # --- reading
+
+    def read(self, start: int, stop: int) -> Arrays:
+        self.check_range(start, stop)
+        try:
+            blocks = self._blocks(start, stop)
+            return read_blocks(self._leaves, blocks, self._block, start, stop)
+        except RowError:  # The bad row may be outside of the range: decode only the range.
+            parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
+            return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
     def read_short(self, start: int, stop: int) -> Arrays:
         arrays = self.read(start, stop)
         if not self._buckets:
@@ -155,109 +194,113 @@ class TableSource(BlockSource):
         return [array[:, :rows] if leaf.ragged else array for array, leaf in pairs]
 
     def _most_rows(self) -> int:
-        """Most rows of a piece. A row group of more than twice as many is read in pieces."""
-        return MAX_VALUES
-
-    @classmethod
-    def _check(cls, file: TableFile, rows: Sequence[int], schema: Any, columns: Any) -> None:
-        """Raises SourceError if the rows or columns of a file have changed."""
-        path, kind = file.file.path, cls.batch_kind
-        if tuple(rows) != file.rows:
-            raise SourceError(
-                f"{path}: found {kind}s of {list(rows)!r:.80} rows, expected "
-                f"{list(file.rows)!r:.80}; the file was changed after the source was made from it."
-            )
-        chosen(schema, list(columns), path, cls.kind)
+        """Most rows of a piece. A batch of more than twice as many is read in pieces."""
+        return self._format.most_rows(sum(leaf.nbytes for leaf in self._leaves))
 
     def _blocks(self, start: int, stop: int) -> Iterator[SourceBlock]:
+        """The batches with members of a range, or the pieces of large ones, in order."""
         most = self._most_rows()
-        for group in super()._blocks(start, stop):
-            if group.last - group.first <= 2 * most:
-                yield group
+        for batch in blocks_of(self._ends, start, stop):
+            if batch.last - batch.first <= 2 * most:
+                yield batch
                 continue
-            begin = max(start - group.first, 0) // most * most
-            for row in range(begin, min(stop, group.last) - group.first, most):
-                first = group.first + row
-                yield SourceBlock(group.number, row, first, min(first + most, group.last))
+            begin = max(start - batch.first, 0) // most * most
+            for row in range(begin, min(stop, batch.last) - batch.first, most):
+                first = batch.first + row
+                yield SourceBlock(batch.number, row, first, min(first + most, batch.last))
 
     def _place(self, block: SourceBlock) -> tuple[TableFile, int]:
-        """The file of a block, and the number of its row group there."""
+        """The file of a block, and the number of its batch there."""
         file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
         return self._files[file], block.number - int(self._numbers[file])
 
+    def _batch(self, block: SourceBlock, skipped: int = 0) -> Batch:
+        """The place of the rows of a block, without the first ones, for messages."""
+        file, number = self._place(block)
+        first = block.first + skipped - int(self._ends[block.number - number])
+        start = block.start + skipped
+        return Batch(file.file.path, self._format.batch_kind, number, start, first)
+
     def _block(self, block: SourceBlock) -> Arrays:
-        file, _ = self._place(block)
-        if not is_url(file.file.path):
-            file.file.check()  # The cache may still hold what was in the file before.
-        return super()._block(block)
+        file = self._place(block)[0].file
+        if not is_url(file.path):
+            file.check()  # The cache may still hold what was in the file before.
+            if self._format.is_view(file):
+                return self._checked(block)
+        key = self._key(block)
+        return BLOCKS.get(key, lambda: self._checked(block), self._reader)
+
+    @functools.cached_property
+    def _reader(self) -> Hashable:
+        """A key of this source, for the cache: the last block of each source of a thread stays."""
+        return self._key(SourceBlock(0, 0, 0, 0))
 
     def _key(self, block: SourceBlock) -> Hashable:
         file, number = self._place(block)
-        return file.file, number, block.start, self._columns, self._fill
+        return file.file, number, block.start, self._how
 
-    def read(self, start: int, stop: int) -> Arrays:
-        try:
-            return super().read(start, stop)
-        except RowError:  # The bad row may be outside of the range: decode only the range.
-            parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
-            return [np.concatenate(column) for column in zip(*parts, strict=True)]
+    @functools.cached_property
+    def _how(self) -> Hashable:
+        """What the arrays of a block depend on, besides the file."""
+        how = self._form, self._leaves, self._columns, self._types, self._buckets, self._fill
+        return json.dumps([*how[:1], [leaf.to_json() for leaf in how[1]], *how[2:]])
 
-    def content_mark(self, start: int, stop: int) -> str | None:
-        parts: list[Any] = []
-        for number, group in enumerate(BlockSource._blocks(self, start, stop)):
-            file, row_group = self._place(group)
-            mark = file.file.mark()
-            if mark is None:
-                return None
-            first = max(start - group.first, 0) if number == 0 else 0
-            parts.append([mark, row_group, first, min(stop, group.last) - group.first])
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        return json.dumps([self.kind, self._columns, self._buckets, self._fill, leaves, parts])
-
-    def where(self, leaf: int, index: tuple[int, ...]) -> str:
-        member, *rest = index
-        (block,) = BlockSource._blocks(self, member, member + 1)
-        file, number = self._place(block)
-        start, first = block.first, int(self._ends[block.number - number])
-        batch = Batch(file.file.path, self.batch_kind, number, 0, start - first)
-        item = f", at {rest} of it" if rest else ""
-        return f"{batch.at(self._columns[leaf], member - start)}{item}"
+    def _checked(self, block: SourceBlock) -> Arrays:
+        """Decodes a block and checks its arrays against the leaves."""
+        arrays, count = self._decode(block), block.last - block.first
+        for array, leaf in zip(arrays, self._leaves, strict=True):
+            if array.shape != (count, *leaf.shape) or array.dtype != leaf.dtype:
+                raise SourceError(
+                    f"{self!r}: found {array.dtype}{list(array.shape)} in block {block.number}, "
+                    f"expected {leaf.dtype}{[count, *leaf.shape]} for leaf {leaf.path or 'itself'};"
+                    " a file was changed after the source was made from it."
+                )
+        return arrays
 
     def _decode(self, block: SourceBlock, start: int = 0, stop: int = MAX_VALUES) -> Arrays:
         """The members of a block that are in a range, all by default."""
-        file, number = self._place(block)
-        rows = RowRange(block.start, block.last - block.first, self._most_rows())
+        rows = block.last - block.first
         low, high = (min(max(at, block.first), block.last) - block.first for at in (start, stop))
-        names = [name for name, leaf in self._stored()]
-        table = self._table(file, number, names, rows)
-        if (low, high) != (0, rows.length):
-            table = table.slice(low, high - low)
-        first = block.first + low - int(self._ends[block.number - number])
-        batch = Batch(file.file.path, self.batch_kind, number, block.start + low, first)
+        columns = self._stored(block)
+        if (low, high) != (0, rows):
+            columns = {name: column.slice(low, high - low) for name, column in columns.items()}
+        batch = self._batch(block, low)
         if self._buckets:
-            return self._padded(table, batch)
+            return self._padded(columns, batch)
         return [
-            to_rows(table.column(name), name, leaf.shape, batch, self._number)
+            to_rows(columns[name], name, leaf, batch, self._number)
             for name, leaf in zip(self._columns, self._leaves, strict=True)
         ]
 
-    def _stored(self) -> list[tuple[str, LeafSpec]]:
-        """The columns in the files, without the mask, and their leaves."""
-        pairs = zip(self._columns, self._leaves, strict=True)
-        return [(name, leaf) for name, leaf in pairs if not self._buckets or name != MASK]
+    def _stored(self, block: SourceBlock) -> dict[str, Any]:
+        """The columns of a block as arrays of Arrow, without the mask."""
+        file, number = self._place(block)
+        rows = RowRange(block.start, block.last - block.first, self._most_rows())
+        types = dict(zip(self._columns, self._types or self._columns, strict=True))
+        if self._buckets:
+            del types[MASK]
+        in_file = {name: kind for name, kind in types.items() if name not in file.folders}
+        file.file.check()
+        table = self._format.table(file, number, in_file, rows) if in_file else None
+        leaves = dict(zip(self._columns, self._leaves, strict=True))
+        return {
+            name: column_in(table, name)
+            if name in in_file
+            else _repeated(file.folders[name], leaves[name], rows.length)
+            for name in types
+        }
 
-    def _padded(self, table: Any, batch: Batch) -> Arrays:
+    def _padded(self, columns: Mapping[str, Any], batch: Batch) -> Arrays:
         """Decodes members whose lists have any length, and adds the mask."""
         arrays: dict[str, np.ndarray] = {}
         lengths: dict[str, np.ndarray] = {}
-        for name, leaf in self._stored():
-            column = table.column(name)
+        leaves = dict(zip(self._columns, self._leaves, strict=True))
+        for name, column in columns.items():
+            leaf = leaves[name]
             if leaf.ragged:
-                arrays[name], lengths[name] = to_padded(
-                    column, name, leaf.shape, batch, self._number
-                )
+                arrays[name], lengths[name] = to_padded(column, name, leaf, batch, self._number)
             else:
-                arrays[name] = to_rows(column, name, leaf.shape, batch, self._number)
+                arrays[name] = to_rows(column, name, leaf, batch, self._number)
         (first, counts), *others = lengths.items()
         for name, found in others:
             (odd,) = np.nonzero(found != counts)
@@ -270,44 +313,6 @@ class TableSource(BlockSource):
         mask = np.arange(self._buckets[-1]) < counts[:, None]
         return [mask if name == MASK else arrays[name] for name in self._columns]
 
-    @property
-    def is_local(self) -> bool:
-        return not any(is_url(file.file.path) for file in self._files)
-
-    def describe(self) -> str:
-        return describe_source(self, f"in {first_of([file.file.path for file in self._files])}")
-
-    def identity(self) -> tuple[Any, list[str]]:
-        return self.to_spec() | {"files": None}, [file.file.path for file in self._files]
-
-
-MAX_LIST = 1 << 24
-"""Largest number of items of a padded list."""
-MAX_TEXT = 1 << 20
-"""Largest `text_bytes`."""
-
-Found = TypeVar("Found", bound=TableSource)
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """The options by which columns are converted to arrays; see `from_parquet`."""
-
-    text_bytes: int | None = None
-    buckets: Sequence[int] | None = None
-    fill_null: int | float | None = None
-    times: bool = False
-
-    def check(self, caller: str) -> None:
-        """Raises StructureError for invalid options."""
-        size, fill = self.text_bytes, self.fill_null
-        if size is not None and (type(size) is not int or not 1 <= size <= MAX_TEXT):
-            raise StructureError(
-                f"{caller}, text_bytes: found {size!r}, expected a number from 1 to {MAX_TEXT}."
-            )
-        if fill is not None and type(fill) not in (int, float):
-            raise StructureError(f"{caller}, fill_null: found {fill!r:.80}, expected a number.")
-
 
 def _number(text: str | None) -> int | float | None:
     """Undoes `repr` of a number."""
@@ -316,136 +321,10 @@ def _number(text: str | None) -> int | float | None:
     return int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
-def from_tables(
-    cls: type[Found],
-    paths: Any,
-    columns: Any,
-    conversion: Conversion,
-    caller: str,
-) -> Found:
-    """A source of the class `cls` from the files that a user names; see `from_parquet`."""
-    import jax
+def _repeated(text: str | None, leaf: LeafSpec, rows: int) -> Any:
+    """The column of a value in the name of a folder."""
+    import pyarrow as pa
 
-    conversion.check(caller)
-    buckets = conversion.buckets
-    found = find_files(paths, caller, cls.endings)
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        heads = list(pool.map(cls._head, found))
-    names = chosen(heads[0][1], columns, found[0], caller)
-    types = _row_types(heads, names, columns, conversion, caller)
-    files = [file for file, _ in heads]
-    ragged: list[str] = []
-    if buckets is not None:
-        ragged = _padded_columns(types, buckets, found[0], caller)
-    shapes = _known_shapes(cls, files, types)
-    names = sorted([*names, MASK]) if ragged else names
-    bare = isinstance(columns, str) and not ragged
-    tree = jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0))
-    leaves = [
-        LeafSpec(
-            shapes[name], types[name].dtype, None, "" if bare else f"[{name!r}]", name in ragged
-        )
-        for name in names
-    ]
-    fill = None if conversion.fill_null is None else repr(conversion.fill_null)
-    return cls(tuple(files), tuple(names), tuple(leaves), tree, tuple(buckets or ()), fill)
-
-
-def _padded_columns(
-    types: dict[str, RowType], buckets: Sequence[int], file: str, caller: str
-) -> list[str]:
-    """Sets the shapes of columns of lists to the last bucket, and adds the mask to `types`.
-
-    Returns:
-      The names of these columns and of the mask.
-    """
-    listed = list(buckets)
-    sound = listed and all(type(b) is int and 1 <= b <= MAX_LIST for b in listed)
-    if not sound or listed != sorted(set(listed)):
-        raise SourceError(
-            f"{caller}, buckets: found {listed}, expected lengths from 1 to {MAX_LIST}, ascending."
-        )
-    if MASK in types:
-        raise StructureError(
-            f"{file}: found a column {MASK!r}, which is the name of the mask of the items; "
-            "choose others, columns=[...]."
-        )
-    ragged = [name for name, found in types.items() if found.shape[:1] == (None,)]
-    if not ragged:
-        raise StructureError(f"{caller}, buckets: found no column of lists in {file} to pad.")
-    for name in ragged:
-        inner = types[name].shape[1:]
-        if None in inner:
-            raise StructureError(
-                f"{file}: column {name!r} has lists of lists of any length, of which only the "
-                "outer ones are padded; write the inner ones as fixed-size lists."
-            )
-        types[name] = types[name]._replace(shape=(listed[-1], *inner))
-    types[MASK] = RowType((listed[-1],), np.dtype(np.bool_))
-    return [*ragged, MASK]
-
-
-def _row_types(
-    heads: Sequence[tuple[TableFile, Any]],
-    names: Sequence[str],
-    columns: Any,
-    conversion: Conversion,
-    caller: str,
-) -> dict[str, RowType]:
-    """The type of each column, which all files agree on."""
-    types: dict[str, RowType] = {}
-    first = heads[0][0].file.path
-    for file, schema in heads:
-        path = file.file.path
-        extra = [] if columns is not None else sorted(set(schema.names) - set(names))
-        if extra:
-            raise SourceError(
-                f"{path}: found the column {extra[0]!r}, which {first} has not; choose those that "
-                "all files have: columns=[...]."
-            )
-        chosen(schema, list(names), path, caller)
-        for name in names:
-            found = row_type(schema, name, path, conversion.text_bytes, conversion.times)
-            if not agree(types.setdefault(name, found), found):
-                advice = ""
-                if types[name].time or found.time:
-                    advice = " Write all times in one unit, all with or all without a time zone."
-                raise SourceError(
-                    f"{path}: found the column {name!r} of the type "
-                    f"{column_type(schema, name, path)}, expected "
-                    f"{column_type(heads[0][1], name, first)} as in {first}; a column is of one "
-                    f"type in all files.{advice}"
-                )
-            types[name] = _merged(types[name], found)
-    return types
-
-
-def _merged(first: RowType, other: RowType) -> RowType:
-    """The common type; a size that one file leaves open is taken from the other."""
-    pairs = zip(first.shape, other.shape, strict=True)
-    return first._replace(shape=tuple(b if a is None else a for a, b in pairs))
-
-
-def _known_shapes(
-    cls: type[TableSource], files: Sequence[TableFile], types: dict[str, RowType]
-) -> dict[str, tuple[int, ...]]:
-    """The shape of a row of each column. For columns of lists, this reads the first row."""
-    open_ones = [name for name, found in types.items() if None in found.shape]
-    shapes = {name: cast(tuple[int, ...], found.shape) for name, found in types.items()}
-    if open_ones:
-        filled = ((f, number) for f in files for number, rows in enumerate(f.rows) if rows)
-        file, number = next(filled, (None, 0))
-        if file is None:
-            raise PlacementError(
-                f"{first_of([f.file.path for f in files])}: column {open_ones[0]!r} has lists of "
-                "any length, and no row that shows it; write fixed-size lists, or give buckets."
-            )
-        table = cls._table(file, number, open_ones, RowRange(0, 1, 1))
-        batch = Batch(file.file.path, cls.batch_kind, number, 0, 0)  # no rows are before the first
-        for name in open_ones:
-            chunks = table.column(name)
-            chunk = next((c for c in getattr(chunks, "chunks", [chunks]) if len(c)), None)
-            if chunk is None:
-                raise SourceError(f"{batch.file}: found no row in {batch.kind} {number}.")
-            shapes[name] = known_shape(chunk, name, batch, types[name].shape)
-    return shapes
+    kind = pa.string() if leaf.shape else pa.from_numpy_dtype(leaf.dtype)
+    value = text if text is None or leaf.shape else int(text)
+    return pa.repeat(pa.scalar(value, kind), rows)

@@ -1,7 +1,4 @@
-"""Placed inputs from files of Parquet: each row is a member.
-
-Reading needs no JAX, so that a worker can read ahead before JAX has started.
-"""
+"""Files of Parquet, by row groups."""
 
 from __future__ import annotations
 
@@ -9,19 +6,14 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
-from beamjax.sources.tables.table_source import (
-    Conversion,
-    RowRange,
-    TableFile,
-    TableSource,
-    from_tables,
-)
+from beamjax.sources.tables.arrow_types import column_in, column_type
+from beamjax.sources.tables.table_files import Format, RowRange, TableFile, check_unchanged
 from beamjax.storage.shared_cache import SharedCache
 
 PIECE_BYTES = 2**26
@@ -36,26 +28,24 @@ _BUFFER_BYTES = 1 << 20
 """Bytes that are read from a column at a time, if a row group is not read as a whole."""
 
 
-class ParquetSource(TableSource, kind="parquet"):
-    """Rows of Parquet files, decoded by row groups; see `from_parquet`."""
+class ParquetFormat(Format):
+    """Row groups. Those of more than twice `PIECE_BYTES` are read in pieces."""
 
     batch_kind = "row group"
     endings = (".parquet", ".pq")
 
-    @classmethod
-    def _head(cls, path: str) -> tuple[TableFile, Any]:
+    def head(self, path: str) -> tuple[TableFile, Any]:
         file = look(path)
         footer = _footer(file)
         return TableFile(file, footer.rows), footer.schema
 
-    def _most_rows(self) -> int:
-        return max(PIECE_BYTES // max(sum(leaf.nbytes for leaf in self._leaves), 1), 1)
+    def most_rows(self, nbytes: int) -> int:
+        return max(PIECE_BYTES // max(nbytes, 1), 1)
 
-    @classmethod
-    def _table(cls, file: TableFile, number: int, columns: Sequence[str], rows: RowRange) -> Any:
+    def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
         file.file.check()
-        footer = _footer(file.file)
-        cls._check(file, footer.rows, footer.schema, columns)
+        footer, columns = _footer(file.file), list(types)
+        check_unchanged(file, self.batch_kind, footer.rows, footer.schema, columns)
         try:
             return _rows_of(file, footer, number, columns, rows)
         except SourceError as error:  # Arrow does not say in which column.
@@ -69,7 +59,7 @@ class ParquetSource(TableSource, kind="parquet"):
 def _rows_of(
     file: TableFile, footer: _Footer, number: int, columns: Sequence[str], rows: RowRange
 ) -> Any:
-    """Columns of a row group; see `TableSource._table`."""
+    """Columns of a row group; see `Format.table`."""
     if rows.length < file.rows[number]:
         key = file.file, number, tuple(columns), rows.step
         cursor = _CURSORS.get(key, lambda: _Cursor(*key))
@@ -109,9 +99,9 @@ def _check_times(file: DataFile, footer: _Footer, number: int, columns: Sequence
     part = f"row group {number} of "
     with _opened(file, part=part, buffer_size=_BUFFER_BYTES, int96_unit="us") as parquet:
         for batch in parquet.iter_batches(_CHECKED_ROWS, [number], stored):
-            for name in batch.schema.names:
+            for name in stored:
                 try:
-                    batch.column(name).cast(footer.schema.field(name).type)
+                    column_in(batch, name).cast(column_type(footer.schema, name, file.path))
                 except pa.ArrowInvalid as error:
                     raise SourceError(
                         f"{file.path}: column {name!r}, row group {number}: found a time of INT96 "
@@ -227,9 +217,10 @@ class _Footer:
 
 
 def _int96_columns(schema: Any) -> frozenset[str]:
+    """The columns with times of INT96, also in lists and structs."""
     leaves = map(schema.column, range(len(schema)))
-    paths = [leaf.path for leaf in leaves if leaf.physical_type == "INT96"]
-    return frozenset([*paths, *(path.split(".")[0] for path in paths)])
+    paths = [leaf.path.split(".") for leaf in leaves if leaf.physical_type == "INT96"]
+    return frozenset(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))
 
 
 _FOOTERS: SharedCache[_Footer] = SharedCache(2**26, lambda footer: footer.metadata.serialized_size)
@@ -245,58 +236,3 @@ def _footer(file: DataFile) -> _Footer:
             return _Footer(metadata, checked_rows(rows), schema, _int96_columns(metadata.schema))
 
     return _FOOTERS.get(file, read)
-
-
-def from_parquet(
-    paths: Any,
-    columns: Any = None,
-    *,
-    text_bytes: int | None = None,
-    buckets: Sequence[int] | None = None,
-    fill_null: int | float | None = None,
-    times: bool = False,
-) -> ParquetSource:
-    """A placed input from files of Parquet. Each row is a member.
-
-    A member is a dictionary of the columns. Numbers and bools are arrays of shape (). Lists of one
-    length, also nested ones, and tensors of a fixed shape are arrays of that shape. Fixed-size
-    binary is uint8. Workers read the chosen columns of the row groups of their members, and decode
-    each row group once per pass, a few MB at a time. Row groups that the rounds of a loop read
-    repeatedly are cached up to a limit (half a GiB, see `Options.memory`). A row group should have
-    a few to a hundred MB in the columns that are read. It is decoded as a whole; one of more than
-    128 MiB is decoded in pieces from its beginning, which is fast only if members are read in
-    order. The launcher reads the footers, and the first row of columns of lists.
-
-    Args:
-      paths: a path, a pattern such as "data/part-*.parquet", a folder, which stands for its files
-        that end in .parquet or .pq, or a URL that fsspec knows (of a folder with a `/`
-        at its end); or a list of these. The members are in the order of the files. Files of a
-        pattern or a folder are in the order of their names.
-      columns: a list of names; None for all. A single name instead of a list gives that column's
-        array itself instead of a dictionary.
-      text_bytes: reads texts, in UTF-8, and bytes of any length as uint8[text_bytes] with zeros
-        after them; None refuses such columns.
-      buckets: lengths to which lists of any length are padded, ascending; the last one is at least
-        the length of the longest list. A member then has one more leaf "mask", which is True for
-        items. All such columns must have lists of the same length in a row. See `from_ragged`.
-      fill_null: a number that replaces missing ones (null), such as 0 or nan; None refuses missing
-        numbers. Missing lists and texts are always refused.
-      times: True reads times, dates and durations as integers, in the unit of the column: a
-        timestamp in ns as int64 nanoseconds since 1970. Most need `jax_enable_x64`. All files must
-        have the same unit. Times of the old type INT96 are int64 nanoseconds.
-
-    Returns:
-      A `Source` of dictionaries whose keys are the names of the columns; of arrays if `columns` is
-      a single name.
-
-    Raises:
-      SourceError: a file is missing, is no file of Parquet, or does not have the columns of the
-        first file with the same types. When the source is read: a row is null or has a list of
-        another length, a time of INT96 is outside of the years 1677 to 2262, a column is
-        encrypted, or the file has changed.
-      StructureError: a column has elements other than numbers, such as times without `times`, or
-        texts without `text_bytes`.
-      PlacementError: there are no rows, and a column has lists of any length.
-    """
-    conversion = Conversion(text_bytes, buckets, fill_null, times)
-    return from_tables(ParquetSource, paths, columns, conversion, "from_parquet")

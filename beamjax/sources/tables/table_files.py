@@ -1,0 +1,94 @@
+"""What each format of tables defines: the batches of rows in a file, and how one is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from beamjax.errors import SourceError
+from beamjax.sources.arrays.data_files import DataFile
+from beamjax.sources.source_base import MAX_VALUES, Count
+from beamjax.sources.tables.arrow_types import check_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFile:
+    """A file of a table.
+
+    Attributes:
+      file: the file as it was when the source was made.
+      rows: the number of rows of each batch: row group, record batch, stripe or block.
+      starts: where each batch begins, in bytes, in formats that do not say it themselves.
+      folders: the columns that names of folders hold, and their values as text; None for missing
+        ones.
+    """
+
+    file: DataFile
+    rows: tuple[Count, ...]
+    starts: tuple[Count, ...] = ()
+    folders: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+
+
+class RowRange(NamedTuple):
+    """Rows of a batch.
+
+    Attributes:
+      start: the first row.
+      length: the number of rows.
+      step: rows of each piece in which the batch is read; its last piece may be shorter.
+    """
+
+    start: int
+    length: int
+    step: int
+
+
+class Format(Protocol):
+    """A format of files."""
+
+    batch_kind: str
+    """The name of a batch of rows in messages, such as "row group"."""
+    endings: tuple[str, ...]
+    """Endings of the files that are read in a folder."""
+
+    def head(self, path: str) -> tuple[TableFile, Any]:
+        """The file and the schema of its columns."""
+
+    def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
+        """Columns of a batch, as a Table or a RecordBatch of Arrow.
+
+        Args:
+            file: the file, which is checked to be unchanged.
+            number: the number of the batch.
+            types: the names of the columns, and their types as text where the source has them.
+            rows: the requested rows. A format may return later rows as well, if `rows.start` is 0.
+
+        Raises:
+            SourceError: they can't be read.
+        """
+
+    def most_rows(self, nbytes: int) -> int:
+        """Most rows of a piece, for rows of so many bytes. Batches of twice as many are cut."""
+        return MAX_VALUES
+
+    def is_view(self, file: DataFile) -> bool:
+        """Whether arrays of a file are views of its map, which need no cache."""
+        return False
+
+    def common(self, schemas: Sequence[Any]) -> Sequence[Any]:
+        """The schemas of files, with types on which they agree where a format only infers types."""
+        return schemas
+
+
+def check_unchanged(
+    file: TableFile, kind: str, rows: Sequence[int], schema: Any, columns: Sequence[str]
+) -> None:
+    """Raises SourceError if the rows or columns of a file have changed."""
+    path = file.file.path
+    if tuple(rows) != file.rows:
+        raise SourceError(
+            f"{path}: found {kind}s of {list(rows)!r:.80} rows, expected "
+            f"{list(file.rows)!r:.80}; the file was changed after the source was made from it."
+        )
+    check_columns(schema, columns, path)
