@@ -353,11 +353,17 @@ def scenarios() -> list[Scenario]:
         Scenario("both pools killed in rounds", "rounds", 3000, ((5, pools),)),
         Scenario("launcher killed, called again", "rounds", 3000, kills=5,
                  options={"checkpoint": "checkpoint", "checkpoint_every": 100}),
+        Scenario("launching host dies in a pass, called again", "pass", 500, kills=10),
+        Scenario("cancel() without flink_master", "cancel", 250, options={"flink_master": None}),
         Scenario("pipeline_timeout", "pass", 250, options={"pipeline_timeout": 8},
                  error="pipeline_timeout"),
         Scenario("cancel()", "cancel", 250),
         Scenario("shared folder read-only for 10 s", "rounds", 3000,
                  ((5, read_only), (15, writable))),
+        Scenario("job manager killed in a pass", "pass", 150, ((5, killed("jm", "a")),),
+                 after=manager, error="job manager"),
+        Scenario("job manager restarted in a pass", "pass", 150, ((5, restarted("jm", "a")),),
+                 after=settled, error="job manager has forgotten the job"),
         Scenario("job server killed in rounds", "rounds", 3000, ((5, killed("jobserver", "a")),),
                  after=again("jobserver", "a")),
         Scenario("job server killed in a pass", "pass", 150, ((5, killed("jobserver", "a")),),
@@ -369,6 +375,12 @@ def scenarios() -> list[Scenario]:
             name = f"link down {seconds} s in {where}"
             found.append(Scenario(name, kind, count, events, after=settled))
     return found
+
+
+def manager(hosts: Hosts) -> None:
+    """Starts the job manager again."""
+    hosts.start("jm", "a")
+    settled(hosts)
 
 
 def settled(hosts: Hosts) -> None:

@@ -29,7 +29,7 @@ from beamjax.pipelines.runners.table import spec_of
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import Value
-from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker import lost_workers, orphans
 from beamjax.pipelines.worker.errors import PipelineError, own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
@@ -84,8 +84,12 @@ class Launcher:
           JobCancelledError: the job was cancelled.
         """
         connection = self.connection
-        with self.monitor.pipeline(stem) as reports, new_pipeline(connection) as pipeline:
-            store = replace(self.store, reports=reports)
+        with (
+            self.monitor.pipeline(stem) as reports,
+            self._heard() as store,
+            new_pipeline(connection) as pipeline,
+        ):
+            store = replace(store, reports=reports)
             outputs = self.outputs(pipeline, plan, inputs, stem, store)
             names = [step.name for step in plan.steps]
             lost = functools.partial(lost_workers.lost_worker, store, plan.steps)
@@ -96,10 +100,17 @@ class Launcher:
                     self._wait(pipeline, store, plan)
             finally:
                 lost_workers.end_pipeline(store)
+            orphans.check_heard(store)
             found = outputs.find()
             self.monitor.computed(outputs.provenance)
             self.monitor.drop(outputs.dropped(), plan.sizes)
             return found
+
+    def _heard(self) -> contextlib.AbstractContextManager[Store]:
+        """The store for a pipeline, whose workers hear from this process if they may outlive it."""
+        connection = self.connection
+        outlive = connection.spec.outlives_launcher and not connection.shared
+        return orphans.heard(self.store) if outlive else contextlib.nullcontext(self.store)
 
     def _wait(self, pipeline: beam.Pipeline, store: Store, plan: Plan) -> None:
         connection = self.connection

@@ -127,13 +127,18 @@ def folders(folder: str) -> list[str]:
 def remove_tree(folder: str) -> None:
     """Removes a folder with all that is in it. Errors are ignored.
 
-    It is for folders that nothing uses any more.
+    It is for folders that nothing uses any more, except processes that do not know it yet. A local
+    folder is renamed first, so that they can't write to it while it is removed.
     """
     if is_url(folder):
         with contextlib.suppress(Exception):
             remote().remove_tree(folder)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+        return
+    gone = f"{folder}{TEMPORARY}"
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+    for path in (gone, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Listed(NamedTuple):

@@ -27,6 +27,8 @@ from typing import Any
 PREFIX = "beamjax-"
 """The beginning of the names of all pipelines that are cancelled."""
 _SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_NOTICE = 0.05
+"""Seconds until a guard notices a signal; the exit of each launcher with a job server waits."""
 _SECONDS_TO_STOP = 5
 _SECONDS_TO_ARRIVE = 30
 """Seconds after the end of a launcher in which its last pipeline may still reach the cluster."""
@@ -67,7 +69,7 @@ def run(command: list[str], folder: str = "") -> int:
     # A process whose parent ends gets another parent.
     while not stopping and os.getppid() == parent:
         try:
-            return child.wait(_SECONDS_BETWEEN_LOOKS)
+            return child.wait(_SECONDS_TO_NOTICE)
         except subprocess.TimeoutExpired:
             continue
     child.terminate()

@@ -30,14 +30,13 @@ from beamjax.pipelines.resident.mailbox import (
     Mailbox,
     Peer,
     close_mailbox,
-    is_orphaned,
     open_mailbox,
 )
 from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.store import Store, is_store
-from beamjax.pipelines.worker import lost_workers
+from beamjax.pipelines.worker import lost_workers, orphans
 from beamjax.plan.merging import workers_of
 from beamjax.storage import files
 from beamjax.telemetry.monitor import Monitor
@@ -276,9 +275,9 @@ def remove_orphans(parent: str) -> None:
         for store in files.folders(parent):
             folder = files.join(parent, store)
             if is_store(store) and any(
-                is_orphaned(files.join(folder, name))
+                orphans.is_orphaned(files.join(folder, name))
                 for name in files.folders(folder)
-                if name.startswith(PREFIX)
+                if name.startswith((PREFIX, orphans.PREFIX))
             ):
                 files.remove_tree(folder)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -33,7 +32,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from beamjax.errors import ArrayFormatError
-from beamjax.pipelines.resident.heartbeats import BEAT_SECONDS, Heart, Pulse
 from beamjax.pipelines.resident.messages import (
     NO_PASS,
     Program,
@@ -46,8 +44,10 @@ from beamjax.pipelines.resident.messages import (
     signed,
     verified,
 )
-from beamjax.storage import files, trust
-from beamjax.storage.patience import patiently, retried
+from beamjax.pipelines.worker.heartbeats import BEAT_SECONDS, Heart, Pulse
+from beamjax.pipelines.worker.orphans import LAUNCHER, STOP, LauncherWatch, read, write
+from beamjax.storage import files
+from beamjax.storage.patience import retried
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
 """Pairs of seconds: until this time since the last message, the folder is polled at this interval.
@@ -65,15 +65,6 @@ MOST_PROGRAMS = 256
 
 SILENT_SECONDS = 10.0
 """Seconds without a heartbeat after which a worker on another host counts as dead."""
-
-LOST_SECONDS = 30.0
-"""Seconds without a heartbeat of the launcher after which workers end. On the same machine they end
-as soon as its process has ended."""
-
-ORPHANED = b"orphaned"
-"""The content of `stop` if workers wrote it, since their launcher was dead."""
-
-_log = logging.getLogger("beamjax")
 
 
 @dataclass
@@ -247,7 +238,7 @@ class FileMailbox:
         """All workers that have ever joined, by the names of their files."""
         self._published: set[str] = set()
         self._listed = self._listened = float("-inf")
-        self._heart = Heart(files.join(folder, "launcher"))
+        self._heart = Heart(files.join(folder, LAUNCHER))
 
     def joined(self) -> list[Peer]:
         now = time.monotonic()
@@ -270,7 +261,7 @@ class FileMailbox:
 
     def reply(self, peer: Peer) -> Reply | None:
         name = f"reply-{peer.name}-{peer.sent - 1}"
-        data = _read(self.folder, name)
+        data = read(self.folder, name)
         if data is None:
             return None
         # The worker already waits for the next number, so it reads neither file again.
@@ -281,14 +272,14 @@ class FileMailbox:
         time.sleep(_pause(self.folder, since))
 
     def open(self) -> None:
-        files.remove_files(self.folder, ["stop"])
+        files.remove_files(self.folder, [STOP])
 
     def stop(self) -> None:
         self._heart.stop()
-        _write(self.folder, "stop", b"stop")
+        write(self.folder, STOP, b"stop")
 
     def _write_signed(self, name: str, data: bytes) -> None:
-        _write(self.folder, name, signed(self.secret, name, data))
+        write(self.folder, name, signed(self.secret, name, data))
 
     def _new(self, names: list[str]) -> list[Peer]:
         """The workers among these files that have not been seen before."""
@@ -306,7 +297,7 @@ class FileMailbox:
         """Reads the heartbeats of workers on other hosts."""
         for name, peer in self._peers.items():
             if peer.pulse is not None and peer.pulse.needs_looks:
-                peer.pulse.look(_read(self.folder, name))
+                peer.pulse.look(read(self.folder, name))
 
 
 class RemoteMailbox(FileMailbox):
@@ -377,9 +368,7 @@ class FileWorker(WorkerEnd):
         self.folder = folder
         self.secret = secret
         self._next = 0
-        self._launcher: Pulse | None = None
-        # When it joined, and when the folder could be read.
-        self._joined = self._reached = time.monotonic()
+        self._launcher = LauncherWatch(folder)
         self._heart = Heart(files.join(folder, f"worker-{self.name}"))
 
     def tasks(self) -> Iterator[WorkerTask]:
@@ -388,7 +377,7 @@ class FileWorker(WorkerEnd):
         try:
             while True:
                 name = f"task-{self.name}-{self._next}"
-                data = self._look_for(name)
+                data = self._launcher.look_for(name)
                 if data is not None:
                     try:
                         task = decode_task(verified(self.secret, name, data))
@@ -400,7 +389,7 @@ class FileWorker(WorkerEnd):
                     continue
                 if time.monotonic() - looked > every:
                     looked = time.monotonic()
-                    if self._look_for("stop") is not None or self._is_orphaned():
+                    if self._launcher.look_for(STOP) or self._launcher.is_orphaned():
                         return
                 time.sleep(_pause(self.folder, since))
         finally:
@@ -414,67 +403,8 @@ class FileWorker(WorkerEnd):
     def reply(self, reply: Reply) -> None:
         name = f"reply-{self.name}-{self._next}"
         content = signed(self.secret, name, encode_reply(reply))
-        retried(_write, self.folder, name, content)
+        retried(write, self.folder, name, content)
         self._next += 1
-
-    def _look_for(self, name: str) -> bytes | None:
-        """As `_read`. A folder out of reach has no news for a while, and then is an error.
-
-        Raises:
-          OSError: it has been out of reach as long as a dead launcher is waited for.
-        """
-        try:
-            found = _read(self.folder, name)
-        except OSError:
-            if time.monotonic() - self._reached > LOST_SECONDS:
-                raise
-            return None
-        self._reached = time.monotonic()
-        return found
-
-    def _is_orphaned(self) -> bool:
-        """Whether the launcher is dead, or its folder is gone; then all workers of the job end."""
-        looked = time.monotonic()
-        data = self._look_for("launcher")
-        if data is None:
-            if self._reached < looked:  # The folder is out of reach.
-                return False
-            # If the file is gone after it was seen, the job has ended. If it was never seen, this
-            # machine may see new files late, as on NFS.
-            return self._launcher is not None or looked - self._joined > LOST_SECONDS
-        if self._launcher is None:
-            self._launcher = Pulse(data)
-        self._launcher.look(data)
-        if not self._launcher.is_dead(LOST_SECONDS):
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            _write(self.folder, "stop", ORPHANED)
-        return True
-
-
-def is_orphaned(folder: str) -> bool:
-    """Whether the launcher of a mailbox is certainly dead."""
-    if _read(folder, "stop") == ORPHANED:
-        return True
-    data = _read(folder, "launcher")
-    return data is not None and Pulse(data).is_dead(LOST_SECONDS)
-
-
-def _write(folder: str, name: str, data: bytes) -> None:
-    files.write(files.join(folder, name), data, make=False)
-
-
-@patiently
-def _read(folder: str, name: str) -> bytes | None:
-    """The content of a file; None if it does not exist."""
-    path = files.join(folder, name)
-    try:
-        if not files.is_url(path):
-            with open(trust.open_regular(path), "rb") as file:
-                return file.read()
-        return bytes(files.read(path))
-    except FileNotFoundError:
-        return None
 
 
 def _pause(folder: str, since: float) -> float:
@@ -513,6 +443,6 @@ def join(folder: str, secret: bytes) -> WorkerEnd | None:
     if mailbox is not None:
         return None if mailbox.stopped.is_set() else mailbox.join()
     try:
-        return None if _read(folder, "stop") is not None else FileWorker(folder, secret)
+        return None if read(folder, STOP) is not None else FileWorker(folder, secret)
     except FileNotFoundError:  # The folder of the job is gone, or not there on this host.
         return None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 class Flink(RunnerSpec):
     name = "FlinkRunner"
+    outlives_launcher = True
     # Flink takes up to 25 s to notice a death and to start a worker, while a new job has workers
     # within 5 s. Flink may also never start one: if a pool is gone, it waits for it.
     seconds_alone = 5.0

@@ -18,6 +18,7 @@ _DEFAULT_MASTER = "local[4]"
 
 class Spark(RunnerSpec):
     name = "SparkRunner"
+    outlives_launcher = True
     replaces_workers = False
 
     def connect(

@@ -28,6 +28,8 @@ class RunnerSpec:
       holds_elements: whether it holds the output of a step in memory until another step can start.
       one_bundle: whether it gives a worker one bundle at a time.
       replaces_workers: whether it notices that a worker process died, and starts another one.
+      outlives_launcher: whether its workers may be on other hosts, and end if that of the launcher
+        dies. Not for Dataflow, whose launcher is often a laptop that may sleep for a while.
       seconds_alone: seconds after which a job whose workers all died starts again, the first time.
       all_flags_known: whether Beam's Python SDK knows all of its flags.
     """
@@ -38,6 +40,7 @@ class RunnerSpec:
     holds_elements = False
     one_bundle = False
     replaces_workers = True
+    outlives_launcher = False
     seconds_alone = 30.0
     all_flags_known = False
 

@@ -63,12 +63,15 @@ class Store:
         persistent: whether `write` creates a missing folder. Not for the folder of a run: a worker
             that continues after the end of the run must not create it again.
         reports: the folder and settings for progress reports of workers; None for no reports.
+        launcher: the folder with the heartbeats of the launcher of a pipeline; None if its workers
+            end with it anyway.
     """
 
     root: str
     piece_bytes: int = PIECE_BYTES
     persistent: bool = True
     reports: Reports | None = dataclasses.field(default=None, compare=False)
+    launcher: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.piece_bytes < 4 * CHUNK_OVERHEAD:

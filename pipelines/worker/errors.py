@@ -189,6 +189,11 @@ def own_errors(
                 f"{runner}: its job server does not answer any more, {where}; start it again, and "
                 f"run again: {text}"
             ) from error
+        if _FORGOTTEN in text:
+            raise WorkerError(
+                f"{runner}: the job manager has forgotten the job, {where}: it was restarted, and "
+                f"has no high availability; run again: {text}"
+            ) from error
         unseen = (
             ", and no worker left a record of an error. A worker process may have died (out of "
             f"memory, a signal), or see another folder than {store.root}; the logs of the runner "
@@ -198,6 +203,8 @@ def own_errors(
         raise failed from as_cause(error)
 
 
+_FORGOTTEN = "FlinkJobNotFoundException"
+"""In the text of an error of Flink's client."""
 _NO_ANSWER = "StatusCode.UNAVAILABLE"
 """In the text of an error of gRPC: the connection is gone, and can't be made again."""
 

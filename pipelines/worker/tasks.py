@@ -31,6 +31,7 @@ from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import recorded
 from beamjax.pipelines.worker.lost_workers import table_of
+from beamjax.pipelines.worker.orphans import unless_orphaned
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan, Server
 from beamjax.runtime.cached_shards import cached_shards
@@ -256,6 +257,8 @@ class StepFn(beam.DoFn):
         for name in ("setup", "process", "finish_bundle"):
             if name in vars(cls):
                 setattr(cls, name, recorded(vars(cls)[name]))
+        if "process" in vars(cls):
+            cls.process = unless_orphaned(vars(cls)["process"])  # type: ignore[method-assign]
         remember_signatures(cls)
 
     def default_type_hints(self) -> IOTypeHints:

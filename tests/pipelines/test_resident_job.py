@@ -11,11 +11,12 @@ import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax.errors import ArrayFormatError, JobCancelledError, SourceError, WorkerError
-from beamjax.pipelines.resident import heartbeats, job, mailbox, messages
+from beamjax.pipelines.resident import job, mailbox, messages
 from beamjax.pipelines.runners import table
 from beamjax.pipelines.runners.flink import Flink
 from beamjax.pipelines.runners.prism import Prism
 from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker import heartbeats, orphans
 from beamjax.telemetry import process_ids
 
 
@@ -188,7 +189,7 @@ def test_a_worker_ends_with_its_launcher(monkeypatch, tmp_path):
         launcher.communicate()
     worker.join(60)
     assert not worker.is_alive()
-    assert (tmp_path / "stop").read_bytes() == mailbox.ORPHANED  # ends all others at once
+    assert (tmp_path / "stop").read_bytes() == orphans.ORPHANED  # ends all others at once
     assert mailbox.join(str(tmp_path), b"secret") is None
 
 
@@ -206,6 +207,7 @@ def elsewhere(monkeypatch):
     times = SimpleNamespace(monotonic=lambda: found.now, sleep=sleep)
     monkeypatch.setattr(heartbeats, "time", times)
     monkeypatch.setattr(mailbox, "time", times)
+    monkeypatch.setattr(orphans, "time", times)
     monkeypatch.setattr(heartbeats.Heart, "_keep_beating", lambda self: None)
     monkeypatch.setattr(process_ids, "is_alive", lambda process: None)
     return found
@@ -254,7 +256,7 @@ def test_workers_miss_their_launcher(elsewhere, tmp_path):
         found = False
         for _ in range(round(seconds)):
             after(2, beats)
-            found = found or worker._is_orphaned()
+            found = found or worker._launcher.is_orphaned()
         return found
 
     assert not orphaned(60, [launcher._heart])
@@ -271,7 +273,7 @@ def test_workers_miss_their_launcher(elsewhere, tmp_path):
 def test_the_store_of_a_dead_launcher_is_removed(where, elsewhere, tmp_path):
     parent = str(tmp_path) if where == "path" else f"bjtest:/{tmp_path}"
     names = ["beamjax-" + digit * 32 for digit in "abcd"] + ["data", "beamjax-mine"]
-    stops = [None, b"stop", mailbox.ORPHANED, None, mailbox.ORPHANED, mailbox.ORPHANED]
+    stops = [None, b"stop", orphans.ORPHANED, None, orphans.ORPHANED, orphans.ORPHANED]
     for name, stop in zip(names, stops, strict=True):
         folder = tmp_path / name / "rounds-1"
         folder.mkdir(parents=True)
@@ -287,19 +289,19 @@ def test_the_store_of_a_dead_launcher_is_removed(where, elsewhere, tmp_path):
 
 def test_a_folder_out_of_reach_is_no_reason_to_end_at_once(elsewhere, tmp_path, monkeypatch):
     _, worker, _ = heartbeat(str(tmp_path), elsewhere)
-    assert not worker._is_orphaned()
+    assert not worker._launcher.is_orphaned()
 
     def unreachable(*args):
         raise OSError(errno.ESTALE, "stale handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mailbox, "_read", unreachable)
+        patch.setattr(orphans, "read", unreachable)
         elsewhere.now += 29
-        assert not worker._is_orphaned()
+        assert not worker._launcher.is_orphaned()
         elsewhere.now += 2
         with pytest.raises(OSError, match="stale"):
-            worker._is_orphaned()
-    assert not worker._is_orphaned()
+            worker._launcher.is_orphaned()
+    assert not worker._launcher.is_orphaned()
 
 
 def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
@@ -320,7 +322,7 @@ def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
     found.start()
     monkeypatch.setattr(found._mailbox, "stop", read_only)
     with monkeypatch.context() as patch:
-        patch.setattr(mailbox, "_write", read_only)
+        patch.setattr(mailbox, "write", read_only)
         with pytest.raises(SourceError, match=r"cannot exchange messages .*Read-only file"):
             found.run(messages.Program("p", None), None, range(8), None, None)
     found.close()

@@ -26,6 +26,11 @@ because it was stopped or busy, does not know whether there were heartbeats."""
 _log = logging.getLogger("beamjax")
 
 
+def seconds_at(path: str) -> float:
+    """Seconds between two heartbeats at a path or URL."""
+    return REMOTE_BEAT_SECONDS if files.is_url(path) else BEAT_SECONDS
+
+
 class Heart:
     """Writes heartbeats of this process to a file until it is stopped.
 
@@ -48,8 +53,7 @@ class Heart:
         self._stopped.set()
 
     def _keep_beating(self) -> None:
-        seconds = REMOTE_BEAT_SECONDS if files.is_url(self.path) else BEAT_SECONDS
-        while not self._stopped.wait(seconds):
+        while not self._stopped.wait(seconds_at(self.path)):
             try:
                 self._beat()
             except Exception as error:  # whatever a file system raises
