@@ -15,6 +15,9 @@ def calls(runner, options, folder):
 
     import beamjax as bj
 
+    dir(bj)  # imports its public names
+    print("imported", flush=True)
+
     def body(v, w):
         return jax.lax.fori_loop(0, 150, lambda _, a: jnp.tanh(a @ a), v).sum() * w
 
