@@ -299,7 +299,7 @@ def _run_to_its_end(pipeline: beam.Pipeline, result: Any, looks: Sequence[Look])
             outcome = interrupts.in_thread(functools.partial(spec.wait, pipeline.options))
             _watch(outcome, looks)
         if error := outcome.exception():
-            raise PipelineError(str(error)) from error
+            raise spec.gone(pipeline.options) or PipelineError(str(error)) from error
     except BaseException:
         # Workers must not continue after the run has failed. The threads are for runners that do
         # not answer any more.

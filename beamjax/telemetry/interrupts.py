@@ -61,6 +61,9 @@ class Work(Generic[T]):
         self.cancel = cancel
         self._abandon = abandon
         self.is_abandoned = False
+        # Locked until the end. `concurrent.futures.wait` takes several times as long.
+        self._gate = threading.Lock()
+        self._gate.acquire()
 
     def start(self, function: Callable[[], T]) -> None:
         """Starts the job in a thread, with the JAX settings and context variables of this one."""
@@ -106,7 +109,7 @@ class Work(Generic[T]):
         try:
             if start is not None:
                 in_thread(start, self.outcome)
-            while not _ends(self.outcome, timeout) and say is not None:
+            while not self._ends(timeout) and say is not None:
                 say()
         except BaseException:
             _end([self])
@@ -125,19 +128,23 @@ class Work(Generic[T]):
     def _begin(self) -> None:
         _install()
         _running[self.outcome] = self
-        self.outcome.add_done_callback(lambda outcome: _running.pop(outcome, None))
+        self.outcome.add_done_callback(self._ended)
 
+    def _ended(self, outcome: Outcome) -> None:
+        _running.pop(outcome, None)
+        self._gate.release()
 
-def _ends(outcome: Outcome, timeout: float | None) -> bool:
-    """Waits for an outcome for at most `timeout` seconds."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    while not outcome.done():
-        left = end - time.monotonic()
-        if left <= 0:
-            return False
-        # A signal does not end a wait if another thread receives it, or if it comes just before.
-        concurrent.futures.wait([outcome], min(left, _LONGEST_WAIT_SECONDS))
-    return True
+    def _ends(self, timeout: float | None) -> bool:
+        """Waits for the end of the job for at most `timeout` seconds."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.outcome.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            # A signal does not end a wait if another thread receives it, or it comes just before.
+            if self._gate.acquire(timeout=min(left, _LONGEST_WAIT_SECONDS)):
+                self._gate.release()  # for other threads that wait
+        return True
 
 
 def _end(works: Sequence[Work[Any]]) -> None:

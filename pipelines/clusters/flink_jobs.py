@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+import urllib.error
 from pathlib import Path
 
 from apache_beam.options.pipeline_options import (
@@ -145,6 +146,12 @@ def cancel(options: PipelineOptions) -> None:
     """
     rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
     if rest is None or not name:
+        endpoint = options.view_as(PortableOptions).job_endpoint
+        if endpoint and not job_servers.is_own(endpoint):
+            _LOG.warning(
+                "the job %s was cancelled at %s, whose Flink may go on until its workers notice; "
+                "with the option flink_master, its end is checked", name or "", endpoint,
+            )  # fmt: skip
         return
     try:
         left = rest.cancel(name, _SECONDS_TO_GO)
@@ -158,6 +165,22 @@ def cancel(options: PipelineOptions) -> None:
         )  # fmt: skip
 
 
+def gone(options: PipelineOptions) -> WorkerError | None:
+    """The error of a job manager that does not answer."""
+    rest = rest_of(options)
+    if rest is None:
+        return None
+    try:
+        rest.ask("config")
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return WorkerError(
+            f"flink_master: the job manager at {rest.address} does not answer any more ({reason}); "
+            "start it again, and run again"
+        )
+    return None
+
+
 class Progress:
     """Looks for the reason why the job of a pipeline does not get on, see `launch.Look`.
 
@@ -167,16 +190,20 @@ class Progress:
     """
 
     SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
+    SECONDS_OF_SILENCE = 15.0
+    """Seconds in which a job manager that ended may be back."""
 
     def __init__(self, options: PipelineOptions, attempts: int = 3):
         self._attempts = attempts
         self._rest = rest_of(options)
         self._name = options.view_as(GoogleCloudOptions).job_name
         self._pool = options.view_as(PortableOptions).environment_config or ""
+        self._flags = options
         self._next = time.monotonic() + self.SECONDS_BEFORE
+        self._answered = self._next
 
     def __call__(self) -> WorkerError | None:
-        """The error of a pool out of reach, or of missing slots."""
+        """The error of a pool or a job manager out of reach, or of missing slots."""
         now = time.monotonic()
         if self._rest is None or not self._name or now < self._next:
             return None
@@ -185,7 +212,9 @@ class Progress:
             failures = self._rest.failures(self._name)
             reason = reason_of(failures, self._pool, self._attempts)
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # The job manager is restarted, or the job has just ended.
+            # The job manager is restarted, or the job has just ended.
+            return gone(self._flags) if now - self._answered > self.SECONDS_OF_SILENCE else None
+        self._answered = now
         return None if reason is None else WorkerError(reason)
 
 

@@ -116,6 +116,11 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
         return found
 
 
+def is_own(endpoint: str) -> bool:
+    """Whether a job server of this process takes jobs at an address."""
+    return any(server.endpoint == endpoint for server in list(_servers.values()))
+
+
 def names_one(options: PipelineOptions, runner: str) -> bool:
     """Whether Beam's options for a runner, "flink" or "spark", name a job server already."""
     given = options.get_all_options(drop_default=True)

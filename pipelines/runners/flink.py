@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from beamjax.errors import WorkerError
 from beamjax.options import Options
 from beamjax.pipelines.runners.spec import Look, RunnerSpec, names_job_server, number
 
@@ -67,6 +68,11 @@ class Flink(RunnerSpec):
         from beamjax.pipelines.clusters import flink_jobs
 
         flink_jobs.wait(flags)
+
+    def gone(self, flags: PipelineOptions) -> WorkerError | None:
+        from beamjax.pipelines.clusters import flink_jobs
+
+        return flink_jobs.gone(flags)
 
     def cancel(self, flags: PipelineOptions) -> None:
         from beamjax.pipelines.clusters import flink_jobs

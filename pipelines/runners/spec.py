@@ -122,6 +122,10 @@ class RunnerSpec:
           RuntimeError: it failed.
         """
 
+    def gone(self, flags: PipelineOptions) -> BeamjaxError | None:
+        """The error of a cluster that does not answer any more, after a pipeline failed."""
+        return None
+
     def cancel(self, flags: PipelineOptions) -> None:
         """Ends the job of a pipeline, if Beam's own cancellation may leave it running."""
 

@@ -10,10 +10,10 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.flink_runner import FlinkRunner
 
-from beamjax.errors import OptionsError
+from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import parse_options
 from beamjax.pipelines import launch
-from beamjax.pipelines.clusters import flink_jobs, flink_rest
+from beamjax.pipelines.clusters import flink_jobs, flink_rest, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.worker.errors import PipelineError
@@ -143,6 +143,15 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
     ]
 
 
+def test_an_end_that_can_not_be_checked_is_a_warning(monkeypatch, caplog):
+    options = PipelineOptions(["--job_name=mine", "--job_endpoint=host:8099"])
+    flink_jobs.cancel(options)
+    monkeypatch.setattr(flink_jobs.job_servers, "is_own", lambda endpoint: endpoint == "host:8099")
+    flink_jobs.cancel(options)  # it ends with this process
+    (record,) = caplog.records
+    assert "the job mine was cancelled at host:8099, whose Flink may go on" in record.getMessage()
+
+
 def test_a_job_that_arrives_after_its_cancellation_is_cancelled(cluster, monkeypatch):
     """A job server goes on to submit a pipeline after its launcher was interrupted."""
     monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
@@ -230,6 +239,32 @@ def test_why_a_job_does_not_get_on(cluster, monkeypatch):
         if len(seen) == 6:
             entries.append({"timestamp": 2, "stacktrace": REFUSED})
     assert seen == [False] * 7 + [True, False, True]  # Flink is asked every 4 s
+
+
+def test_a_job_manager_that_is_gone_is_named(monkeypatch):
+    master = f"127.0.0.1:{processes.free_ports(1)[0]}"
+    flags = PipelineOptions(["--job_name=mine", f"--flink_master={master}"])
+    names = (
+        rf"flink_master: the job manager at http://{master} does not answer any more \(.*refused"
+    )
+
+    class Failing:
+        def wait_until_finish(self):
+            raise RuntimeError("RestClientException")
+
+        def cancel(self):
+            pass
+
+    with pytest.raises(WorkerError, match=names):  # when the job server gives up
+        launch.run_pipeline(SimpleNamespace(runner=FlinkRunner(), options=flags, run=Failing))
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(flink_jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    look = flink_jobs.Progress(flags)
+    for clock.now in range(20):  # it may be restarted
+        assert look() is None
+    clock.now = 24.0
+    with pytest.raises(WorkerError, match=names):
+        raise look()
 
 
 def test_versions_of_job_servers_are_those_of_beam(cluster):
