@@ -11,6 +11,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from beamjax._text import hint
 from beamjax.errors import OptionsError
 from beamjax.options import OWN
+from beamjax.pipelines.clusters.flags import ClusterOptions
 from beamjax.pipelines.runners.table import spec_of
 
 _SLIP = 0.8
@@ -37,7 +38,8 @@ def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -
     if not flags:
         return
     complete = runner == "local" or spec_of(runner).all_flags_known
-    known = PipelineOptions([]).get_all_options()
+    # Beam takes the flags of all classes that are imported.
+    known = PipelineOptions([]).view_as(ClusterOptions).get_all_options()
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):

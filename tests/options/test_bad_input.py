@@ -3,6 +3,8 @@
 import functools
 import itertools
 import re
+import subprocess
+import sys
 
 import faults
 import jax
@@ -360,6 +362,12 @@ def test_options_of_other_runners_are_fine_in_this_process():
     flags = "checkpointing_interval object_reuse state_backend storage_level cache_disabled"
     check_flags([f"--{name}=1" for name in flags.split()], "FlinkRunner")
     check_flags(["--qqqqq", "3", "--zzzzz=4"], "FlinkRunner")  # A server may know them.
+
+
+def test_own_flags_of_clusters_are_known_to_the_first_call_of_a_process():
+    call = "from beamjax.pipelines.runners.unknown_flags import check_flags as check; "
+    call += "check(['--flink_cluster=f', '--pipeline_timeout=3'], 'FlinkRunner')"
+    subprocess.run([sys.executable, "-c", call], check=True, timeout=60)
 
 
 # --- what fails while it runs: step, shard and members are named
