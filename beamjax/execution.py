@@ -325,10 +325,13 @@ def _execute(call: Call, monitor: Monitor) -> Values:
         return run_plan(plan, inputs, call.backend, options, monitor, results)
     if options.checkpoint is None:
         return evaluate(plan, inputs, options, monitor, results=results)
-    from beamjax.pipelines.run import local_checkpointer
+    from beamjax.pipelines.checkpoints.folder import folder_of
+    from beamjax.pipelines.run import checkpointer_of
 
-    with local_checkpointer(plan, inputs, options) as checkpointer:
-        return evaluate(plan, inputs, options, monitor, checkpointer, results)
+    with folder_of(options):
+        values = inputs.refs()
+        checkpointer = checkpointer_of(plan, inputs, values, options)
+        return evaluate(plan, inputs, options, monitor, checkpointer, results, values)
 
 
 def collect(call: Call, values: Values) -> Any:

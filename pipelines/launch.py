@@ -26,14 +26,14 @@ from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
 from beamjax.pipelines.runners.spec import Look
 from beamjax.pipelines.runners.table import spec_of
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Value
 from beamjax.pipelines.worker import lost_workers, orphans
 from beamjax.pipelines.worker.errors import PipelineError, own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.runtime.values import Ref
 from beamjax.storage import temporary
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.monitor import Monitor
@@ -58,7 +58,7 @@ class Launcher:
     connection: Connection
     store: Store
     monitor: Monitor
-    program: Ref | None = None
+    program: StoreRef | None = None
     results: MaterializedOutputs = NOTHING
     bodies: dict[str, StoredBody] = field(default_factory=dict)
     programs: dict[Any, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Launcher:
         """The names of the files in the store that later passes need."""
         return files_of(self.bodies, self.program) | self.lasting
 
-    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Value]:
+    def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Ref]:
         """Runs a pipeline and waits for it.
 
         Args:
@@ -136,7 +136,7 @@ class Launcher:
         return outputs
 
 
-def files_of(bodies: Mapping[str, StoredBody], program: Ref | None) -> set[str]:
+def files_of(bodies: Mapping[str, StoredBody], program: StoreRef | None) -> set[str]:
     """The names of the files in a store that hold bodies and the pickled program."""
     refs = [ref for body in bodies.values() for ref in body.artefacts.values()]
     refs += [program] if program else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +13,26 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.pipelines.checkpoints.checkpointer import Checkpointer, LocalCheckpointer
+from beamjax.pipelines.checkpoints.checkpointer import Checkpointer
 from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
-from beamjax.pipelines.driver import Driver
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
-from beamjax.pipelines.values.values import PlacedValue, ServerValue, Value, placed
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.liveness import made
 from beamjax.plan.steps import Map, Output, Plan, Scatter, is_straight
-from beamjax.runtime.control_flow import starts_anew
+from beamjax.runtime.driver import Driver, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
+from beamjax.runtime.values import Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import StreamSource, live_spec, open_spec, register, release
+from beamjax.sources.source_base import StreamSource, live_spec, register, release
 from beamjax.storage import files, patience, temporary
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -68,23 +68,26 @@ def run_plan(
     connection = connect(runner, options)
     monitor = monitor or Monitor(plan)
     folder = monitor.folder.path if monitor.folder else None
-    with (
-        folder_of(connection.options),
-        run_store(connection, folder) as store,
-        sources_for(inputs, store, connection.shared) as sources,
-    ):
+    with folder_of(connection.options), run_store(connection, folder) as store:
         program = store_program(plan, store, connection.shared)
         # With checkpoints, which link files of the store, placed results are first written to the
         # store, and from there to the files of results at the end. Otherwise directly.
         direct = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, program, direct)
         if not is_one_pipeline(plan, connection):
+            values = values_for(inputs, store, connection.shared)
             with resident_job(connection, store) as job:
-                return drive(plan, inputs, sources, launcher, job, results)
+                return drive(plan, inputs, values, launcher, job, results)
         monitor.letters.begin(anew=True)
-        bound = graph_inputs(inputs, sources, store)
-        found = launcher.run(as_one_pipeline(plan), bound, "result")
-        return fetched(found, plan, launcher, results)
+        with sources_for(inputs, store, connection.shared) as sources:
+            bound = graph_inputs(inputs, sources, store)
+            found = launcher.run(as_one_pipeline(plan), bound, "result")
+        return {
+            name: results.finish(results.find(plan, name))
+            if name in results.folders
+            else value.array()
+            for name, value in found.items()
+        }
 
 
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
@@ -130,89 +133,48 @@ def graph_inputs(inputs: Inputs, sources: Sources, store: Store) -> build.GraphI
 def drive(
     plan: Plan,
     inputs: Inputs,
-    sources: Sources,
+    values: Values,
     launcher: Launcher,
     job: ResidentJob,
     results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan on resident workers; see `run_plan`."""
-    store, options = launcher.store, launcher.connection.options
-    values = given_values(inputs, sources, store)
-    checkpointer = (
-        Checkpointer(plan, inputs, options, store, values) if options.checkpoint else None
-    )
-    launcher.monitor.letters.begin(anew=starts_anew(checkpointer))
+    """Runs a plan on resident workers; see `run_plan`. `values` are those of `values_for`."""
+    store, monitor = launcher.store, launcher.monitor
+    checkpointer = checkpointer_of(plan, inputs, values, launcher.connection.options)
+    monitor.letters.begin(anew=starts_anew(checkpointer))
     lost_workers.begin_pipeline(store, launcher.connection.shared)
-    found = Driver(plan, values, launcher, job, checkpointer).run()
-    return fetched(found, plan, launcher, results)
+    resident = Resident(plan, launcher, job, results)
+    found = Driver(plan, values, resident, monitor, checkpointer).run()
+    return {name: resident.result(name, value) for name, value in found.items()}
 
 
-def given_values(inputs: Inputs, sources: Sources, store: Store) -> dict[str, Value]:
-    """The inputs of a plan by name, as values of the launching process."""
-    values: dict[str, Value] = {
-        name: placed(sources.specs[source], leaf) for name, (source, leaf) in sources.where.items()
-    }
-    return values | {name: ServerValue(store, array) for name, array in inputs.server().items()}
-
-
-@contextlib.contextmanager
-def local_checkpointer(plan: Plan, inputs: Inputs, options: Options) -> Iterator[LocalCheckpointer]:
-    """A context with the checkpointer of a run in this process.
+def checkpointer_of(
+    plan: Plan, inputs: Inputs, values: Values, options: Options
+) -> Checkpointer | None:
+    """Restores and saves checkpoints of a run; None if the options request none.
 
     Raises:
       CheckpointError: the folder of checkpoints can't be used for this run.
     """
-    with (
-        folder_of(options),
-        temporary_store(options) as store,
-        sources_for(inputs, store, shared=True) as sources,
-    ):
-        given = given_values(inputs, sources, store)
-        yield LocalCheckpointer(Checkpointer(plan, inputs, options, store, given))
+    return Checkpointer(plan, inputs, options, values) if options.checkpoint else None
 
 
-def fetched(
-    values: Mapping[str, Value], plan: Plan, launcher: Launcher, results: MaterializedOutputs
-) -> dict[str, np.ndarray | Placed]:
-    """The raw array of each value, or the handle to its files.
+def values_for(
+    inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
+) -> dict[str, Ref]:
+    """The inputs of a plan by name, of which workers can read the placed ones.
 
     Args:
-      values: the outputs of a plan, by name.
-      plan: the plan, with the numbers of members.
-      launcher: runs a pipeline for each materialized result that is still in the store, such as the
-        state of a loop, and writes it to its files.
-      results: the placed results that are materialized.
-
-    Raises:
-      SourceError: a value can't be read or written.
-      WorkerError: a pipeline failed.
+      inputs: the inputs of the plan.
+      store: arrays are written to it if workers don't share the memory of this process.
+      shared: whether workers are threads of this process.
+      known: uploads of earlier runs in the same store.
     """
-    found: dict[str, np.ndarray | Placed] = {}
-    for name, value in values.items():
-        if isinstance(value, ServerValue):
-            found[name] = value.array()
-        elif name in results.folders:
-            found[name] = results.finish(_materialized(name, value, plan, launcher, results))
-        else:
-            found[name] = value.whole()
-    return found
-
-
-def _materialized(
-    name: str, value: PlacedValue, plan: Plan, launcher: Launcher, results: MaterializedOutputs
-) -> Placed:
-    """The handle to a placed result, which is written to its files if it is not there yet."""
-    source = open_spec(value.spec)
-    if isinstance(source, Placed) and source.stem == results.stem:
-        return source
-    plan = replace(
-        plan, inputs=(), steps=(), outputs=(Output(value=name),), constants=(), bodies={}
-    )
-    inputs = build.GraphInputs({}, Sources((value.spec,), {name: (0, value.leaf)}, plan.x64))
-    writer = replace(launcher, results=results)
-    made = writer.run(plan, inputs, f"keep-{name}")[name]
-    assert isinstance(made, PlacedValue)
-    return Placed.from_spec(made.spec)
+    if shared:
+        return inputs.refs()
+    sources, _ = source_specs(inputs, store, shared, known)
+    served = {name: server(array) for name, array in inputs.server().items()}
+    return served | inputs.placed(sources.open())
 
 
 def stream_specs(
@@ -350,7 +312,7 @@ def source_specs(
     return Sources(tuple(specs), where, reader.x64), tokens
 
 
-def store_program(plan: Plan, store: Store, shared: bool) -> Ref | None:
+def store_program(plan: Plan, store: Store, shared: bool) -> StoreRef | None:
     """Writes the pickled program to the store, if workers need it for bodies that run as Python.
 
     Raises:

@@ -14,7 +14,7 @@ from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher, files_of
 from beamjax.pipelines.resident.job import resident_job
-from beamjax.pipelines.run import drive, run_store, source_specs, store_program
+from beamjax.pipelines.run import drive, run_store, store_program, values_for
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.refs import Ref
@@ -22,7 +22,6 @@ from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
-from beamjax.sources import release
 from beamjax.sources.arrays.placed import Placed
 from beamjax.telemetry.monitor import Monitor
 
@@ -159,12 +158,10 @@ class SessionWorkers:
             replace(self.connection, options=replace(options, beam=self._options.beam)),
             store, monitor, known.pickled, direct, known.bodies, known.programs, lasting,
         )  # fmt: skip
-        sources, tokens = source_specs(inputs, store, shared, self._uploads)
+        values = values_for(inputs, store, shared, self._uploads)
         try:
-            return drive(plan, inputs, sources, launcher, self._job, results)
+            return drive(plan, inputs, values, launcher, self._job, results)
         finally:
-            for token in tokens:
-                release(token)
             self._sweep()
 
     def _sweep(self) -> None:

@@ -1,28 +1,29 @@
 """Checkpoints as bytes: the position of a run, and the values that the rest of the run needs.
 
-A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*. Small values are arrays in
-it. Large values are files beside it, which hold such buffers too, so that a checksum covers every
-byte. Nothing is pickled. Everything is checked before it is used, and reading a forged manifest
-takes no more memory than its length.
+A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*: refs as JSON, with small
+arrays beside it. Large values are files of the same folder, which hold such buffers too, so that a
+checksum covers every byte. Nothing is pickled. Everything is checked before it is used, and reading
+a forged manifest takes no more memory than its length.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from beamjax.errors import ArrayFormatError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.liveness import Position
+from beamjax.runtime.values import Part, Ref, Values
 from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
 from beamjax.storage.dtypes import dtype_from_name
 
 KIND = "beamjax checkpoint"
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 2**26
 """Largest manifest that is read, in bytes. Values of more than 64 KiB are in files instead."""
 KEPT = 2
@@ -30,38 +31,38 @@ KEPT = 2
 
 _STORED = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]{0,61}\.arrays")
 _STEM = re.compile(r"[A-Za-z0-9_-]{1,200}")
-_HASH = re.compile(r"[0-9a-f]{40}")
-_MAX_DEPTH = 32
+_MAX_AXES = 32
 _MAX_INT = 2**63 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Array:
-    """A raw array, in the manifest itself."""
+class _InFolder:
+    """Data of a value in a manifest, which only a checkpointer can read."""
 
-    array: np.ndarray
+    def read(self, start: int, stop: int) -> np.ndarray:
+        raise TypeError(f"{self} belongs to a checkpoint")
+
+    def array(self) -> np.ndarray:
+        raise TypeError(f"{self} belongs to a checkpoint")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A raw array in files of the folder. Their names are unique.
+class Pieces(_InFolder):
+    """A raw array in files of the folder, in flat pieces.
 
     Attributes:
-      key: the key of its reference (`Ref`) in a store.
       dtype: the name of its dtype.
       shape: its shape.
-      files: the name and the size in bytes of each file, in order.
+      files: the name and the size in bytes of each file, in order. The names are unique.
     """
 
-    key: str
     dtype: str
     shape: tuple[int, ...]
     files: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Members:
-    """A placed value in files of consecutive members, `stem-start-count.members`.
+class Members(_InFolder):
+    """Members in files of the folder, `stem-start-count.members`.
 
     Attributes:
       stem: the prefix of the file names.
@@ -73,44 +74,10 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(_InFolder):
     """An input of the run, by its name in the plan."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The entry `index` of the `size` entries along the first axis of each member."""
-
-    of: Record
-    index: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Placed values, stacked along the first axis of each member."""
-
-    of: tuple[Record, ...]
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """A server value cut into members along an axis."""
-
-    of: Record
-    axis: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Several entries of a stacked server value, along axis 0 of one array."""
-
-    of: Record
-
-
-Record: TypeAlias = Array | Stored | Members | Given | Entry | Stack | Scattered | Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +89,10 @@ class Checkpoint:
       inputs: the fingerprints of its inputs.
       position: the rounds and branches that have begun and not ended.
       finished: whether the run has ended; then `values` are its outputs.
-      values: the values that the rest of the run needs, by name.
-      stacks: the entries so far of each stacked result of a loop that has not ended.
+      values: the values that the rest of the run needs, by name; their data are arrays, `Pieces`,
+        `Members` and `Given`.
+      stacks: the entries so far of each stacked result of a loop that has not ended. Small server
+        values share an array, which has one axis more than an entry.
       provenance: the kinds of machine that computed these values.
     """
 
@@ -131,14 +100,15 @@ class Checkpoint:
     inputs: Mapping[str, str]
     position: Position
     finished: bool
-    values: Mapping[str, Record]
-    stacks: Mapping[str, tuple[Record, ...]]
+    values: Values
+    stacks: Mapping[str, tuple[Ref, ...]]
     provenance: Provenance = UNKNOWN
 
     def files(self) -> set[str]:
         """The names of the files that hold its values."""
-        stacked = (record for records in self.stacks.values() for record in records)
-        return {name for r in (*self.values.values(), *stacked) for name in _files(r)}
+        stacked = (value for values in self.stacks.values() for value in values)
+        parts = (part for value in (*self.values.values(), *stacked) for part in value.parts)
+        return {name for part in parts for name in _files(part.data)}
 
 
 def members_file(stem: str, start: int, count: int) -> str:
@@ -153,7 +123,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
       ArrayFormatError: it is larger than `MAX_BYTES`.
     """
     arrays: list[np.ndarray] = []
-    write = lambda record: _to_json(record, arrays)
+    write = lambda value: _to_json(value, arrays)
     meta = {
         "kind": KIND,
         "format": FORMAT,
@@ -161,7 +131,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
         "inputs": dict(checkpoint.inputs),
         "position": [list(part) for part in checkpoint.position],
         "finished": checkpoint.finished,
-        "values": {name: write(record) for name, record in checkpoint.values.items()},
+        "values": {name: write(value) for name, value in checkpoint.values.items()},
         "stacks": {name: list(map(write, of)) for name, of in checkpoint.stacks.items()},
         "provenance": checkpoint.provenance.to_json(),
     }
@@ -190,7 +160,7 @@ def decode(data: Buffer) -> Checkpoint:
             f"manifest of a checkpoint: found the kind {meta.get('kind')!r:.60} in format "
             f"{meta.get('format')!r:.20}, expected {KIND!r} in format {FORMAT}"
         )
-    record = lambda value: _from_json(value, arrays)
+    read = lambda value: _from_json(value, arrays)
     values = _dict(meta.get("values"), "values")
     stacks = _dict(meta.get("stacks"), "stacks")
     return Checkpoint(
@@ -198,76 +168,88 @@ def decode(data: Buffer) -> Checkpoint:
         _texts(meta.get("inputs"), "inputs"),
         tuple((_text(n), _number(i)) for n, i in _pairs(meta.get("position"), "position")),
         _of_type(meta.get("finished"), bool, "finished"),
-        {name: record(value) for name, value in values.items()},
-        {name: tuple(map(record, _list(of, name))) for name, of in stacks.items()},
+        {name: read(value) for name, value in values.items()},
+        {name: tuple(map(read, _list(of, name))) for name, of in stacks.items()},
         Provenance.from_json(meta.get("provenance")),
     )
 
 
-def _files(record: Record) -> Iterator[str]:
-    match record:
-        case Stored(files=files):
+def _files(data: Any) -> Iterator[str]:
+    match data:
+        case Pieces(files=files):
             yield from (name for name, _ in files)
         case Members(stem=stem, parts=parts):
             yield from (members_file(stem, *part) for part in parts)
-        case Stack(of=of):
-            for part in of:
-                yield from _files(part)
-        case Entry(of=part) | Scattered(of=part) | Rows(of=part):
-            yield from _files(part)
 
 
-def _to_json(record: Record, arrays: list[np.ndarray]) -> dict[str, Any]:
-    match record:
-        case Array(array=array):
-            arrays.append(array)
+def _to_json(value: Ref, arrays: list[np.ndarray]) -> dict[str, Any]:
+    parts = [
+        {
+            "rows": [part.start, part.count],
+            "at": list(part.at),
+            "entry": list(part.entry),
+            **_data_to_json(part.data, arrays),
+        }
+        for part in value.parts
+    ]
+    return {"dtype": value.dtype, "shape": list(value.shape), "n": value.n, "parts": parts}
+
+
+def _data_to_json(data: Any, arrays: list[np.ndarray]) -> dict[str, Any]:
+    match data:
+        case np.ndarray():
+            arrays.append(data)
             return {"array": len(arrays) - 1}
-        case Stored(key=key, dtype=dtype, shape=shape, files=files):
-            listed = [list(file) for file in files]
-            return {"stored": key, "dtype": dtype, "shape": list(shape), "files": listed}
+        case Pieces(dtype=dtype, shape=shape, files=files):
+            return {"pieces": [list(file) for file in files], "of": [dtype, list(shape)]}
         case Members(stem=stem, parts=parts):
             return {"members": stem, "parts": [list(part) for part in parts]}
         case Given(name=name):
             return {"given": name}
-        case Entry(of=of, index=index, size=size):
-            return {"entry": index, "size": size, "of": _to_json(of, arrays)}
-        case Stack(of=of):
-            return {"stack": [_to_json(part, arrays) for part in of]}
-        case Scattered(of=of, axis=axis):
-            return {"scattered": axis, "of": _to_json(of, arrays)}
-        case Rows(of=of):
-            return {"rows": _to_json(of, arrays)}
+    raise TypeError(f"found {data!r:.80}, expected data of a checkpoint")
 
 
 # --- reading manifests, which may be damaged or forged
 
 
-def _from_json(value: Any, arrays: list[np.ndarray], depth: int = 0) -> Record:
+def _from_json(value: Any, arrays: list[np.ndarray]) -> Ref:
     fields = _dict(value, "value")
-    if depth > _MAX_DEPTH:
-        raise _bad("value", "values of values", f"at most {_MAX_DEPTH} levels of them")
-    inner = lambda part: _from_json(part, arrays, depth + 1)
-    readers: dict[str, Callable[[Any], Record]] = {
-        "array": lambda x: Array(arrays[_number(x, len(arrays) - 1)]),
-        "stored": lambda x: _stored(_text(x, _HASH), fields),
-        "members": lambda x: Members(_text(x, _STEM), tuple(_parts(fields))),
-        "given": lambda x: Given(_text(x)),
-        "entry": lambda x: Entry(inner(fields.get("of")), _number(x), _number(fields.get("size"))),
-        "stack": lambda x: Stack(tuple(map(inner, _list(x, "stack")))),
-        "scattered": lambda x: Scattered(inner(fields.get("of")), _number(x)),
-        "rows": lambda x: Rows(inner(x)),
-    }
-    for kind, read in readers.items():
-        if kind in fields:
-            return read(fields[kind])
-    raise _bad("value", sorted(fields), f"one of {', '.join(readers)}")
+    dtype, n = dtype_from_name(fields.get("dtype")), fields.get("n")
+    parts = tuple(_part(part, arrays) for part in _list(fields.get("parts"), "parts"))
+    return Ref(
+        dtype.name,
+        _numbers(fields.get("shape"), "shape"),
+        None if n is None else _number(n),
+        parts,
+    )
 
 
-def _stored(key: str, fields: dict[str, Any]) -> Stored:
-    dtype_from_name(fields.get("dtype"))
-    shape = tuple(map(_number, _list(fields.get("shape"), "shape")))
-    files = ((_text(n, _STORED), _number(s)) for n, s in _pairs(fields.get("files"), "files"))
-    return Stored(key, fields["dtype"], shape, tuple(files))
+def _part(value: Any, arrays: list[np.ndarray]) -> Part:
+    fields = _dict(value, "part")
+    ((start, count),) = _pairs([fields.get("rows")], "rows")
+    at, entry = (_numbers(fields.get(name), name) for name in ("at", "entry"))
+    return Part(_number(start), _number(count), _data(fields, arrays), at, entry)
+
+
+def _data(fields: dict[str, Any], arrays: list[np.ndarray]) -> Any:
+    match fields:
+        case {"array": index}:
+            return arrays[_number(index, len(arrays) - 1)]
+        case {"pieces": pieces, "of": [dtype, shape]}:
+            files = tuple((_text(n, _STORED), _number(s)) for n, s in _pairs(pieces, "files"))
+            return Pieces(dtype_from_name(dtype).name, _numbers(shape, "shape"), files)
+        case {"members": stem}:
+            return Members(_text(stem, _STEM), tuple(_parts(fields)))
+        case {"given": name}:
+            return Given(_text(name))
+    raise _bad("part", sorted(fields), "one of array, pieces, members, given")
+
+
+def _numbers(value: Any, what: str) -> tuple[int, ...]:
+    found = _list(value, what)
+    if len(found) > _MAX_AXES:
+        raise _bad(what, f"{len(found)} numbers", f"at most {_MAX_AXES}")
+    return tuple(map(_number, found))
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[tuple[int, int]]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from beamjax.bodies.export import raw_array
-from beamjax.errors import SourceError
 from beamjax.plan.steps import Input, Plan
+from beamjax.runtime.values import Leaf, Ref, Values, ref_to, server
 from beamjax.sources import ArraySource
-from beamjax.sources.canonical import check_members
 from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
@@ -30,11 +29,31 @@ class Reader:
       sources: all sources.
       where: for each placed input of the plan, the indices of its source and of its leaf there.
       x64: whether the plan computes with 64-bit types.
+      others: placed values that are not all members of one leaf, by name.
     """
 
     sources: tuple[Source, ...]
     where: Mapping[str, tuple[int, int]]
     x64: bool
+    others: Values = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Values, x64: bool) -> Reader:
+        """A reader of placed values."""
+        sources: dict[int, Source] = {}
+        where, others = {}, {}
+        for name, value in values.items():
+            leaf = value.leaf
+            if leaf is None:
+                others[name] = value
+                continue
+            sources.setdefault(id(leaf.source), leaf.source)
+            where[name] = list(sources).index(id(leaf.source)), leaf.leaf
+        return cls(tuple(sources.values()), where, x64, others)
+
+    def bytes_from_sources(self, arrays: Mapping[str, np.ndarray]) -> int:
+        """The bytes of those of the arrays that `read` has read from a source."""
+        return sum(array.nbytes for name, array in arrays.items() if name in self.where)
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
         """Members [start, stop) of the placed inputs of these names, as raw arrays.
@@ -46,18 +65,16 @@ class Reader:
         arrays: dict[int, list[np.ndarray]] = {}
         found = {}
         for name in names:
+            if name in self.others:
+                found[name] = self.others[name].rows(start, stop)
+                continue
             source, leaf = self.where[name]
             if source not in arrays:
                 arrays[source] = self.sources[source].read(start, stop)
-            found[name] = array = arrays[source][leaf]
-            if len(array) != stop - start:
-                raise SourceError(
-                    f"{self.sources[source].describe()}: asked for members {start} to {stop - 1}, "
-                    f"found {len(array)} of them; a source must not change while it is read"
-                )
-            check_members(self.sources[source], leaf, array, start, self.x64)
+            whole = Leaf(self.sources[source], leaf, self.x64)
+            found[name] = whole.checked(arrays[source][leaf], start, stop)
         for i, mask in self._masks.items():
-            used = [self.where[name][1] for name in names if self.where[name][0] == i]
+            used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
             if used:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return found
@@ -121,6 +138,18 @@ class Inputs:
             for i, spec in enumerate(self.plan.inputs)
             if spec.server is not None
         }
+
+    def refs(self) -> dict[str, Ref]:
+        """All inputs that steps read, by name."""
+        return {name: server(x) for name, x in self.server().items()} | self.placed(self.reader())
+
+    def placed(self, reader: Reader) -> dict[str, Ref]:
+        """The inputs that steps read by shards, by name, as a reader has them."""
+        values, sizes, found = self.plan.values, self.plan.sizes, {}
+        for name, (source, leaf) in reader.where.items():
+            n = sizes[values[name].placement or ""]
+            found[name] = ref_to(Leaf(reader.sources[source], leaf, reader.x64), values[name], n)
+        return found
 
     def whole(self, index: int) -> np.ndarray:
         """One input as a raw array."""

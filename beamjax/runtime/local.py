@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,25 +16,23 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.liveness import made, used
-from beamjax.plan.shard import Shard, Shards, shard_errors
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import (
     Gather,
     Map,
     Plan,
-    Scatter,
     Server,
     Step,
 )
 from beamjax.runtime.cached_shards import cached_shards
-from beamjax.runtime.control_flow import Checkpointer, ControlFlow, starts_anew
-from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.driver import Checkpointer, Driver, starts_anew
+from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.ordered_pool import computing_threads
-from beamjax.runtime.passes import Done, Sums, computed
-from beamjax.runtime.shard_executor import ShardExecutor, read_shard
+from beamjax.runtime.passes import Done, Partials, ShardPass, computed
+from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.runtime.values import Ref, Values, placed, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
 from beamjax.storage.block_cache import block_budget
@@ -50,6 +49,7 @@ def evaluate(
     monitor: Monitor | None = None,
     checkpointer: Checkpointer | None = None,
     results: MaterializedOutputs = NOTHING,
+    values: Values | None = None,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without Beam.
 
@@ -60,6 +60,7 @@ def evaluate(
       monitor: the monitor of the job.
       checkpointer: saves checkpoints of the run; None saves none.
       results: the placed results that are written to files.
+      values: the inputs as values of the plan, if the caller has them.
 
     Returns:
       The raw array of each output that is a value of the plan, by name, or the handle to its
@@ -73,10 +74,11 @@ def evaluate(
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
     monitor.letters.begin(anew=starts_anew(checkpointer))
-    run = _Evaluation(plan, inputs, options, monitor, checkpointer, results)
-    if options.shard_timeout is None:
-        return run.evaluated()
-    return bounded(run.evaluated, run.table)
+    threads = Threads(plan, options, monitor, results)
+    values = inputs.refs() if values is None else values
+    driver = Driver(plan, values, threads, monitor, checkpointer)
+    found = driver.run() if options.shard_timeout is None else bounded(driver.run, threads.table)
+    return {name: threads.result(name, value) for name, value in found.items()}
 
 
 def values_before(
@@ -99,93 +101,60 @@ def values_before(
       OptionsError: the run does not reach the step in this round.
       WorkerError: a body before it fails.
     """
-    run = _Until(plan, inputs, options, Monitor(plan), None, NOTHING)
+    monitor = Monitor(plan)
+    run = _Until(plan, inputs.refs(), Threads(plan, options, monitor, NOTHING), monitor)
     run.target = step, rounds
     try:
-        run.evaluated()
+        run.run()
     except _Reached:
-        return run.values
+        return {name: value.array() for name, value in run.values.items() if not value.leaf}
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
 
-Read = tuple[Shard, list[np.ndarray] | Computed, Mapping[int, str], Meter]
-"""A shard; its operands, or its cached results; why members could not be read; and its meter."""
+class Threads:
+    """Computes steps in this process; see `driver.Executor`.
 
-
-class _Evaluation(ControlFlow[np.ndarray]):
-    """Runs a plan on arrays.
-
-    Placed values have their members along axis 0. Placed inputs are read when a pass needs them.
+    Args:
+      plan: the plan of the steps.
+      options: the options of the run.
+      monitor: the monitor of the run.
+      results: the placed results that are written to files.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        inputs: Inputs,
-        options: Options,
-        monitor: Monitor,
-        checkpointer: Checkpointer | None,
-        results: MaterializedOutputs,
+        self, plan: Plan, options: Options, monitor: Monitor, results: MaterializedOutputs
     ):
-        super().__init__(plan, inputs.server(), monitor, checkpointer)
+        self.plan = plan
         self.options = options
-        # Server values that passes have read, and their copies on the device.
-        self.on_device: dict[str, tuple[np.ndarray, jax.Array]] = {}
+        self.monitor = monitor
+        # Copies on the device of the server values that passes have read.
+        self.on_device: weakref.WeakKeyDictionary[Ref, jax.Array] = weakref.WeakKeyDictionary()
         # Keys of bodies that are known not to read padding.
         self.checked: set[str] = set()
-        # Names of the results whose array is a mapped file of `results`.
-        self.mapped: set[str] = set()
-        self.reader = inputs.reader()
+        # The results whose array is a mapped file of `results`.
+        self.mapped: dict[str, np.ndarray] = {}
         self.results = results
         self.table = WorkTable()
         self.device = compute_device(options.xla_threads)
         self.outputs = set(plan.returned())
 
-    def evaluated(self) -> dict[str, np.ndarray | Placed]:
-        """Runs all steps; returns the outputs that are values of the plan, by name."""
-        return {name: self.materialized(name, array) for name, array in self.run().items()}
+    def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
+        match step:
+            case Server():
+                return self._server(step, values)
+            case Map():
+                return self._map(step, values)
+            case Gather(operand=operand, result=result, axis=axis):
+                return {result: server(np.moveaxis(values[operand].array(), 0, axis))}
+        raise TypeError(step)
 
-    # ------------------------------------------------------------------------------- values
-
-    def is_served(self, name: str) -> bool:
-        return self.plan.values[name].placement is None
-
-    def value(self, name: str) -> np.ndarray:
-        if name in self.values:
-            return self.values[name]
-        return self.members(name, 0, self.plan.sizes[self.plan.values[name].placement or ""])
-
-    def members(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Members [start, stop) of a placed value."""
-        if name in self.values:
-            return self.values[name][start:stop]
-        return self.reader.read([name], start, stop)[name]
-
-    def array(self, value: np.ndarray) -> np.ndarray:
-        return value
-
-    def entry(self, name: str, whole: np.ndarray, index: int) -> np.ndarray:
-        return whole[index] if self.is_served(name) else whole[:, index]
-
-    def stacked(self, name: str, entries: Sequence[np.ndarray]) -> np.ndarray:
-        if entries:
-            return np.stack(entries, axis=0 if self.is_served(name) else 1)
-        value = self.plan.values[name]
-        members = () if value.placement is None else (self.plan.sizes[value.placement],)
-        return np.empty((*members, *value.shape), np.dtype(value.dtype))
-
-    def drop(self, names: Iterable[str]) -> None:
-        names = set(names)
-        super().drop(names)
-        for name in names:
-            self.on_device.pop(name, None)
-
-    def materialized(self, name: str, array: np.ndarray) -> np.ndarray | Placed:
+    def result(self, name: str, value: Ref) -> np.ndarray | Placed:
         """A result; the handle to its files if the options request files."""
         if name not in self.results.folders:
-            return array
-        if name not in self.mapped:
-            self.results.write(name, 0, array)
+            return value.array()
+        mapped = self.mapped.get(name)
+        if mapped is None or value.data is not mapped:
+            self.results.write(name, 0, value.array())
         return self.results.finish(self.results.find(self.plan, name))
 
     def room(self, name: str, n: int) -> np.ndarray:
@@ -197,110 +166,80 @@ class _Evaluation(ControlFlow[np.ndarray]):
         shape, dtype = (n, *value.shape), np.dtype(value.dtype)
         found = self.results.room(name, shape, dtype)
         if found is not None:
-            self.mapped.add(name)
+            self.mapped[name] = found
             return found
         if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.outputs:
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
-    def at_work(self, doing: str, step: Map | Server, shard: Shard | None = None) -> Any:
+    def at_work(self, step: Map | Server, doing: str, shard: Shard | None = None) -> Any:
         """A context in which the work must end within `shard_timeout`."""
         return self.table.at(doing, step, shard, self.options.shard_timeout)
-
-    # ----------------------------------------------------------------------------- segments
-
-    def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
-        own: set[str] = set()
-        for number, step in enumerate(steps):
-            self.step(step)
-            own.update(made(step))
-            self.drop(own.difference(needed, *map(used, steps[number + 1 :])))
-
-    def step(self, step: Step) -> None:
-        self.monitor.tick()
-        match step:
-            case Server():
-                self.server(step)
-            case Map():
-                self.map(step)
-            case Gather(operand=operand, result=result, axis=axis):
-                n = self.plan.sizes[self.plan.values[operand].placement or ""]
-                self.values[result] = np.moveaxis(self.members(operand, 0, n), 0, axis)
-            case Scatter(operand=operand, result=result, axis=axis):
-                self.values[result] = np.moveaxis(self.values[operand], axis, 0)
 
     def computes(self) -> None:
         """Records that this process computes values of the run."""
         self.monitor.computed(provenance_here(self.options.xla_threads))
 
-    def server(self, step: Server) -> None:
+    def _server(self, step: Server, values: Values) -> Values:
         self.computes()
         meter = Meter(step.name, self.monitor)
-        with self.at_work("computing", step):
-            self.values.update(run_server(self.plan, step, self.values, self.device))
+        known = {name: value.array() for name, value in values.items()}
+        with self.at_work(step, "computing"):
+            found = run_server(self.plan, step, known, self.device)
         meter.lap("compute")
         meter.apart()
+        return {name: server(array) for name, array in found.items()}
 
-    def map(self, step: Map) -> None:
+    def _map(self, step: Map, values: Values) -> Values:
         self.computes()
         n = self.plan.sizes[step.placement]
-        execute = self.executor(step)
-        for name in step.results:
-            self.values[name] = self.room(name, n)
-        sums = Sums(self.plan, step, execute.trees(), self.options)
+        execute = self.executor(step, values)
+        rooms = {name: self.room(name, n) for name in step.results}
+        partials = Partials(step, self.options.reduction, execute.trees())
+        reader = Reader.of({name: values[name] for name in step.operands}, self.plan.x64)
+        at_work = functools.partial(self.at_work, step)
+        work = ShardPass(
+            self.plan, step, [execute], reader, partials, self.monitor, at_work
+        )  # fmt: skip
         letters = DeadLetters(self.options.drop_limit)
-        for done in self.computed(step, execute):
-            shard, meter = done.shard, done.meter
-            meter.resume()
+        for done in self._computed(work, execute):
+            shard = done.shard
+            done.meter.resume()
             if done.found.dropped:
                 self.add_dropped(letters, done.found.dropped)
-            for name, array in zip(step.results, done.found.results, strict=True):
-                self.values[name][shard.start : shard.start + len(array)] = array
-            with self.at_work("merging", step, shard):
-                sums.add(shard, done.found)
-            meter.lap("merge")
-            meter.shard(shard)
+            for room, array in zip(rooms.values(), done.found.results, strict=True):
+                room[shard.start : shard.start + len(array)] = array
+            work.add(done)
         self.monitor.drop(letters.dropped, self.plan.sizes)
         meter = Meter(step.name, self.monitor)
-        with self.at_work("merging", step):
-            self.values.update(sums.results(self.plan))
+        with self.at_work(step, "merging"):
+            reduced = partials.results(self.plan)
         meter.lap("merge")
         meter.apart()
+        made = {name: server(array) for name, array in reduced.items()}
+        return made | {name: placed(room) for name, room in rooms.items()}
 
-    def executor(self, step: Map) -> ShardExecutor:
+    def executor(self, step: Map, values: Values) -> ShardExecutor:
         """The executor of a pass; server values that are on the device are not copied again."""
         meter = Meter(step.name, self.monitor)
-        known: dict[str, np.ndarray | jax.Array] = dict(self.values)
-        for name, (array, copy) in self.on_device.items():
-            if known.get(name) is array:
-                known[name] = copy
+        on_device, known = self.on_device, dict[str, np.ndarray | jax.Array]()
+        for name in step.broadcasts:
+            copy = on_device.get(values[name])
+            known[name] = values[name].array() if copy is None else copy
         options = self.options
         cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
         execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
-        self.on_device |= {n: (self.values[n], copy) for n, copy in execute.broadcasts.items()}
+        for name, copy in execute.broadcasts.items():
+            on_device[values[name]] = copy
         meter.lap("transfer")
         meter.apart()
         return execute
 
-    def computed(self, step: Map, execute: ShardExecutor) -> Iterator[Done]:
+    def _computed(self, work: ShardPass, execute: ShardExecutor) -> Iterator[Done]:
         """The results of the shards of a pass, in order."""
+        step = work.step
         shards = self.plan.shards(step.placement)
-
-        def compute(
-            shard: Shard,
-            operands: list[np.ndarray] | Computed,
-            lost: Mapping[int, str],
-            meter: Meter,
-        ) -> Done:
-            if isinstance(operands, Computed):
-                return Done(shard, operands, meter)
-            meter.resume()
-            with self.at_work("computing", step, shard):
-                found = execute(shard, operands, lost)
-            meter.lap("compute")
-            return Done(shard, found, meter)
-
-        jobs = (functools.partial(compute, *read) for read in self.read(step, execute, shards))
+        jobs = (functools.partial(work.read(shard), 0) for shard in shards)
         alone = execute.calls_back or shards.count == 1
         threads = 1 if alone else computing_threads(self.options)
         return computed(jobs, shards.count, threads, step.body, self.check)
@@ -318,46 +257,17 @@ class _Evaluation(ControlFlow[np.ndarray]):
             self.monitor.drop(letters.dropped, self.plan.sizes)
             raise
 
-    def meters(self, step: Map) -> Callable[[], Meter]:
-        """A factory of meters for the shards of a pass."""
-        sends = step.partial_bytes
-        return functools.partial(Meter, step.name, self.monitor, sends)
-
-    def read(self, step: Map, execute: ShardExecutor, shards: Shards) -> Iterator[Read]:
-        """Reads the shards of a pass."""
-        read = [name for name in step.operands if name not in self.values]
-        new_meter = self.meters(step)
-        for shard in shards:
-            stop = shard.start + shard.count
-            meter = new_meter()
-            with self.at_work("reading", step, shard), shard_errors(step, shard):
-                # The cache knows a shard by its files only if all operands are in files.
-                whole = read == [*step.operands]
-                found = execute.unread(shard, self.reader) if whole else None
-                if found is None:
-                    fresh, lost = read_shard(self.plan, step, self.reader, read, shard)
-            if found is not None:
-                meter.lap("read")
-                yield shard, found, {}, meter
-                continue
-            operands = [
-                fresh[name] if name in fresh else self.values[name][shard.start : stop]
-                for name in step.operands
-            ]
-            meter.lap("read", sum(array.nbytes for array in fresh.values()))
-            yield shard, operands, lost, meter
-
 
 class _Reached(Exception):
     """Ends a run at the target of `_Until`."""
 
 
-class _Until(_Evaluation):
+class _Until(Driver):
     """Runs the steps before `target`: the name of a step, and the number of finished rounds."""
 
     target: tuple[str, int]
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, needed: Collection[str]) -> None:
         if (step.name, self.monitor.progress().rounds) == self.target:
             raise _Reached
-        super().step(step)
+        super().step(step, needed)

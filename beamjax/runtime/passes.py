@@ -1,76 +1,196 @@
-"""A pass over shards in this process: computes shards concurrently, and adds them up in order."""
+"""What a pass does with shards: reads and computes them, and reduces the results."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.options import Options
-from beamjax.plan.shard import Shard
+from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
+from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Plan
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
+from beamjax.runtime.inputs import Reader
 from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs
 from beamjax.runtime.shard_executor import (
-    add_computed,
+    ShardExecutor,
     finish_buffer,
     finish_tree,
-    new_accumulators,
+    new_accumulator,
+    read_shard,
 )
-from beamjax.telemetry.meters import Meter
+from beamjax.telemetry.meters import Listener, Meter
 
 
-class Sums:
-    """Adds up the partials of the shards of a pass.
+class Partials:
+    """The reduction of some shards of a pass.
 
     Args:
-      plan: the plan of the pass.
       step: the pass.
+      mode: the mode of the accumulators, "exact" or "fast".
       trees: an empty tree for each combine of the pass.
-      options: the options of the run.
     """
 
-    def __init__(
-        self, plan: Plan, step: Map, trees: Sequence[DyadicTree[list[np.ndarray]]], options: Options
-    ):
+    def __init__(self, step: Map, mode: Any, trees: Sequence[DyadicTree[list[np.ndarray]]] = ()):
         self.step = step
+        self.mode = mode
         self.trees = trees
-        self.accumulators = new_accumulators(step, options.reduction)
+        self.accumulators: dict[ValueRange, Accumulator] = {}
+
+    def _begin(self) -> None:
+        buffers = self.step.buffers
+        self.accumulators = {
+            piece: new_accumulator(buffers[piece.buffer], piece.stop - piece.start, self.mode)
+            for piece in accumulator_ranges(self.step)
+        }
 
     def add(self, shard: Shard, found: Computed) -> None:
-        """Adds the results of a shard. Shards must be added in order."""
-        buffers = len(self.step.buffers)
-        partials, rest = found.partials[:buffers], found.partials[buffers:]
-        parts = list(zip(self.step.buffers, self.accumulators, partials, strict=True))
-        add_computed(parts, list(zip(self.trees, rest, strict=True)), shard, found.left_out)
+        """Adds the results of a shard."""
+        if not self.accumulators:
+            self._begin()
+        buffers = self.step.buffers
+        for piece, accumulator in self.accumulators.items():
+            if buffers[piece.buffer].kind == "sum":
+                accumulator.left_out += found.left_out
+            partial = found.partials[piece.buffer]
+            if partial is not None:
+                accumulator.add(partial[piece.start : piece.stop], shard.index)
+        for tree, arrays in zip(self.trees, found.partials[len(buffers) :], strict=True):
+            if arrays is not None:
+                tree.add(arrays, shard.index)
+
+    def merge(self, piece: ValueRange, accumulator: Accumulator) -> None:
+        """Adds the accumulator of other shards for a range; the caller must not use it any more."""
+        before = self.accumulators.get(piece)
+        if before is None:
+            self.accumulators[piece] = accumulator
+        else:
+            before.merge(accumulator)
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
-        """The server values that the pass reduces to, by name.
-
-        Args:
-          plan: the plan, with the number of members that were read.
-        """
-        step = self.step
-        found: dict[str, np.ndarray] = {}
-        for buffer, accumulator in zip(step.buffers, self.accumulators, strict=True):
-            for name, _, values in finish_buffer(plan, step, buffer, accumulator, (0, buffer.size)):
-                found[name] = values.reshape(plan.values[name].shape)
-        for combine, tree in zip(step.combines, self.trees, strict=True):
-            found.update(finish_tree(combine, tree))
-        return found
+        """The server values that the pass reduces to, by name, when all shards are added."""
+        parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        if not self.accumulators:
+            self._begin()
+        for piece in accumulator_ranges(self.step):
+            buffer, where = self.step.buffers[piece.buffer], (piece.start, piece.stop)
+            found = finish_buffer(plan, self.step, buffer, self.accumulators[piece], where)
+            for name, _, values in found:
+                parts[name].append(values)
+        whole = {
+            name: (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).reshape(
+                plan.values[name].shape
+            )
+            for name, arrays in parts.items()
+        }
+        for combine, tree in zip(self.step.combines, self.trees, strict=True):
+            whole.update(finish_tree(combine, tree))
+        return whole
 
 
 @dataclass(frozen=True)
 class Done:
-    """A shard and its results."""
+    """A shard, its operands and its results."""
 
     shard: Shard
     found: Computed
     meter: Meter
+    operands: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+AtWork = Callable[[str, Shard], contextlib.AbstractContextManager[Any]]
+"""A context for "reading", "computing" or "merging" a shard, which must end within a limit."""
+
+
+class ShardPass:
+    """Reads, computes and reduces shards of a pass.
+
+    Args:
+      plan: the plan of the pass.
+      step: the pass.
+      executors: compute its shards, one for each device.
+      reader: reads its operands.
+      partials: the reduction so far.
+      listener: receives the work on each shard.
+      at_work: surrounds the work on a shard.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        step: Map,
+        executors: Sequence[ShardExecutor],
+        reader: Reader,
+        partials: Partials,
+        listener: Listener | None,
+        at_work: AtWork,
+    ):
+        self.plan = plan
+        self.step = step
+        self.executors = executors
+        self.reader = reader
+        self.partials = partials
+        self.listener = listener
+        self.at_work = at_work
+
+    def read(
+        self, shard: Shard, known: Mapping[str, np.ndarray] | None = None
+    ) -> Callable[[int], Done]:
+        """Reads a shard.
+
+        Args:
+          shard: the shard.
+          known: operands that need not be read, by name.
+
+        Returns:
+          A function that computes the shard, in any thread. Its argument is the index of a device.
+        """
+        step, known = self.step, known or {}
+        meter = Meter(step.name, self.listener, step.partial_bytes)
+        with self.at_work("reading", shard), shard_errors(step, shard):
+            # The cache knows a shard by its files only if all operands are in files.
+            found = None if known else self.executors[0].unread(shard, self.reader)
+            if found is None:
+                names = [name for name in step.operands if name not in known]
+                read, lost = read_shard(self.plan, step, self.reader, names, shard)
+        if found is not None:
+            meter.lap("read")
+            done = Done(shard, found, meter)
+            return lambda _: done
+        meter.lap("read", self.reader.bytes_from_sources(read))
+        return functools.partial(self._compute, shard, {**known, **read}, lost, meter)
+
+    def _compute(
+        self,
+        shard: Shard,
+        operands: Mapping[str, np.ndarray],
+        lost: Mapping[int, str],
+        meter: Meter,
+        device: int = 0,
+    ) -> Done:
+        meter.resume()
+        arrays = [operands[name] for name in self.step.operands]
+        with self.at_work("computing", shard):
+            # All threads of a CPU share its one executor.
+            found = self.executors[device % len(self.executors)](shard, arrays, lost)
+        meter.lap("compute")
+        return Done(shard, found, meter, operands)
+
+    def add(self, done: Done) -> None:
+        """Adds the results of a shard to the partials, and to the work on the step."""
+        with self.at_work("merging", done.shard):
+            self.partials.add(done.shard, done.found)
+        done.meter.lap("merge")
+        done.meter.shard(done.shard)
 
 
 def computed(

@@ -333,11 +333,6 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
     return _compat.device_array(value, device)
 
 
-def new_accumulators(step: Map, mode: Any) -> list[Any]:
-    """An empty accumulator for each buffer of a step."""
-    return [new_accumulator(buffer, buffer.size, mode) for buffer in step.buffers]
-
-
 def new_accumulator(buffer: FusedBuffer, size: int, mode: Any) -> Accumulator:
     """An empty accumulator for `size` values of a buffer: all of them, or a range."""
     return make_accumulator(buffer.kind, np.dtype(buffer.dtype), size, mode=mode)
@@ -356,30 +351,6 @@ def read_shard(
         return reader.read(names, shard.start, shard.start + shard.count), {}
     types = {name: plan.values[name] for name in names}
     return read_rest(functools.partial(reader.read, names), types, shard.start, shard.count)
-
-
-def add_computed(
-    accumulators: Sequence[tuple[FusedBuffer, Any, np.ndarray | None]],
-    trees: Sequence[tuple[DyadicTree[list[np.ndarray]], list[np.ndarray] | None]],
-    shard: Shard,
-    left_out: int,
-) -> None:
-    """Adds the results of a shard to the accumulators of buffers and to the trees of combines.
-
-    Args:
-      accumulators: each with its buffer and the partial, which is None if no member is left.
-      trees: each with the partial, which is None if no member is left.
-      shard: the shard.
-      left_out: the number of its members that are not in the partials.
-    """
-    for buffer, accumulator, partial in accumulators:
-        if buffer.kind == "sum":
-            accumulator.left_out += left_out
-        if partial is not None:
-            accumulator.add(partial, shard.index)
-    for tree, arrays in trees:
-        if arrays is not None:
-            tree.add(arrays, shard.index)
 
 
 def join_shards(

@@ -1,16 +1,15 @@
 """Saves the state of a run, and restores it from the last complete checkpoint.
 
-In a run on Beam, values are references and sources. Their files are linked into the folder of
-checkpoints, so the launching process never loads placed values. `LocalCheckpointer` writes the
-arrays of a run in this process in the same form. Each of the two reads checkpoints of the other.
+Files of the store are linked into the folder of checkpoints, so the launching process never loads
+placed values. Arrays in this process are written there. A run in this process continues from the
+checkpoints of a run on Beam, and the other way round.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,36 +19,20 @@ from beamjax.errors import ArrayFormatError, CheckpointError
 from beamjax.numerics.provenance import UNKNOWN
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.refs import Ref, content_key
+from beamjax.pipelines.values.refs import Here, content_key, ref_to_files
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import (
-    PlacedValue,
-    ServerValue,
-    Value,
-    leaf_spec,
-    scattered,
-    stack_of,
-)
+from beamjax.pipelines.values.values import Stored
 from beamjax.plan.liveness import Position, live_at, loops_at
 from beamjax.plan.steps import Block, Plan, ValueType
 from beamjax.runtime import fingerprints
-from beamjax.runtime.checkpoints import (
-    Array,
-    Checkpoint,
-    Entry,
-    Given,
-    Members,
-    Record,
-    Rows,
-    Scattered,
-    Stack,
-    Stored,
-    members_file,
-)
+from beamjax.runtime.checkpoints import Checkpoint, Given, Members, Pieces, members_file
 from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.values import Data, Leaf, Part, Ref, Values, server
 from beamjax.sources.arrays.data_files import FileHashes
-from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.sources.source_base import LeafSpec
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
 from beamjax.storage.dtypes import dtype_name
@@ -85,39 +68,31 @@ class _Entries:
 
     Attributes:
       values: its entries, a list that the run appends to.
-      done: the number of these entries that are in `records` or `rows`.
-      records: entries that need not be written again.
+      done: the number of these entries that are in `written` or `rows`.
+      written: entries that need not be written again.
       rows: the latest small entries, which are not yet enough to fill an array.
     """
 
-    values: Sequence[Value]
+    values: Sequence[Ref]
     done: int = 0
-    records: list[Record] = field(default_factory=list)
+    written: list[Ref] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
 
 
 class Checkpointer:
-    """Saves the state of a run; see `control_flow.Checkpointer`.
+    """Saves the state of a run; see `driver.Checkpointer`.
 
     Args:
       plan: the plan that is run.
       inputs: its inputs.
       options: the options of the run, with the folder of checkpoints.
-      store: the store of the run.
-      given: the inputs by name, in the form that the run uses.
+      given: the inputs by name, as values of the run.
 
     Raises:
       CheckpointError: the folder belongs to another plan, or to other inputs.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        inputs: Inputs,
-        options: Options,
-        store: Store,
-        given: Mapping[str, Value],
-    ):
+    def __init__(self, plan: Plan, inputs: Inputs, options: Options, given: Values):
         assert options.checkpoint is not None
         self.plan = plan
         self.every = options.checkpoint_every
@@ -130,61 +105,41 @@ class Checkpointer:
         self.folder.save_input_hashes(hashes.to_json())
         self.position: Position = ()
         self.finished = False
-        self.values: dict[str, Value] = {}
-        self.stacks: dict[str, list[Value]] = {}
+        self.values: dict[str, Ref] = {}
+        self.stacks: dict[str, list[Ref]] = {}
         self._entries: dict[str, _Entries] = {}
         self.provenance = UNKNOWN
-        self._run_store = store
         self._given = dict(given)
         # Inputs are saved as their names. The ids stay unique, since `_given` keeps the objects.
-        self._names = {id(value): name for name, value in given.items()}
-        self._placed = {
-            _key(value.spec, value.leaf): name
-            for name, value in given.items()
-            if isinstance(value, PlacedValue)
-        }
+        self._names = {id(value.data): name for name, value in given.items()}
+        # The data of the last checkpoint and of this one, by id: the same objects are not written
+        # again. Holding them keeps their ids from being reused.
+        self._last: dict[int, tuple[Data, Data]] = {}
+        self._now: dict[int, tuple[Data, Data]] = {}
         self._token = uuid.uuid4().hex[:16]
         self._restore_last()
 
     # ------------------------------------------------------------------------------- saving
 
-    def save(
-        self, position: Position, values: Mapping[str, Value], stacks: Mapping[str, Sequence[Value]]
-    ) -> None:
+    def save(self, position: Position, values: Values, stacks: Mapping[str, Sequence[Ref]]) -> None:
         """Saves a checkpoint with those of these values that later steps read."""
-        records = {name: self._record(name, values[name]) for name in self.live(position)}
+        self._last, self._now = self._now, {}
+        live = sorted(live_at(self.whole, position) - self._given.keys())
+        written = {name: self._written(name, values[name]) for name in live}
         entries = {name: self._stack(name, of) for name, of in stacks.items()}
-        self._save(position, False, records, entries)
+        self._save(position, False, written, entries)
 
-    def live(self, position: Position) -> list[str]:
-        """The names of the values that a checkpoint at a position holds, without the inputs."""
-        return sorted(live_at(self.whole, position) - self._given.keys())
-
-    def value_of(self, name: str, array: np.ndarray) -> Value:
-        """An array as a value of a plan. A placed one is written to files named by its content."""
-        if self.plan.values[name].placement is None:
-            return ServerValue(self._run_store, array)
-        array = plain_array(array)
-        data = array.reshape(-1).view(np.uint8).data if array.nbytes else b""
-        stem, n = content_key([f"{array.dtype.name}{array.shape}".encode(), data]), len(array)
-        count = min(n, max(1, FILE_BYTES // max(array[:1].nbytes, 1)))
-        parts = [(start, min(count, n - start)) for start in range(0, n, count)]
-        for start, count in parts:
-            data = encode_arrays([array[start : start + count]])
-            self.folder.write(members_file(stem, start, count), data)
-        leaf = LeafSpec(array.shape[1:], array.dtype)
-        return PlacedValue(MembersSource(self.folder.path, stem, parts, leaf, n).to_spec())
-
-    def finish(self, values: Mapping[str, Value]) -> None:
+    def finish(self, values: Values) -> None:
         """Saves the outputs of a finished run."""
-        self._save((), True, {n: self._record(n, value) for n, value in values.items()}, {})
+        self._last, self._now = self._now, {}
+        self._save((), True, {n: self._written(n, value) for n, value in values.items()}, {})
 
     def _save(
         self,
         position: Position,
         finished: bool,
-        values: Mapping[str, Record],
-        stacks: Mapping[str, tuple[Record, ...]],
+        values: Values,
+        stacks: Mapping[str, tuple[Ref, ...]],
     ) -> None:
         self.folder.save(
             Checkpoint(
@@ -192,7 +147,7 @@ class Checkpointer:
             )
         )
 
-    def _stack(self, name: str, values: Sequence[Value]) -> tuple[Record, ...]:
+    def _stack(self, name: str, values: Sequence[Ref]) -> tuple[Ref, ...]:
         """Writes the new entries of a stacked result; small entries share an array."""
         entries = self._entries.get(name)
         if entries is None or entries.values is not values:
@@ -200,58 +155,78 @@ class Checkpointer:
             entries = self._entries[name] = _Entries(values)
         entry = _entry_type(self.plan.values[name])
         for value in values[entries.done :]:
-            record = self._record(name, value)
-            if not isinstance(record, Array):
-                entries.records.append(record)
+            written = self._written(name, value)
+            row = written.data if value.n is None else None
+            if isinstance(row, Given) and entry.nbytes <= stores.INLINE_BYTES:
+                row = value.array()
+            if not isinstance(row, np.ndarray):
+                entries.written.append(written)
                 continue
-            entries.rows.append(record.array)
+            entries.rows.append(row)
             if len(entries.rows) >= ROWS or len(entries.rows) * entry.nbytes >= ROWS_BYTES:
-                rows = self.store.put([np.stack(entries.rows)], name)
-                entries.records.append(Rows(_record_of(rows)))
+                rows = server(np.stack(entries.rows))
+                entries.written.append(self._with_data(rows, lambda x: self._array(name, x)))
                 entries.rows = []
         entries.done = len(values)
-        rest = (Rows(Array(np.stack(entries.rows))),) if entries.rows else ()
-        return (*entries.records, *rest)
+        rest = (server(np.stack(entries.rows)),) if entries.rows else ()
+        return (*entries.written, *rest)
 
-    def _record(self, name: str, value: Value) -> Record:
-        if id(value) in self._names:
-            return Given(self._names[id(value)])
-        if isinstance(value, ServerValue):
-            return self._served(value.ref(name))
-        if value.entries is not None:
-            return Stack(tuple(self._record(name, entry) for entry in value.entries))
-        return self._spec(value.spec, value.leaf)
+    def _written(self, name: str, value: Ref) -> Ref:
+        """A value as a checkpoint has it, with its data in files of the folder."""
+        return self._with_data(value, lambda data: self._data(name, data, value.n is not None))
 
-    def _served(self, ref: Ref) -> Array | Stored:
-        for name, _ in ref.files:
-            self.folder.link(files.join(self._run_store.root, name), name)
-        return _record_of(ref)
+    def _with_data(self, value: Ref, put: Callable[[Data], Data]) -> Ref:
+        parts = tuple(replace(part, data=put(part.data)) for part in value.parts)
+        return replace(value, parts=parts)
 
-    def _spec(self, spec: Mapping[str, Any], leaf: int) -> Record:
-        """The record of a leaf of a source that the driver made, or that is an input."""
-        given = self._placed.get(_key(spec, leaf))
-        if given is not None:
-            return Given(given)
-        match spec["kind"]:
-            case "members":
-                return self._linked(spec)
-            case "entry":
-                size = open_spec(spec["base"]).leaves[leaf].shape[0]
-                return Entry(self._spec(spec["base"], leaf), spec["index"], size)
-            case "scattered":
-                ref = Ref.from_json(spec["ref"], base64.b64decode(spec["inline"]))
-                return Scattered(self._served(ref), spec["axis"])
-        raise TypeError(spec["kind"])
+    def _data(self, name: str, data: Data, placed: bool) -> Data:
+        if id(data) in self._names:
+            return Given(self._names[id(data)])
+        known = self._now.get(id(data)) or self._last.get(id(data))
+        if known is None:
+            known = data, self._in_folder(name, data, placed)
+        self._now[id(data)] = known
+        return known[1]
 
-    def _linked(self, spec: Mapping[str, Any]) -> Members:
-        parts = tuple((start, count) for start, count in spec["parts"])
-        if spec["folder"] == self.folder.path:
-            return Members(spec["stem"], parts)
+    def _in_folder(self, name: str, data: Data, placed: bool) -> Data:
+        match data:
+            case np.ndarray():
+                return self._members(data) if placed else self._array(name, data)
+            case Stored(ref=Here(array=array)):
+                return self._in_folder(name, array, placed)
+            case Stored(store=store, ref=StoreRef() as ref):
+                for file, _ in ref.files:
+                    self.folder.link(files.join(store.root, file), file)
+                return _pieces(ref)
+            case Leaf(source=MembersSource() as source):
+                return self._linked(source)
+        raise TypeError(f"{name}: found {data!r:.80}, expected data that the run has computed")
+
+    def _array(self, name: str, array: Any) -> Data:
+        """The data of an array, in the manifest if it is small."""
+        return _pieces(self.store.put([array], name))
+
+    def _members(self, array: np.ndarray) -> Members:
+        """Writes members in this process to files that are named by their content."""
+        array = plain_array(array)
+        data = array.reshape(-1).view(np.uint8).data if array.nbytes else b""
+        stem, n = content_key([f"{array.dtype.name}{array.shape}".encode(), data]), len(array)
+        count = min(n, max(1, FILE_BYTES // max(array[:1].nbytes, 1)))
+        parts = tuple((start, min(count, n - start)) for start in range(0, n, count))
+        for start, count in parts:
+            data = encode_arrays([array[start : start + count]])
+            self.folder.write(members_file(stem, start, count), data)
+        return Members(stem, parts)
+
+    def _linked(self, source: MembersSource) -> Members:
+        parts = tuple((start, count) for start, count in source.parts)
+        if source.folder == self.folder.path:
+            return Members(source.stem, parts)
         # Every run numbers its stems from 0, so files of an earlier run may have the same names.
-        stem = f"{self._token}-{spec['stem']}"
+        stem = f"{self._token}-{source.stem}"
         for part in parts:
-            source = files.join(spec["folder"], members_file(spec["stem"], *part))
-            self.folder.link(source, members_file(stem, *part))
+            file = files.join(source.folder, members_file(source.stem, *part))
+            self.folder.link(file, members_file(stem, *part))
         return Members(stem, parts)
 
     # ------------------------------------------------------------------------------ reading
@@ -274,33 +249,34 @@ class Checkpointer:
             self.provenance = found.provenance
             self.folder.keep(name, found)
             return
-        self.values, self.stacks = {}, {}
+        self.values, self.stacks, self._now = {}, {}, {}
 
     def _restore(self, found: Checkpoint) -> None:
+        self._now = {}
         self.values = {
-            name: self._value(record, self._type(name)) for name, record in found.values.items()
+            name: self._restored(value, self._type(name)) for name, value in found.values.items()
         }
         self.stacks, self._entries = {}, {}
         for loop, done in loops_at(self.whole, found.position):
             for name in loop.stacked:
                 self._restore_stack(name, found.stacks[name], done)
 
-    def _restore_stack(self, name: str, records: Sequence[Record], done: int) -> None:
+    def _restore_stack(self, name: str, saved: Sequence[Ref], done: int) -> None:
         entry = _entry_type(self._type(name))
-        values: list[Value] = []
+        values: list[Ref] = []
         whole = _Entries(values)
-        for record in records:
-            if not isinstance(record, Rows):
-                values.append(self._value(record, entry))
-                whole.records.append(record)
+        for value in saved:
+            if entry.placement is not None or len(value.shape) == len(entry.shape):
+                values.append(self._restored(value, entry))
+                whole.written.append(value)
                 continue
-            rows = self._array(record.of, None)
-            if rows.ndim == 0 or len(rows) > done - len(values):
-                raise ArrayFormatError(f"{name}: found rows {rows.shape} for {done} rounds")
-            _check_type(name, rows, entry, len(rows))
-            values.extend(ServerValue(self._run_store, row) for row in rows)
-            if isinstance(record.of, Stored) or len(rows) >= ROWS:
-                whole.records.append(record)
+            several = replace(entry, shape=(*value.shape[:1], *entry.shape))
+            if several.shape[0] > done - len(values):
+                raise ArrayFormatError(f"{name}: found rows {value.shape} for {done} rounds")
+            rows = self._restored(value, several).array()
+            values.extend(map(server, rows))
+            if len(rows) >= ROWS or not isinstance(value.data, np.ndarray):
+                whole.written.append(value)
             else:
                 whole.rows.extend(rows)
         if len(values) != done:
@@ -308,100 +284,116 @@ class Checkpointer:
         whole.done = done
         self.stacks[name], self._entries[name] = values, whole
 
-    def _value(self, record: Record, spec: ValueType) -> Value:
-        if isinstance(record, Given):
-            return self._given_value(record.name, spec)
-        if spec.placement is None:
-            return self._restored(record, spec)
-        match record:
-            case Members():
-                return PlacedValue(self._source(record, spec).to_spec())
-            case Scattered(of=of, axis=axis):
-                whole = _uncut(spec, axis, self.plan.sizes[spec.placement])
-                return scattered(self._restored(of, whole), "scattered", axis, self._run_store)
-            case Entry(of=of, index=index, size=size) if index < size:
-                whole = replace(spec, shape=(size, *spec.shape))
-                return self._value(of, whole).entry(index)
-            case Stack(of=of):
-                return self._stacked(of, spec)
-        raise ArrayFormatError(f"found {type(record).__name__} for {spec}")
+    def _restored(self, value: Ref, spec: ValueType) -> Ref:
+        """A value of the run from one of a checkpoint.
 
-    def _given_value(self, name: str, spec: ValueType) -> Value:
+        Raises:
+          ArrayFormatError: a file is missing or damaged, or it has another type.
+        """
+        n = None if spec.placement is None else self.plan.sizes[spec.placement]
+        if (value.dtype, value.shape, value.n) != (spec.dtype, spec.shape, n):
+            raise ArrayFormatError(
+                f"found {value.dtype}{list(value.shape)} of {value.n} members for {spec}"
+            )
+        if n is None and (len(value.parts) != 1 or value.parts[0].at or value.parts[0].entry):
+            raise ArrayFormatError(f"found {len(value.parts)} parts of a server value {spec}")
+        parts = tuple(self._restored_part(part, spec, n) for part in value.parts)
+        if n is not None:
+            found = sum(part.count * math.prod(spec.shape[len(part.at) :]) for part in parts)
+            if found != n * math.prod(spec.shape):
+                raise ArrayFormatError(f"some of the {n} members of {spec} are missing")
+        return replace(value, parts=parts)
+
+    def _restored_part(self, part: Part, spec: ValueType, n: int | None) -> Part:
+        at, entry = part.at, part.entry
+        rest = spec.shape[len(at) :]
+        if len(at) > len(spec.shape) or any(map(int.__ge__, at, spec.shape)):
+            raise ArrayFormatError(f"found the entry {at} of {spec}")
+        if n is not None and part.start + part.count > n:
+            raise ArrayFormatError(
+                f"found members {part.start} to {part.start + part.count} of {n}"
+            )
+        if isinstance(part.data, Given):
+            return replace(part, data=self._given_data(part, spec, rest, n))
+        if n is not None:
+            if not isinstance(part.data, Members):
+                raise ArrayFormatError(f"found {type(part.data).__name__} for {spec}")
+            return replace(part, data=self._source(part.data, spec, part.count, rest, entry))
+        data: Any = part.data
+        if isinstance(data, Pieces):
+            if (data.dtype, data.shape) != (spec.dtype, spec.shape):
+                raise ArrayFormatError(f"found {data.dtype}{list(data.shape)} for {spec}")
+            array = self._loaded(data)
+            self._now[id(array)] = array, data
+            return replace(part, data=array)
+        if not isinstance(data, np.ndarray):
+            raise ArrayFormatError(f"found {type(data).__name__}, expected an array")
+        _check_type(str(spec), data, spec.dtype, spec.shape)
+        return part
+
+    def _given_data(
+        self, part: Part, spec: ValueType, rest: tuple[int, ...], n: int | None
+    ) -> Data:
+        """The data of an input."""
+        name = part.data.name  # type: ignore[union-attr]
         if name not in self._given:
             raise ArrayFormatError(f"found {name!r:.80}, expected the name of an input")
-        found = self.plan.values.get(name)
-        if found is None or replace(found, key_impl=spec.key_impl) != spec:
-            raise ArrayFormatError(f"found the input {name!r:.80} of type {found}, expected {spec}")
-        return self._given[name]
+        found, of = self._given[name], self.plan.values[name]
+        if n is None:
+            fits = found.n is None and of.shape == spec.shape
+        else:
+            rows, count = (of.shape[1:], of.shape[0]) if found.n is None else (of.shape, found.n)
+            fits = count == part.count and _fits(rows, part.entry, rest)
+        if not fits or of.dtype != spec.dtype:
+            raise ArrayFormatError(f"found the input {name!r:.80} of type {of}, expected {spec}")
+        return found.data
 
-    def _restored(self, record: Record, spec: ValueType) -> ServerValue:
-        if isinstance(record, Stored):
-            if (record.dtype, record.shape) != (spec.dtype, spec.shape):
-                raise ArrayFormatError(f"found {record.dtype}{list(record.shape)} for {spec}")
-            self._check_files(record)
-            for name, _ in record.files:
-                files.link(self.folder.join(name), files.join(self._run_store.root, name))
-            return ServerValue(self._run_store, ref=_ref_of(record))
-        return ServerValue(self._run_store, self._array(record, spec))
-
-    def _stacked(self, of: tuple[Record, ...], spec: ValueType) -> PlacedValue:
-        if len(of) != spec.shape[:1][0]:
-            raise ArrayFormatError(f"found a stack of {len(of)} for {spec}")
-        entries = [self._value(part, _entry_type(spec)) for part in of]
-        n = self.plan.sizes[spec.placement or ""]
-        return stack_of(
-            spec, [e for e in entries if isinstance(e, PlacedValue)], n, self._run_store
-        )
-
-    def _array(self, record: Record, spec: ValueType | None) -> np.ndarray:
-        """A server value that is in the manifest or in files; checked against a type, if given."""
-        match record:
-            case Array(array=array):
-                pass
-            case Stored():
-                self._check_files(record)
-                (array,) = self.store.get(_ref_of(record), cache=False)
-            case _:
-                raise ArrayFormatError(f"found {type(record).__name__}, expected an array")
-        if spec is not None:
-            _check_type(str(spec), array, spec)
-        return array
-
-    def _check_files(self, record: Stored) -> None:
-        """Reads the files of a value, one at a time, and checks their sizes and checksums.
-
-        Their names are no hashes of the content: workers write parts of reductions under unique
-        names.
+    def _loaded(self, data: Pieces) -> np.ndarray:
+        """A server value in files, whose sizes and checksums are checked.
 
         Raises:
           ArrayFormatError: one of them is missing or damaged.
         """
-        for name, size in record.files:
-            data = self._file(name)
-            if len(data) != size:
+        for name, size in data.files:
+            found = self._file(name)
+            if len(found) != size:
                 raise ArrayFormatError(
-                    f"{self.folder.join(name)}: found {len(data)} bytes, expected {size}"
+                    f"{self.folder.join(name)}: found {len(found)} bytes, expected {size}"
                 )
-            self._decoded(name, data)
+            self._decoded(name, found)
             self.folder.known.add(name)
+        ref = ref_to_files(((data.dtype, data.shape),), data.files)
+        return self.store.array(ref, cache=False)
 
-    def _source(self, record: Members, spec: ValueType) -> MembersSource:
-        """A placed value in files. All of them are read and checked, one at a time.
+    def _source(
+        self,
+        data: Members,
+        spec: ValueType,
+        n: int,
+        rest: tuple[int, ...],
+        entry: tuple[int, ...],
+    ) -> Leaf:
+        """Members in files. All of them are read and checked, one at a time.
 
         Raises:
           ArrayFormatError: one of them is missing or damaged, or has another type.
         """
-        n = self.plan.sizes[spec.placement or ""]
-        for start, count in record.parts:
-            name = members_file(record.stem, start, count)
+        shape = rest
+        for start, count in data.parts:
+            name = members_file(data.stem, start, count)
             arrays = self._decoded(name, self._file(name))
             if len(arrays) != 1:
                 raise ArrayFormatError(f"{name}: found {len(arrays)} arrays, expected one")
-            _check_type(name, arrays[0], spec, count)
+            shape = arrays[0].shape[1:] if entry and not start else shape
+            if not _fits(shape, entry, rest):
+                raise ArrayFormatError(f"{name}: found members {shape}, expected {rest}")
+            _check_type(name, arrays[0], spec.dtype, (count, *shape))
             self.folder.known.add(name)
-        if sum(count for _, count in record.parts) != n:
-            raise ArrayFormatError(f"{record.stem}: some of the {n} members are missing")
-        return MembersSource(self.folder.path, record.stem, record.parts, leaf_spec(spec), n)
+        if sum(count for _, count in data.parts) != n:
+            raise ArrayFormatError(f"{data.stem}: some of the {n} members are missing")
+        leaf = LeafSpec(shape, np.dtype(spec.dtype))
+        source = MembersSource(self.folder.path, data.stem, data.parts, leaf, n)
+        return Leaf(source, 0, self.plan.x64)
 
     def _file(self, name: str) -> memoryview:
         try:
@@ -460,76 +452,13 @@ class Checkpointer:
             raise ArrayFormatError(f"found no value of {', '.join(sorted(missing))}")
 
 
-class LocalCheckpointer:
-    """Checkpoints of a run in this process, in which values are arrays.
-
-    Args:
-      saved: the checkpoints of the same run, in which they are instances of `Value`.
-    """
-
-    def __init__(self, saved: Checkpointer):
-        self._saved = saved
-        self.every, self.position, self.finished = saved.every, saved.position, saved.finished
-        self.provenance = saved.provenance
-        self.values = {name: _whole(value) for name, value in saved.values.items()}
-        self.stacks = {name: list(map(_whole, of)) for name, of in saved.stacks.items()}
-        # For each stacked result, its list of entries, and the values of those that are written.
-        self._stacks: dict[str, tuple[Sequence[np.ndarray], list[Value]]] = {
-            name: (self.stacks[name], of) for name, of in saved.stacks.items()
-        }
-        # The arrays of the last checkpoint and of this one, by id: arrays that are the same objects
-        # are not written again. Holding the arrays keeps their ids from being reused.
-        self._last: dict[int, tuple[np.ndarray, Value]] = {}
-        self._now: dict[int, tuple[np.ndarray, Value]] = {}
-
-    def save(
-        self,
-        position: Position,
-        values: Mapping[str, np.ndarray],
-        stacks: Mapping[str, Sequence[np.ndarray]],
-    ) -> None:
-        """Saves a checkpoint with those of these values that later steps read."""
-        self._last, self._now = self._now, {}
-        live = self._saved.live(position)
-        written = {name: self._value(name, values[name]) for name in live}
-        for name, arrays in stacks.items():
-            known, done = self._stacks.get(name, ([], []))
-            if known is not arrays:  # a loop inside of another one has started again
-                done = []
-            done += [self._value(name, array) for array in arrays[len(done) :]]
-            self._stacks[name] = arrays, done
-        self._saved.provenance = self.provenance
-        self._saved.save(position, written, {name: self._stacks[name][1] for name in stacks})
-
-    def finish(self, values: Mapping[str, np.ndarray]) -> None:
-        """Saves the outputs of a finished run."""
-        self._saved.provenance = self.provenance
-        self._saved.finish({name: self._value(name, array) for name, array in values.items()})
-
-    def _value(self, name: str, array: np.ndarray) -> Value:
-        known, value = (self._now | self._last).get(id(array), (None, None))
-        if value is None or known is not array:
-            value = self._saved.value_of(name, array)
-        self._now[id(array)] = array, value
-        return value
-
-
-def _whole(value: Value) -> np.ndarray:
-    return value.array() if isinstance(value, ServerValue) else value.whole()
-
-
-def _record_of(ref: Ref) -> Array | Stored:
-    """The record of a server value whose files are in the folder of checkpoints."""
+def _pieces(ref: StoreRef) -> Data:
+    """The data of a checkpoint for an array in files of its folder, or in the reference itself."""
     if ref.inline:
         (array,) = decode_arrays(ref.inline)[0]
-        return Array(array)
+        return array
     ((dtype, shape),) = ref.leaves
-    return Stored(ref.key, dtype, shape, ref.files)
-
-
-def _ref_of(record: Stored) -> Ref:
-    """Undoes `_record_of`."""
-    return Ref(record.key, ((record.dtype, record.shape),), files=record.files)
+    return Pieces(dtype, shape, ref.files)
 
 
 def _entry_type(value: ValueType) -> ValueType:
@@ -537,31 +466,14 @@ def _entry_type(value: ValueType) -> ValueType:
     return replace(value, shape=value.shape[1:])
 
 
-def _check_type(what: str, array: np.ndarray, spec: ValueType, rows: int | None = None) -> None:
-    """Checks an array against its type in the plan.
+def _fits(rows: tuple[int, ...], entry: tuple[int, ...], rest: tuple[int, ...]) -> bool:
+    """Whether an entry of rows of this shape has the shape `rest`."""
+    return rows[len(entry) :] == rest and all(map(int.__lt__, entry, rows))
 
-    Args:
-      what: the name of the array, for messages.
-      array: the array that was read.
-      spec: its type, or the type of its rows if `rows` is given.
-      rows: the number of rows that it must have.
 
-    Raises:
-      ArrayFormatError: it has another shape or dtype.
-    """
-    shape = spec.shape if rows is None else (rows, *spec.shape)
-    if array.shape != shape or dtype_name(array.dtype) != spec.dtype:
+def _check_type(what: str, array: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raises ArrayFormatError if an array, named `what` in messages, has another type."""
+    if array.shape != shape or dtype_name(array.dtype) != dtype:
         raise ArrayFormatError(
-            f"{what}: found {array.dtype}{list(array.shape)}, expected {spec.dtype}{list(shape)}"
+            f"{what}: found {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
         )
-
-
-def _uncut(spec: ValueType, axis: int, n: int) -> ValueType:
-    """The type of the server value that `Scatter` cuts, along an axis, into n such members."""
-    if axis > len(spec.shape):
-        raise ArrayFormatError(f"found the axis {axis} of members of {spec}")
-    return replace(spec, placement=None, shape=(*spec.shape[:axis], n, *spec.shape[axis:]))
-
-
-def _key(spec: Mapping[str, Any], leaf: int) -> str:
-    return json.dumps([spec, leaf], sort_keys=True)

@@ -33,9 +33,9 @@ from beamjax.pipelines.graph.streaming import (
 )
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import PlacedValue, ServerValue, members
+from beamjax.pipelines.values.values import members, stored
 from beamjax.pipelines.worker.map_shards import (
     DROPPED,
     PARTIALS,
@@ -58,6 +58,7 @@ from beamjax.pipelines.worker.tasks import Sources, StoredBody
 from beamjax.plan.dropping import Dropped
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.runtime.values import Ref
 from beamjax.storage import files
 
 MAX_RANGES = 256
@@ -79,13 +80,13 @@ class GraphInputs:
       program: the pickled program, for bodies that run as Python in other processes.
     """
 
-    static: dict[str, Ref]
+    static: dict[str, StoreRef]
     sources: Sources
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
     streams: Sources | None = None
-    program: Ref | None = None
+    program: StoreRef | None = None
 
 
 @dataclass(frozen=True)
@@ -399,26 +400,26 @@ class Outputs:
             lines = keyed | "Dropped/Together" >> beam.GroupByKey()
             lines | "Write dropped" >> beam.ParDo(WriteDropped(graph.store, stem))
 
-    def find(self) -> dict[str, ServerValue | PlacedValue]:
+    def find(self) -> dict[str, Ref]:
         """The outputs, by name, after the pipeline has ended.
 
         Raises:
           WorkerError: an output is missing.
         """
-        store, found = self.graph.store, dict[str, ServerValue | PlacedValue]()
+        store, plan, found = self.graph.store, self.graph.plan, dict[str, Ref]()
         for number, _ in enumerate(self._served):
             environment = read_served(store, f"{self.stem}-served-{number}")
             self.provenance |= environment.provenance
-            found |= {name: ServerValue(store, ref=ref) for name, ref in environment.values.items()}
+            served = environment.values.items()
+            found |= {name: stored(store, ref, plan.values[name]) for name, ref in served}
         written = files.names(store.root) if self._placed else []
-        plan = self.graph.plan
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
             self.provenance |= find_provenance(store, stem, written)
             if name in self.results.folders:
-                found[name] = PlacedValue(self.results.find(plan, name).to_spec())
+                found[name] = members(self.results.find(plan, name), plan, name)
                 continue
-            found[name] = members(find_placed(store, plan, name, stem, written))
+            found[name] = members(find_placed(store, plan, name, stem, written), plan, name)
         return found
 
     def dropped(self) -> list[Dropped]:

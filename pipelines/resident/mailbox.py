@@ -115,6 +115,9 @@ class Mailbox(Protocol):
 class WorkerEnd(abc.ABC):
     """A worker's end of a mailbox."""
 
+    is_here = False
+    """Whether the worker is a thread of the launching process."""
+
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self._programs: dict[str, Program] = {}
@@ -197,6 +200,8 @@ class MemoryMailbox:
 
 class MemoryWorker(WorkerEnd):
     """The worker's end of a `MemoryMailbox`."""
+
+    is_here = True
 
     def __init__(self, mailbox: MemoryMailbox):
         super().__init__()

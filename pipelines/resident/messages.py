@@ -18,7 +18,8 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
-from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.pipelines.values.values import Operands
+from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
@@ -105,7 +106,7 @@ class Pass:
       step: the name of the step in this round, for messages.
       stem: the prefix of the names of the files with placed values.
       served: the server values that are the side input of the DoFn; None for no side input.
-      sources: the placed inputs that it reads, if any.
+      operands: the placed values that it reads, if any.
       results: the placed values that are materialized as results of the run.
     """
 
@@ -114,7 +115,7 @@ class Pass:
     step: str
     stem: str = ""
     served: Environment | None = None
-    sources: Sources | None = None
+    operands: Operands | None = None
     results: MaterializedOutputs = NOTHING
 
 
@@ -163,18 +164,17 @@ def encode_task(task: WorkerTask) -> bytes:
     """A task as bytes."""
     arrays: list[np.ndarray] = []
     current = task.current
-    sources = current.sources
     meta: dict[str, Any] = {
         "number": task.number,
         "elements": _packed(task.elements, arrays),
         "pass": [current.number, current.program, current.step, current.stem],
         "served": _packed(current.served, arrays),
-        "sources": None,
+        "operands": None,
         "results": to_plain(current.results),
     }
-    if sources is not None:
+    if current.operands is not None:
         # One text, as it is much faster to encode: a spec may list thousands of files.
-        meta["sources"] = json.dumps([sources.specs, sources.where, sources.x64])
+        meta["operands"] = json.dumps(current.operands.to_json(arrays))
     return encode_arrays(arrays, meta)
 
 
@@ -186,15 +186,13 @@ def decode_task(data: bytes) -> WorkerTask:
     """
 
     def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> WorkerTask:
-        sources = None
-        if meta["sources"] is not None:
-            specs, where, x64 = json.loads(meta["sources"])
-            pairs = {name: (source, leaf) for name, (source, leaf) in where.items()}
-            sources = Sources(tuple(specs), pairs, x64)
+        operands = None
+        if meta["operands"] is not None:
+            operands = Operands.from_json(json.loads(meta["operands"]), arrays)
         served = _unpacked(meta["served"], arrays)
         number, program, step, stem = meta["pass"]
         results = from_plain(MaterializedOutputs, meta["results"], "a task")
-        current = Pass(number, program, step, stem, served, sources, results)
+        current = Pass(number, program, step, stem, served, operands, results)
         return WorkerTask(current, meta["number"], _unpacked(meta["elements"], arrays))
 
     return _decoded(data, unpack)

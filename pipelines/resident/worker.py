@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.pipelines.graph.results import WritePlaced
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
-from beamjax.pipelines.resident.messages import Output, Pass, Program, Reply, WorkerTask
+from beamjax.pipelines.resident.messages import Output, Pass, Reply, WorkerTask
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.telemetry.meters import collecting
 
@@ -49,7 +50,7 @@ class _TaskRunner:
     def __init__(self, end: WorkerEnd):
         self._end = end
         self._current: Pass | None = None
-        self._program: Program
+        self._fn: Any = None
         self._writers: list[WritePlaced] = []
 
     def run(self, task: WorkerTask) -> Reply:
@@ -65,15 +66,17 @@ class _TaskRunner:
                 found = Reply(*number, [], 0.0, error=text, cause=error)
             else:
                 found = Reply(*number, outputs, 0.0)
+            if self._end.is_here:  # else it would hold values of the launching process
+                self._current = self._fn = None
         spent, events = done.spent, done.events.times
         return replace(found, seconds=time.perf_counter() - begun, spent=spent, events=events)
 
     def _outputs(self, task: WorkerTask) -> Iterator[Output]:
         """Processes the elements of a task as one bundle."""
         current = task.current
-        if current != self._current:
+        if self._current is None or current.number != self._current.number:
             self._prepare(current)
-        fn = self._program.fn
+        fn = self._fn
         served = () if current.served is None else (current.served,)
         for member in (fn, *self._writers):
             member.start_bundle()
@@ -99,14 +102,16 @@ class _TaskRunner:
 
     def _prepare(self, current: Pass) -> None:
         """Sets up the DoFns for a pass."""
-        self._program = program = self._end.program(current.program)
-        fn: Any = program.fn
+        program = self._end.program(current.program)
+        fn: Any = copy.copy(program.fn)
+        self._fn = fn
         task = getattr(fn, "task", None)
         # The program is shared by rounds: errors and meters need the name of the step in this one.
         if task is not None and task.step.name != current.step:
             fn.task = replace(task, step=replace(task.step, name=current.step))
-        if current.sources is not None:
-            fn.sources = current.sources
+        if current.operands is not None:
+            fn.sources = current.operands
+        fn.here = self._end.is_here
         fn.setup()
         store = fn.store if task is None else task.store
         self._writers = [

@@ -9,7 +9,7 @@ for which Beam has coders.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -90,11 +90,11 @@ class Environment:
     """The server values that a step needs.
 
     Attributes:
-        values: references to the values, by name.
+        values: references to the values, by name; in an element, none of them is `Here`.
         provenance: the kinds of machine that computed the values.
     """
 
-    values: dict[str, Ref]
+    values: Mapping[str, Any]
     provenance: Provenance = UNKNOWN
 
 
@@ -195,13 +195,13 @@ class MemberBlockCoder(_Coder[MemberBlock]):
         if not all(type(number) is int for number in meta["block"]):
             raise TypeError("the block is not in numbers")
         names = _names(meta)
-        refs: dict[str, Ref] = {}
+        refs: Mapping[str, Any] = {}
         if "refs" in meta:
             refs = EnvironmentCoder().unpack(arrays[len(names) :], meta["refs"]).values
             arrays = arrays[: len(names)]
         values = dict(zip(names, arrays, strict=True))
         provenance = Provenance.from_json(meta.get("provenance"))
-        return MemberBlock(start, count, shard_size, values, refs, provenance)
+        return MemberBlock(start, count, shard_size, values, dict(refs), provenance)
 
 
 class RefCoder(_Coder[Ref]):

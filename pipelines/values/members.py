@@ -1,37 +1,28 @@
 """Placed values between the pipelines of a run: sources over files of the store.
 
-A file holds consecutive members as one array, and its name says which. Values that a loop slices or
-stacks, and server values that are cut into members, are views: sources that read other values when
-a worker reads its shard.
+A file holds consecutive members as one array, and its name says which.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import json
 import shutil
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store, members_in
 from beamjax.runtime.fingerprints import source_fingerprint
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.placed import MemberFiles
 from beamjax.sources.canonical import check_members
 from beamjax.sources.derived_sources import ShortSource
-from beamjax.sources.source_base import Count, LeafSpec, PlainSource, Source, natural, open_spec
+from beamjax.sources.source_base import Source
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-from beamjax.storage.dtypes import dtype_from_name
-from beamjax.storage.schema import from_plain, parse_json
 
 SUFFIX = ".members"
 
@@ -50,172 +41,6 @@ class MembersSource(MemberFiles, kind="members"):
             return array
 
         return members_in(path, read)
-
-
-class EntrySource(PlainSource, kind="entry"):
-    """One entry along the first axis of each member of another source.
-
-    Args:
-      base: the spec of the other source.
-      index: the index of the entry. Leaves without such an entry are left as they are.
-    """
-
-    def __init__(self, base: Mapping[str, Any], index: Count):
-        self.base = base
-        self.index = index
-
-    @functools.cached_property
-    def source(self) -> Source:
-        """The other source, opened at its first use, on the worker."""
-        return open_spec(dict(self.base))
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return tuple(
-            LeafSpec(leaf.shape[1:], leaf.dtype, leaf.key_impl, leaf.path)
-            if self._cuts(leaf)
-            else leaf
-            for leaf in self.source.leaves
-        )
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        arrays = self.source.read(start, stop)
-        return [
-            array[:, self.index] if self._cuts(leaf) else array
-            for leaf, array in zip(self.source.leaves, arrays, strict=True)
-        ]
-
-    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        if self._cuts(self.source.leaves[leaf]):
-            index = (index[0], self.index, *index[1:])
-        return self.source, leaf, index
-
-    def _cuts(self, leaf: LeafSpec) -> bool:
-        return bool(leaf.shape) and self.index < leaf.shape[0]
-
-
-class StackedSource(PlainSource, kind="stacked"):
-    """Placed values of one type, stacked along a new first axis of each member.
-
-    Args:
-      path: the path of a file that lists the spec of each value's source and its leaf there. It is
-        a file, as there may be too many for the description of a step.
-      leaf: the type of one member of the stack.
-      size: the number of members.
-
-    Raises:
-      TypeError: the leaf has no axis of its own for the stack.
-    """
-
-    def __init__(self, path: str, leaf: LeafSpec, size: Count):
-        if not leaf.shape:
-            raise TypeError("found a stack without an axis of its own")
-        self.path = path
-        self.leaf = leaf
-        self.size = size
-
-    @functools.cached_property
-    def entries(self) -> list[tuple[Source, int]]:
-        """The sources of the stacked values and their leaves there, opened at their first use."""
-        try:
-            listed = parse_json(files.read(self.path), self.path)
-            entries = [(open_spec(spec), natural(leaf)) for spec, leaf in listed]
-        except OSError as error:
-            raise SourceError(f"{self.path}: cannot read the list of a stack ({error})") from error
-        except (RecursionError, TypeError, ValueError) as error:
-            if isinstance(error, SourceError):
-                raise
-            raise ArrayFormatError(f"{self.path}: found no list of a stack ({error})") from error
-        types = [(s.leaves[n].shape, s.leaves[n].dtype) for s, n in entries if n < len(s.leaves)]
-        each = self.leaf.shape[1:], self.leaf.dtype
-        if len(types) != self.leaf.shape[0] or any(found != each for found in types):
-            raise ArrayFormatError(
-                f"{self.path}: found a stack of {types!r:.200}, expected {self.leaf}"
-            )
-        return entries
-
-    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        member, entry, *rest = index
-        source, number = self.entries[entry]
-        return source, number, (member, *rest)
-
-    @staticmethod
-    def write(folder: str, entries: Sequence[tuple[dict[str, Any], int]]) -> str:
-        """Writes the list of the stacked values; returns the name of its file."""
-        name = f"stack-{uuid.uuid4().hex}{SUFFIX}"
-        files.write(files.join(folder, name), json.dumps(entries).encode())
-        return name
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        return (self.leaf,)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
-        shape = stop - start, *self.leaf.shape
-        stacked = None
-        for i, (source, leaf) in enumerate(self.entries):
-            array = source.read(start, stop)[leaf]
-            if stacked is None:  # The stored values may be fewer than the type says.
-                stacked = np.empty(shape, self.leaf.dtype)
-            stacked[:, i] = array
-        return [np.empty(shape, self.leaf.dtype) if stacked is None else stacked]
-
-
-class ScatteredSource(Source, kind="scattered"):
-    """A server value cut into members.
-
-    Args:
-      store: the store that has the value.
-      ref: the reference to the server value.
-      axis: the axis of the server value along which it is cut.
-    """
-
-    def __init__(self, store: Store, ref: Ref, axis: int):
-        self.store = store
-        self.ref = ref
-        self.axis = axis
-
-    @property
-    def leaves(self) -> tuple[LeafSpec, ...]:
-        ((name, shape),) = self.ref.leaves
-        return (LeafSpec((*shape[: self.axis], *shape[self.axis + 1 :]), dtype_from_name(name)),)
-
-    def __len__(self) -> int:
-        ((_, shape),) = self.ref.leaves
-        return shape[self.axis]
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
-        found = self.store.get(self.ref)
-        if [(x.dtype.name, x.shape) for x in found] != list(self.ref.leaves):
-            raise ArrayFormatError(
-                f"{self!r}: found {len(found)} arrays, expected one of {self.ref.leaves}"
-            )
-        return [np.moveaxis(found[0], self.axis, 0)[start:stop]]
-
-    def to_spec(self) -> dict[str, Any]:
-        return {
-            **self.spec_head(),
-            "root": self.store.root,
-            "ref": self.ref.to_json(),
-            "inline": base64.b64encode(self.ref.inline).decode(),
-            "axis": self.axis,
-        }
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> ScatteredSource:
-        ref = Ref.from_json(spec["ref"], base64.b64decode(spec["inline"]))
-        axis = natural(spec["axis"])
-        if len(ref.leaves) != 1 or axis >= len(ref.leaves[0][1]):
-            raise TypeError(f"found axis {axis} of {ref.leaves}, expected one array with this axis")
-        return cls(Store(from_plain(str, spec["root"], "root")), ref, axis)
 
 
 Uploads = OrderedDict[str, list[dict[str, Any]]]

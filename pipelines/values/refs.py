@@ -85,6 +85,19 @@ class Ref:
         return ref
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Here:
+    """A reference to an array in this process, for workers that are threads of it.
+
+    Attributes:
+        array: the array, which nothing changes.
+        key: unique, as that of a `Ref`.
+    """
+
+    array: np.ndarray
+    key: str = dataclasses.field(default_factory=lambda: unique_key())
+
+
 def ref_to_files(
     leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
 ) -> Ref:

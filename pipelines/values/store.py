@@ -24,6 +24,7 @@ from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.pipelines.values.refs import (
     SUFFIX,
+    Here,
     Ref,
     content_key,
     file_name,
@@ -169,9 +170,9 @@ class Store:
             return self.put(arrays, hint, inline=inline, hashed=hashed)
         with transferring():
             arrays = _plain(arrays, hint)
-            fixed = [a if own or is_fixed(a) else aligned.copy(a) for a in arrays]
+            held = [array if own else fixed(array) for array in arrays]
             name = file_name(unique_key(), hint)
-            memory.put(name, [_flat_and_fixed(array) for array in fixed if array.nbytes])
+            memory.put(name, [_flat_and_fixed(array) for array in held if array.nbytes])
         return ref_to_files(leaves_of(arrays), [(name, nbytes)])
 
     def is_held(self, ref: Ref) -> bool:
@@ -207,11 +208,11 @@ class Store:
         return ref_to_files(((dtype_name(dtype), tuple(shape)),), files)
 
     @transferring()
-    def get(self, ref: Ref, *, cache: bool = True) -> list[np.ndarray]:
+    def get(self, ref: Ref | Here, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value.
 
         Args:
-            ref: a reference that `put`, `hold` or `joined` returned.
+            ref: a reference that `put`, `hold` or `joined` returned, or an array that is here.
             cache: whether to cache the arrays in this process. If several threads ask at the same
                 time, one of them loads the value.
 
@@ -222,13 +223,15 @@ class Store:
             SourceError: a file is missing or can't be read.
             ArrayFormatError: a file is damaged or holds something else.
         """
+        if isinstance(ref, Here):
+            return [ref.array]
         if ref.inline:
             return wire.decode_arrays(ref.inline)[0]
         if not cache or self.is_held(ref):
             return self._load(ref)
         return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
-    def array(self, ref: Ref, *, cache: bool = True) -> np.ndarray:
+    def array(self, ref: Ref | Here, *, cache: bool = True) -> np.ndarray:
         """Reads a value of one array; see `get`."""
         (array,) = self.get(ref, cache=cache)
         return array
@@ -445,6 +448,11 @@ def memory_store_of(root: str) -> MemoryStore | None:
 def close_memory_store(root: str) -> None:
     """Removes the in-memory store of a store."""
     _memory_stores.pop(root, None)
+
+
+def fixed(array: np.ndarray) -> np.ndarray:
+    """An array, or a copy of one that can be changed."""
+    return array if is_fixed(array) else aligned.copy(array)
 
 
 def is_fixed(array: np.ndarray) -> bool:

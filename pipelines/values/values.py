@@ -1,94 +1,35 @@
-"""Values between the passes of a run, as the launching process holds them."""
+"""Values of a run whose parts are in its store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from beamjax.pipelines.values.members import (
-    EntrySource,
-    MembersSource,
-    ScatteredSource,
-    StackedSource,
-)
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.refs import Here
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Plan, ValueType
-from beamjax.sources.source_base import LeafSpec, open_spec
-from beamjax.storage import files
+from beamjax.runtime.inputs import Reader
+from beamjax.runtime.values import Leaf, Part, Ref, ref_to
+from beamjax.sources.source_base import LeafSpec, Source, open_spec
 
 
-class ServerValue:
-    """A server value: in the memory of this process, in the store, or both.
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """An array in a store, or in this process under a key of the store."""
 
-    Args:
-      store: the store to which it is written when a worker needs it.
-      array: the raw array, or None.
-      ref: the reference to it in the store, or None.
-    """
+    store: Store
+    ref: StoreRef | Here
 
-    def __init__(self, store: Store, array: np.ndarray | None = None, ref: Ref | None = None):
-        self._store = store
-        self._array = array
-        self._ref = ref
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.array()[start:stop]
 
     def array(self) -> np.ndarray:
-        """The raw array, loaded from the store if it is only there."""
-        if self._array is not None:
-            return self._array
-        assert self._ref is not None
-        return self._store.array(self._ref)
-
-    def ref(self, hint: str) -> Ref:
-        """A reference for workers. The first call writes the value to the store."""
-        if self._ref is None:
-            assert self._array is not None
-            self._ref = self._store.hold([self._array], hint)
-        return self._ref
-
-    def entry(self, index: int) -> ServerValue:
-        """The entry of this index along the first axis."""
-        return ServerValue(self._store, np.asarray(self.array()[index]))
-
-    @property
-    def files(self) -> frozenset[str]:
-        """The names of the files of the store that hold it."""
-        return frozenset(name for name, _ in self._ref.files) if self._ref else frozenset()
-
-
-@dataclass(frozen=True)
-class PlacedValue:
-    """A placed value. Workers read it; it is not in the memory of this process.
-
-    Attributes:
-      spec: the spec of its source.
-      leaf: the index of its leaf in the source.
-      files: the names of the files of the store that hold it.
-      entries: the values that it stacks, if it is a stack.
-    """
-
-    spec: dict[str, Any]
-    leaf: int = 0
-    files: frozenset[str] = field(default=frozenset(), repr=False)
-    entries: tuple[PlacedValue, ...] | None = field(default=None, repr=False)
-
-    def entry(self, index: int) -> PlacedValue:
-        """The entry of this index along the first axis of each member."""
-        if self.entries is not None:
-            return self.entries[index]
-        spec = EntrySource(self.spec, index).to_spec()
-        return PlacedValue(spec, self.leaf, self.files)
-
-    def whole(self) -> np.ndarray:
-        """Loads all members, along axis 0."""
-        source = open_spec(self.spec)
-        return source.read(0, len(source))[self.leaf]
-
-
-Value: TypeAlias = ServerValue | PlacedValue
+        return self.store.array(self.ref)
 
 
 def leaf_spec(value: ValueType) -> LeafSpec:
@@ -96,45 +37,85 @@ def leaf_spec(value: ValueType) -> LeafSpec:
     return LeafSpec(value.shape, np.dtype(value.dtype))
 
 
-def placed(spec: dict[str, Any], leaf: int) -> PlacedValue:
-    """The placed value that is a leaf of the source with this spec."""
-    kept = spec["kind"] == MembersSource.kind
-    held = frozenset(MembersSource.from_spec(spec).files) if kept else frozenset()
-    return PlacedValue(spec, leaf, held)
+def stored(store: Store, ref: StoreRef, value: ValueType) -> Ref:
+    """A server value in a store."""
+    return ref_to(Stored(store, ref), value)
 
 
-def members(source: MembersSource) -> PlacedValue:
-    """The placed value of a source over files of the store."""
-    return PlacedValue(source.to_spec(), 0, frozenset(source.files))
-
-
-def scattered(value: ServerValue, hint: str, axis: int, store: Store) -> PlacedValue:
-    """A server value cut into members along an axis."""
-    ref = value.ref(hint)
-    return PlacedValue(ScatteredSource(store, ref, axis).to_spec(), 0, value.files)
-
-
-def stacked(name: str, entries: Sequence[Value], plan: Plan, store: Store) -> Value:
-    """Stacks the values of the rounds of a loop.
-
-    Args:
-      name: the name of the result in the plan.
-      entries: the values, which are all server values or all placed values.
-      plan: the plan, with the type of the result.
-      store: the store of the run.
-    """
+def members(source: Source, plan: Plan, name: str) -> Ref:
+    """The placed value of this name, whose members are in a source that a run has written."""
     value = plan.values[name]
-    if value.placement is None:
-        arrays = [entry.array() for entry in entries if isinstance(entry, ServerValue)]
-        whole = np.stack(arrays) if arrays else np.empty(value.shape)
-        return ServerValue(store, whole.astype(value.dtype, copy=False))
-    placed = [entry for entry in entries if isinstance(entry, PlacedValue)]
-    return stack_of(value, placed, plan.sizes[value.placement], store)
+    return ref_to(Leaf(source, 0, plan.x64), value, plan.sizes[value.placement or ""])
 
 
-def stack_of(value: ValueType, entries: Sequence[PlacedValue], n: int, store: Store) -> PlacedValue:
-    """Stacks placed values along the first axis of each of n members."""
-    file = StackedSource.write(store.root, [(entry.spec, entry.leaf) for entry in entries])
-    source = StackedSource(files.join(store.root, file), leaf_spec(value), n)
-    held = frozenset({file}).union(*(entry.files for entry in entries))
-    return PlacedValue(source.to_spec(), 0, held, tuple(entries))
+def files_of_data(data: Any) -> frozenset[str]:
+    """The names of the files of a store that hold a part."""
+    match data:
+        case Stored(ref=StoreRef() as ref):
+            return frozenset(name for name, _ in ref.files)
+        case Leaf(source=MembersSource() as source):
+            return frozenset(source.files)
+    return frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The placed values that the workers of a pass read.
+
+    Attributes:
+      values: the values, by name, without parts in the memory of the launching process.
+      x64: whether the plan computes with 64-bit types.
+    """
+
+    values: Mapping[str, Ref]
+    x64: bool
+
+    def open(self) -> Reader:
+        """A reader of their members."""
+        return Reader.of(self.values, self.x64)
+
+    def to_json(self, arrays: list[np.ndarray]) -> dict[str, Any]:
+        """The values as plain values; bytes are added to `arrays`."""
+        sources: dict[int, tuple[int, dict[str, Any]]] = {}
+
+        def data(part: Part) -> Any:
+            if isinstance(part.data, Leaf):
+                source = part.data.source
+                if id(source) not in sources:
+                    sources[id(source)] = len(sources), source.to_spec()
+                return {"source": sources[id(source)][0], "leaf": part.data.leaf}
+            assert isinstance(part.data, Stored)
+            assert isinstance(part.data.ref, StoreRef)
+            arrays.append(np.frombuffer(part.data.ref.inline, np.uint8))
+            root = part.data.store.root
+            return {"ref": part.data.ref.to_json(), "inline": len(arrays) - 1, "root": root}
+
+        values = {
+            name: [
+                value.dtype, value.shape, value.n,
+                [[part.start, part.count, part.at, part.entry, data(part)] for part in value.parts],
+            ]
+            for name, value in self.values.items()
+        }  # fmt: skip
+        specs = [spec for _, spec in sources.values()]
+        return {"values": values, "specs": specs, "x64": self.x64}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], arrays: list[np.ndarray]) -> Operands:
+        """Undoes `to_json`."""
+        sources, x64 = list(map(open_spec, record["specs"])), record["x64"]
+
+        def part(start: int, count: int, at: list[int], entry: list[int], data: Any) -> Part:
+            held: Leaf | Stored
+            if "source" in data:
+                held = Leaf(sources[data["source"]], data["leaf"], x64)
+            else:
+                inline = arrays[data["inline"]].tobytes()
+                held = Stored(Store(data["root"]), StoreRef.from_json(data["ref"], inline))
+            return Part(start, count, held, tuple(at), tuple(entry))
+
+        values = {
+            name: Ref(dtype, tuple(shape), n, tuple(part(*each) for each in parts))
+            for name, (dtype, shape, n, parts) in record["values"].items()
+        }
+        return cls(values, x64)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
@@ -16,20 +15,19 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
-from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
 from beamjax.pipelines.worker.merge import partials_of_tree, send
 from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges, key_of
+from beamjax.plan.buffer_ranges import key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
-from beamjax.plan.shard import Shard, shard_errors
+from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
 from beamjax.runtime import shard_times
-from beamjax.runtime.failing_members import Computed
-from beamjax.runtime.shard_executor import ShardExecutor, add_computed, new_accumulator, read_shard
-from beamjax.telemetry.meters import Meter, recorder_for
+from beamjax.runtime.passes import Done, Partials, ShardPass
+from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.telemetry.meters import recorder_for
 from beamjax.telemetry.progress import Tally
 
 PARTIALS = "partials"
@@ -73,7 +71,12 @@ class MapShards(ComputeFn):
       mode: the mode of the accumulators, "exact" or "fast".
       drop_limit: the fraction of the members that may be dropped.
       whole: whether a block must hold a whole shard, since a later pass computes on blocks.
+
+    Attributes:
+      here: whether the caller takes the accumulators themselves, not their bytes.
     """
+
+    here = False
 
     yields = MemberBlock
 
@@ -97,7 +100,7 @@ class MapShards(ComputeFn):
         self.metrics = StepMetrics(task.step.name)
         self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
         self.shards = task.plan.shards(task.step.placement)
-        self.executor: DeviceExecutor[_Done] | None = None
+        self.executor: DeviceExecutor[Done] | None = None
 
     def setup(self) -> None:
         """Starts JAX and opens the sources."""
@@ -111,11 +114,8 @@ class MapShards(ComputeFn):
             self.executor.cancel()
         self.executor = None
         self.turns: list[CpuTurn] = []
-        self.execute: tuple[ShardExecutor, ...] = ()
+        self.work: ShardPass
         self.cut: dict[str, np.ndarray] = {}
-        self.accumulators: dict[ValueRange, Any] | None = None
-        self.trees: list[DyadicTree[list[np.ndarray]]] = []
-        self.recorder = recorder_for(self.task.store.reports)
         self.spent = Tally()
         self.moving.take()
 
@@ -124,55 +124,51 @@ class MapShards(ComputeFn):
     ) -> Iterator[MemberBlock]:
         if self.executor is None:
             with self.moving.measured():
-                self.execute = self._prepare(served)
-            self.trees = self.execute[0].trees()
+                self.work = self._prepare(served)
             self.provenance = self.task.provenance(served)
-            self.executor = DeviceExecutor(_turns(self.execute))
+            self.executor = DeviceExecutor(_turns(self.work.executors))
         if isinstance(element, MemberBlock):
             self.provenance |= element.provenance
-        step = self.task.step
-        sends = step.partial_bytes
         for shard, live in self._shards(element):
             self._choose_thread()
-            meter = Meter(step.name, self.recorder, sends)
             # Operands that need not be read: from blocks, and from scattered server values.
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
-            if not known and (found := self._unread(shard)) is not None:
-                meter.lap("read")
-                yield from self._finish(_Done(shard, {}, meter, found))
-                continue
-            read, lost = self._read(shard, [name for name in step.operands if name not in known])
-            meter.lap("read", sum(array.nbytes for array in read.values()))
-            job = functools.partial(self._compute, shard, known | read, lost, meter)
+            job = functools.partial(self._compute, self.work.read(shard, known))
             for done in self.executor.add(job):
                 yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
         """Emits the last blocks and the partials of the bundle."""
-        for done in self.executor.rest() if self.executor else ():
-            for made in self._finish(done):
-                if isinstance(made, beam.pvalue.TaggedOutput):
-                    yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
-                else:
-                    yield _windowed(made)
-        for piece, accumulator in (self.accumulators or {}).items():
+        if self.executor is not None:
+            for done in self.executor.rest():
+                for made in self._finish(done):
+                    if isinstance(made, beam.pvalue.TaggedOutput):
+                        yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
+                    else:
+                        yield _windowed(made)
+            yield from self._partials(self.work.partials)
+        self.executor, self.turns = None, []
+        self.metrics.add(self.spent + self.moving.take())
+        recorder = recorder_for(self.task.store.reports)
+        if recorder is not None:
+            recorder.flush()
+
+    def _partials(self, partials: Partials) -> Iterator[Any]:
+        for piece, accumulator in partials.accumulators.items():
             accumulator.provenance = self.provenance
             with self.moving.measured():
-                partial = key_of(piece), send(self.task.store, accumulator)
+                data = accumulator if self.here else send(self.task.store, accumulator)
+                partial = key_of(piece), data
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
-        for number, tree in enumerate(self.trees):
+        for number, tree in enumerate(partials.trees):
             with self.moving.measured():
                 environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
-        self.accumulators, self.trees, self.turns = None, [], []
-        self.metrics.add(self.spent + self.moving.take())
-        if self.recorder is not None:
-            self.recorder.flush()
 
     def _choose_thread(self) -> None:
         """Moves computing to other threads when shard times show that this is faster."""
         assert self.executor is not None
-        alone = self.executor.devices == (None,) and not self.execute[0].calls_back
+        alone = self.executor.devices == (None,) and not self.work.executors[0].calls_back
         body = self.task.step.body
         if alone and shard_times.pays_in_bundle(body):
             # The old executor has no jobs left: its thread has computed them at once.
@@ -180,30 +176,17 @@ class MapShards(ComputeFn):
             self.turns = [CpuTurn() for _ in range(count)]
             self.executor = DeviceExecutor([turn.device for turn in self.turns])
 
-    def _compute(
-        self,
-        shard: Shard,
-        operands: Mapping[str, np.ndarray],
-        lost: Mapping[int, str],
-        meter: Meter,
-        device: int,
-    ) -> _Done:
-        meter.resume()
-        arrays = [operands[name] for name in self.task.step.operands]
+    def _compute(self, compute: Callable[[int], Done], device: int) -> Done:
         begun = time.process_time()
-        with self.task.at_work("computing", shard), with_settings(self.task.debugging):
-            # All threads of a CPU share its one executor.
-            found = self.execute[device % len(self.execute)](shard, arrays, lost)
-        meter.lap("compute")
+        with with_settings(self.task.debugging):
+            done = compute(device)
         if not self.turns:  # `process_time` counts all threads, so only while there is one
-            shard_times.learn(self.task.step.body, meter, begun)
-        return _Done(shard, operands, meter, found)
+            shard_times.learn(self.task.step.body, done.meter, begun)
+        return done
 
-    def _finish(self, done: _Done) -> Iterator[Any]:
+    def _finish(self, done: Done) -> Iterator[Any]:
         done.meter.resume()
-        self._add(done.shard, done.found)
-        done.meter.lap("merge")
-        done.meter.shard(done.shard)
+        self.work.add(done)
         self.spent += done.meter.total
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.found.results, strict=True))
@@ -212,21 +195,25 @@ class MapShards(ComputeFn):
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
             block = MemberBlock(
-                done.shard.start, done.shard.count, self.execute[0].size, values,
+                done.shard.start, done.shard.count, self.work.executors[0].size, values,
                 provenance=self.provenance,
             )  # fmt: skip
             with self.moving.measured():
                 made = [whole(block, self.task.store)] if self.whole else None
             yield from made or cut(block, self.task.store)
 
-    def _prepare(self, served: tuple[Environment, ...]) -> tuple[ShardExecutor, ...]:
-        names = [*self.task.step.broadcasts, *(name for name, _ in self.scattered.values())]
-        refs = self.task.refs(names, served)
+    def _prepare(self, served: tuple[Environment, ...]) -> ShardPass:
+        task = self.task
+        names = [*task.step.broadcasts, *(name for name, _ in self.scattered.values())]
+        refs = task.refs(names, served)
         self.cut = {
-            placed: np.moveaxis(self.task.store.array(refs[name]), axis, 0)
+            placed: np.moveaxis(task.store.array(refs[name]), axis, 0)
             for placed, (name, axis) in self.scattered.items()
         }
-        return executors(self.task, refs)
+        found = executors(task, refs)
+        partials = Partials(task.step, self.mode, found[0].trees())
+        listener = recorder_for(task.store.reports)
+        return ShardPass(task.plan, task.step, found, self.reader, partials, listener, task.at_work)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         if isinstance(element, MemberBlock):
@@ -237,47 +224,12 @@ class MapShards(ComputeFn):
         for shard in self.shards.between(*element):
             yield shard, {}
 
-    def _read(self, shard: Shard, names: list[str]) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
-            return read_shard(self.task.plan, self.task.step, self.reader, names, shard)
 
-    def _unread(self, shard: Shard) -> Computed | None:
-        with self.task.at_work("reading", shard), shard_errors(self.task.step, shard):
-            return self.execute[0].unread(shard, self.reader)
-
-    def _add(self, shard: Shard, found: Computed) -> None:
-        buffers = self.task.step.buffers
-        if self.accumulators is None:
-            self.accumulators = {
-                piece: new_accumulator(buffers[piece.buffer], piece.stop - piece.start, self.mode)
-                for piece in accumulator_ranges(self.task.step)
-            }
-        partials = found.partials
-        parts = []
-        for piece, accumulator in self.accumulators.items():
-            whole = partials[piece.buffer]
-            part = None if whole is None else whole[piece.start : piece.stop]
-            parts.append((buffers[piece.buffer], accumulator, part))
-        trees = list(zip(self.trees, partials[len(buffers) :], strict=True))
-        with self.task.at_work("merging", shard):
-            add_computed(parts, trees, shard, found.left_out)
-
-
-def _turns(executors: tuple[ShardExecutor, ...]) -> list[Any]:
+def _turns(executors: Sequence[ShardExecutor]) -> list[Any]:
     """The devices to distribute shards over. A single CPU computes in the thread of the bundle."""
     first = executors[0]
     alone = len(executors) == 1 and (first.calls_back or not first.copies)
     return [None if alone else execute.device for execute in executors]
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A computed shard."""
-
-    shard: Shard
-    operands: Mapping[str, np.ndarray]
-    meter: Meter
-    found: Computed
 
 
 def _windowed(value: Any) -> WindowedValue:

@@ -38,17 +38,15 @@ from beamjax.pipelines.graph import results
 from beamjax.pipelines.tables import spool as spooling
 from beamjax.pipelines.values import elements
 from beamjax.pipelines.values.members import (
-    EntrySource,
     MembersSource,
-    ScatteredSource,
-    StackedSource,
 )
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import _CACHE, Store
 from beamjax.pipelines.worker.errors import recorded_error
 from beamjax.plan.steps import Body
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
+from beamjax.runtime.values import Part, Ref, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
@@ -126,7 +124,7 @@ def _accumulator_seeds(_: Path) -> list[bytes]:
     return found
 
 
-def _ref(folder: Path, inline: bool) -> tuple[Store, Ref]:
+def _ref(folder: Path, inline: bool) -> tuple[Store, StoreRef]:
     store = Store(str(folder))
     big = np.zeros(1 << 14)  # too big for a reference
     return store, store.put([X] if inline else [X, big])
@@ -171,7 +169,7 @@ def _stored(data: bytes, folder: Path) -> None:
     """A value that a reference leads to."""
     value = _json(data)
     _CACHE.clear()
-    Store(str(folder)).get(Ref.from_json(value))
+    Store(str(folder)).get(StoreRef.from_json(value))
 
 
 def _store_file_seeds(folder: Path) -> list[bytes]:
@@ -228,13 +226,10 @@ def open_members(n: int) -> Any:
 
 
 def _specs(folder: Path) -> list[dict[str, Any]]:
-    store, ref = _ref(folder, True)
-    stored = store.put([np.zeros((1 << 14, 2), np.float32)])
     npy = bj.from_arrays({"x": X, "k": np.arange(6)}).spill(str(folder / "npy"))
     name = "stem-0-6.members"
     (folder / name).write_bytes(arrays.encode_arrays([X], {}))
     members = MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6)
-    stack = StackedSource.write(str(folder), [(members.to_spec(), 0), (npy.to_spec(), 1)])
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
@@ -248,10 +243,6 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         npy,
         grouped(npy, 2),
         members,
-        EntrySource(members.to_spec(), 1),
-        StackedSource(str(folder / stack), LeafSpec((2, 2), np.dtype("float32")), 6),
-        ScatteredSource(store, ref, 1),
-        ScatteredSource(store, stored, 0),
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         rows,
         ShortSource(rows),
@@ -292,18 +283,6 @@ def _use(spec: Any) -> None:
 
 def _spec(data: bytes, _: Path) -> None:
     _use(_json(data))
-
-
-def _stack_seeds(folder: Path) -> list[bytes]:
-    specs = _specs(folder)
-    return [json.dumps([[specs[2], 0], [specs[0], 1]]).encode()]
-
-
-def _stack(data: bytes, folder: Path) -> None:
-    """The list of a stack of placed values."""
-    (folder / "list").write_bytes(data)
-    leaf = LeafSpec((2, 2), np.dtype("float32"))
-    StackedSource(str(folder / "list"), leaf, 6).read(0, 4)
 
 
 def _pieces_seeds(_: Path) -> list[bytes]:
@@ -422,17 +401,17 @@ def _table(read: Callable[[Path], Source]) -> Callable[[bytes, Path], None]:
 
 
 def _checkpoint_seeds(_: Path) -> list[bytes]:
-    stored = checkpoints.Stored("a" * 40, "float32", (6, 2), (("b" * 40 + ".arrays", 10),))
+    pieces = checkpoints.Pieces("float32", (6, 2), (("b" * 40 + ".arrays", 10),))
     members = checkpoints.Members("c" * 32, ((0, 4), (4, 2)))
+    parts = Part(0, 6, members, (0,)), Part(0, 6, checkpoints.Given("e"), (1,), (2,))
     values = {
-        "a": checkpoints.Array(X),
-        "b": stored,
-        "c": checkpoints.Scattered(checkpoints.Entry(stored, 0, 2), 0),
-        "d": checkpoints.Stack((members, checkpoints.Rows(checkpoints.Given("e")))),
+        "a": server(X),
+        "b": Ref("float32", (2,), 6, (Part(0, 6, members),)),
+        "c": Ref("float32", (6, 2), None, (Part(0, 1, pieces),)),
+        "d": Ref("float32", (2, 2), 6, parts),
     }
-    stacks: dict[str, tuple[Any, ...]] = {"s": (members, checkpoints.Array(X[0]))}
-    plan, inputs = {"name": "x", "steps": "y"}, {"args[0]": "z"}
-    position = (("scan_0", 3), ("cond_1", 0))
+    stacks = {"s": (values["b"], server(X[0]))}
+    plan, inputs, position = {"its steps": "#1"}, {"x": "#2"}, (("loop_0", 3), ("loop_1", 0))
     found = checkpoints.Checkpoint(plan, inputs, position, False, values, stacks)
     return [checkpoints.encode(found)]
 
@@ -543,7 +522,6 @@ READERS: dict[str, Reader] = {
     "stored": Reader(_store_file_seeds, _store_file),
     "served": Reader(_served_seeds, _served),
     "spec": Reader(_spec_seeds, _spec),
-    "stack": Reader(_stack_seeds, _stack),
     "pieces": Reader(_pieces_seeds, _pieces),
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),

@@ -452,7 +452,7 @@ found["pages"] = pages()
 plan.to_html()
 found["page"] = "beamjax.diagnostics.pages.plan_page" in pages()
 found["Beam"] = loaded("apache_beam")
-import beamjax.pipelines.driver, beamjax.interpreters.staging.stage, beamjax.commands.doctor
+import beamjax.pipelines.run, beamjax.interpreters.staging.stage, beamjax.commands.doctor
 names = [name for name in dir(beamjax) if not name.startswith("__")]
 found["names"] = {n: bool((getattr(beamjax, n).__doc__ or "").strip()) for n in names}
 print(json.dumps(found))

@@ -20,7 +20,7 @@ from beamjax.errors import CheckpointError, OptionsError
 from beamjax.pipelines.checkpoints import checkpointer
 from beamjax.pipelines.checkpoints import folder as checkpoint_folder
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
-from beamjax.runtime.checkpoints import Stored
+from beamjax.runtime.checkpoints import Pieces
 from beamjax.storage import files
 
 N = 20
@@ -204,7 +204,7 @@ def test_workers_in_other_processes_read_checkpoints(tmp_path):
 def test_a_finished_run_is_not_run_again(runner, tmp_path, monkeypatch):
     folder = str(tmp_path / "c")
     expected = run(history, (W, X), runner, checkpoint=folder)
-    monkeypatch.setattr("beamjax.runtime.control_flow.ControlFlow.block", None)
+    monkeypatch.setattr("beamjax.runtime.driver.Driver._block", None)
     for reader in RUNNERS:
         assert go_on(history, (W, X), expected, reader, checkpoint=folder) == 0
 
@@ -238,9 +238,7 @@ def test_the_folder_holds_two_checkpoints_and_their_files(tmp_path, all_as_files
     listed, written, linked = [], [], []
     save, wrote, link = CheckpointFolder.save, CheckpointFolder.wrote, files.link
     monkeypatch.setattr(files, "link", lambda a, b: linked.append(b) or link(a, b))
-    monkeypatch.setattr(
-        "beamjax.pipelines.values.values.PlacedValue.whole", None
-    )  # They are linked unread.
+    monkeypatch.setattr("beamjax.runtime.values.Leaf.array", None)  # They are linked unread.
     monkeypatch.setattr(
         CheckpointFolder, "wrote", lambda self, name: (written.append(name), wrote(self, name))
     )
@@ -290,7 +288,7 @@ def test_small_entries_share_arrays_that_are_written_once(
         last = found[2] if done <= 3 else found[-1]
         for record, same in zip(records[: done // full], last, strict=False):
             assert record is same
-            assert isinstance(record.of, Stored)
+            assert isinstance(record.data, Pieces)
 
 
 # --- damage

@@ -11,7 +11,7 @@ from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import WorkerError
-from beamjax.pipelines.driver import Driver
+from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.job import ResidentJob
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
@@ -33,13 +33,13 @@ def total(w, x):
 def passes(monkeypatch):
     """The passes that workers run, by the names of their steps, and the files before each."""
     found = []
-    there = Driver._run_on_workers
+    there = Resident._run_on_workers
 
     def spy(self, program, step, *args):
         found.append((step.name, len(files.names(self.store.root))))
         return there(self, program, step, *args)
 
-    monkeypatch.setattr(Driver, "_run_on_workers", spy)
+    monkeypatch.setattr(Resident, "_run_on_workers", spy)
     return found
 
 
@@ -206,13 +206,15 @@ def test_an_error_names_the_round():
     for more in ({}, PROCESSES):
         with pytest.raises(WorkerError, match=f"^loop_0, round 3: {step}"):
             bj.run(fn, X, W, options={**OPTIONS, **more})
+    with pytest.raises(WorkerError, match=f"^loop_0, round 3: {step}"):
+        bj.run(fn, X, W, runner="local", options=OPTIONS)
 
 
 def test_an_error_in_this_process_names_the_rounds(monkeypatch):
     def fail(plan, step, *_):
         raise WorkerError(f"step {step.name!r}: broken")
 
-    monkeypatch.setattr("beamjax.pipelines.driver.run_server", fail)
+    monkeypatch.setattr("beamjax.pipelines.resident.executor.run_server", fail)
     with pytest.raises(WorkerError, match=r"^loop_0, round 0: step 'server_\d': broken$"):
         bj.run(until, X, W, 3, options=OPTIONS)
 
@@ -250,7 +252,7 @@ def test_files_are_read_where_their_worker_has_died(monkeypatch):
 
 @pytest.mark.parametrize(("groups", "merges"), [(1, 1), (2, 2)])
 def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, merges):
-    monkeypatch.setattr("beamjax.pipelines.driver.WORKER_MERGE_BYTES", 0)
+    monkeypatch.setattr("beamjax.pipelines.resident.executor.WORKER_MERGE_BYTES", 0)
     monkeypatch.setattr("beamjax.plan.merging._groups", lambda *_: groups)
     options = {**OPTIONS, **PROCESSES}
     assert_same_bits(

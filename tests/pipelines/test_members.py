@@ -2,7 +2,6 @@
 
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,14 +11,10 @@ from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.pipelines.graph import streaming
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.members import (
-    EntrySource,
     MembersSource,
-    ScatteredSource,
-    StackedSource,
 )
 from beamjax.pipelines.values.store import Store
-from beamjax.sources import from_arrays, from_npy
-from beamjax.sources.source_base import LeafSpec, Source, live_spec, open_spec, register, release
+from beamjax.sources.source_base import LeafSpec, open_spec
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays
 
@@ -44,11 +39,6 @@ def test_small_blocks_of_a_stream_travel_together(tmp_path):
 
 def leaf(array):
     return LeafSpec(array.shape[1:], array.dtype)
-
-
-def stack(folder, sources, size, expected):
-    name = StackedSource.write(str(folder), [(source.to_spec(), 0) for source in sources])
-    return StackedSource(files.join(str(folder), name), leaf(expected), size)
 
 
 def check(source, expected):
@@ -111,58 +101,3 @@ def test_damaged_files_are_named(tmp_path):
         source.read(9, 10)
     with pytest.raises(SourceError, match="members 3 to 21 were asked for"):
         source.read(3, 21)
-
-
-# --- views
-
-
-def test_an_entry_of_each_member(tmp_path):
-    for index in (0, 1):
-        check(EntrySource(written(tmp_path, X, [(0, 20)]).to_spec(), index), X[:, index])
-    np.save(tmp_path / "x.npy", X)
-    (found,) = EntrySource(from_npy(tmp_path / "x.npy").to_spec(), 1).read(2, 9)
-    np.testing.assert_array_equal(found, X[2:9, 1])
-    assert not found.flags.owndata  # it is not copied
-    token = register(from_arrays({"a": X, "b": X[:, 0, 0], "c": X[:, :1]}))
-    try:  # leaves without such an entry are left as they are
-        source = EntrySource(live_spec(token), 1)
-        assert [x.shape for x in source.leaves] == [(3,), (), (1, 3)]
-        wanted = X[1:5, 1], X[1:5, 0, 0], X[1:5, :1]
-        for found, expected in zip(source.read(1, 5), wanted, strict=True):
-            np.testing.assert_array_equal(found, expected)
-    finally:
-        release(token)
-
-
-def test_stacks(tmp_path):
-    parts = [written(tmp_path, X[:, 0] * i, [(0, 8), (8, 12)], f"v{i}") for i in range(3)]
-    for sources, expected in [
-        (parts, np.stack([X[:, 0] * i for i in range(3)], axis=1)),
-        ([], np.empty((N, 0, 3), ml_dtypes.bfloat16)),
-    ]:
-        check(stack(tmp_path, sources, N, expected), expected)
-    name = StackedSource.write(str(tmp_path), [])
-    huge = LeafSpec((2**47,), np.dtype("float32"))  # takes no memory
-    with pytest.raises(ArrayFormatError, match=r"found a stack of \[\], expected float32"):
-        StackedSource(str(tmp_path / name), huge, 6).read(0, 1)
-
-
-def test_a_server_value_in_members(tmp_path, monkeypatch):
-    for inline in (0, 1 << 16):
-        monkeypatch.setattr("beamjax.pipelines.values.store.INLINE_BYTES", inline)
-        for axis in (0, 1):
-            store = Store(str(tmp_path))
-            check(ScatteredSource(store, store.put([np.moveaxis(X, 0, axis)]), axis), X)
-
-
-def test_every_kind_is_found_by_other_processes_and_opens_nothing_until_it_is_read(tmp_path):
-    for kind in (MembersSource, EntrySource, StackedSource, ScatteredSource):
-        assert issubclass(kind, Source)
-        with pytest.raises(SourceError, match=f"source of kind '{kind.kind}': found the spec"):
-            open_spec({"kind": kind.kind, "module": kind.__module__})
-    missing = {"kind": "nowhere", "module": ""}
-    stacked = StackedSource(str(tmp_path / "none"), leaf(X), N)
-    for source in (EntrySource(missing, 0), stacked):
-        source.to_spec()
-        with pytest.raises((SourceError, OSError), match=r"nowhere|No such file"):
-            source.read(0, 1)

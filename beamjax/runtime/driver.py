@@ -1,23 +1,20 @@
-"""Runs the loops and branches of a plan. Subclasses run the steps between them."""
+"""Runs a plan step by step: its loops and branches, checkpoints, and which values are held."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
-import numpy as np
-
+from beamjax.errors import BeamjaxError
 from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, made, used, used_by_rounds
-from beamjax.plan.steps import Block, Branch, Loop, Plan, Step, is_straight
+from beamjax.plan.steps import Block, Branch, Loop, Plan, Scatter, Step, is_straight
+from beamjax.runtime.values import Ref, Values, scattered, stacked
 from beamjax.telemetry.monitor import Monitor
-
-V = TypeVar("V")
 
 
 class Checkpointer(Protocol):
@@ -27,7 +24,7 @@ class Checkpointer(Protocol):
       every: the number of rounds between two checkpoints.
       position: where to continue; empty to start at the beginning.
       finished: whether the earlier run has finished; then `values` are its outputs.
-      values: the values at that position, in the form that the runner uses.
+      values: the values at that position.
       stacks: the entries of the stacked results of unfinished loops.
       provenance: the kinds of machine that computed these values.
     """
@@ -41,16 +38,14 @@ class Checkpointer(Protocol):
     @property
     def finished(self) -> bool: ...
     @property
-    def values(self) -> Mapping[str, Any]: ...
+    def values(self) -> Values: ...
     @property
-    def stacks(self) -> Mapping[str, list[Any]]: ...
+    def stacks(self) -> Mapping[str, list[Ref]]: ...
 
-    def save(
-        self, position: Position, values: Mapping[str, Any], stacks: Mapping[str, Sequence[Any]]
-    ) -> None:
+    def save(self, position: Position, values: Values, stacks: Mapping[str, Sequence[Ref]]) -> None:
         """Saves a checkpoint with those of these values that later steps read."""
 
-    def finish(self, values: Mapping[str, Any]) -> None:
+    def finish(self, values: Values) -> None:
         """Saves the outputs of a finished run."""
 
 
@@ -59,15 +54,33 @@ def starts_anew(checkpointer: Checkpointer | None) -> bool:
     return checkpointer is None or not (checkpointer.position or checkpointer.finished)
 
 
-class ControlFlow(abc.ABC, Generic[V]):
-    """Runs a plan. A subclass runs *segments*: consecutive steps without control flow.
+class Executor(Protocol):
+    """Computes steps: in this process, or on the workers of a Beam job."""
+
+    def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
+        """Computes a step without control flow.
+
+        Args:
+          step: the step.
+          where: the rounds and branches that it is in, as `loop[3]/cond(1)/`.
+          values: the values that it reads.
+          needed: the names of the values that later steps read.
+
+        Returns:
+          Those of its results that later steps read, and its server values.
+        """
+
+
+class Driver:
+    """Runs a plan step by step, with its loops and branches.
 
     A value is dropped as soon as no later step needs it. A checkpoint is saved every
     `checkpointer.every` rounds, at the end of a round.
 
     Args:
       plan: the plan to run.
-      values: its inputs, by name; `value` finds those that are missing.
+      values: its inputs, by name.
+      executor: computes the steps.
       monitor: the monitor of the run.
       checkpointer: saves checkpoints of the run; None saves none.
     """
@@ -75,18 +88,22 @@ class ControlFlow(abc.ABC, Generic[V]):
     def __init__(
         self,
         plan: Plan,
-        values: Mapping[str, V],
+        values: Values,
+        executor: Executor,
         monitor: Monitor,
         checkpointer: Checkpointer | None = None,
     ):
         self.plan = plan
         self.values = dict(values)
+        self.executor = executor
         self.monitor = monitor
         # Entries of the stacked results of loops that have begun and not ended.
-        self.stacks: dict[str, list[V]] = {}
+        self.stacks: dict[str, list[Ref]] = {}
         self._checkpointer = checkpointer
         # The rounds and branches that the current step is in, from the outermost.
         self._path: list[tuple[str, int]] = []
+        # The same as text, as `loop[3]/cond(1)/`.
+        self._where = ""
         # Depth of conditions of loops that are being computed; a condition may contain loops.
         self._conditions = 0
         self._until_checkpoint = checkpointer.every if checkpointer else sys.maxsize
@@ -95,37 +112,9 @@ class ControlFlow(abc.ABC, Generic[V]):
             self.values.update(checkpointer.values)
             self.stacks.update(checkpointer.stacks)
 
-    # ---------------------------------------------------------------- what a subclass runs
-
-    @abc.abstractmethod
-    def segment(self, steps: Sequence[Step], prefix: str, needed: set[str]) -> None:
-        """Runs steps without control flow, adds their results to `values`, and records them.
-
-        Args:
-          steps: the steps, in order.
-          prefix: the rounds and branches that they are in, as `loop[3]/cond(1)/`.
-          needed: the names of the values that later steps read.
-        """
-
-    @abc.abstractmethod
-    def array(self, value: V) -> np.ndarray:
-        """A server value in memory."""
-
-    @abc.abstractmethod
-    def entry(self, name: str, whole: V, index: int) -> V:
-        """The value `name` of a round: one entry of the value `whole`, which `lax.scan` slices."""
-
-    @abc.abstractmethod
-    def stacked(self, name: str, entries: Sequence[V]) -> V:
-        """Stacks the entries of all rounds as the value `name`."""
-
-    def value(self, name: str) -> V:
-        """The value with this name."""
-        return self.values[name]
-
     # ---------------------------------------------------------------------- blocks of steps
 
-    def run(self) -> dict[str, V]:
+    def run(self) -> dict[str, Ref]:
         """Runs all steps.
 
         Returns:
@@ -138,23 +127,20 @@ class ControlFlow(abc.ABC, Generic[V]):
         whole = Block(self.plan.steps, tuple(self.plan.returned()))
         if saved is not None and saved.finished:
             self.monitor.resumed(whole.steps)
-            found = [self.value(name) for name in whole.outputs]
+            found = [self.values[name] for name in whole.outputs]
         else:
-            found = self.block(whole, "", set(self.values), saved.position if saved else ())
+            found = self._block(whole, set(self.values), saved.position if saved else ())
         results = dict(zip(whole.outputs, found, strict=True))
         if saved is not None and not saved.finished:
             saved.provenance = self.monitor.provenance
             saved.finish(results)
         return results
 
-    def block(
-        self, block: Block, prefix: str, own: Iterable[str] = (), at: Position = ()
-    ) -> list[V]:
+    def _block(self, block: Block, own: Iterable[str] = (), at: Position = ()) -> list[Ref]:
         """Runs a block, and drops its values as soon as no later step needs them.
 
         Args:
           block: the block to run.
-          prefix: the prefix of the names of its steps.
           own: names of the values that it may drop, besides those that it makes.
           at: the position in it to continue from; empty to start at its beginning.
 
@@ -177,40 +163,56 @@ class ControlFlow(abc.ABC, Generic[V]):
                     # An initial value can be dropped when the loop has copied it to its state,
                     # unless rounds or later steps read it too.
                     inits = {value.init for value in loop.carried} & own
-                    self._loop(loop, prefix, inits - later - used_by_rounds(loop), at)
+                    self._loop(loop, inits - later - used_by_rounds(loop), at)
                 case [Branch() as branch]:
-                    self._branch(branch, prefix, at)
+                    self._branch(branch, at)
                 case _:
-                    self.segment(steps, prefix, later)
+                    self._segment(steps, later)
             at = ()
             own.update(name for step in steps for name in made(step))
-            self.drop(own - later)
-        outputs = [self.value(name) for name in block.outputs]
-        self.drop(own)
+            self._drop(own - later)
+        outputs = [self.values[name] for name in block.outputs]
+        self._drop(own)
         return outputs
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Drops values."""
+    def _segment(self, steps: Sequence[Step], needed: set[str]) -> None:
+        """Runs steps without control flow; later steps need the values of these names."""
+        own: set[str] = set()
+        for number, step in enumerate(steps):
+            later = needed.union(*map(used, steps[number + 1 :]))
+            self.step(step, later)
+            own.update(made(step))
+            self._drop(own - later)
+
+    def step(self, step: Step, needed: Collection[str]) -> None:
+        """Runs a step without control flow."""
+        self.monitor.tick()
+        if isinstance(step, Scatter):
+            self.values[step.result] = scattered(self.values[step.operand], step.axis)
+            return
+        values = {name: self.values[name] for name in used(step)}
+        with self._rounds_in_message():
+            self.values.update(self.executor.run(step, self._where, values, needed))
+
+    def _drop(self, names: Iterable[str]) -> None:
         for name in names:
             self.values.pop(name, None)
 
     # ----------------------------------------------------------------- branches and loops
 
-    def _branch(self, branch: Branch, prefix: str, at: Position) -> None:
+    def _branch(self, branch: Branch, at: Position) -> None:
         """Runs the block of a branch that its index selects, or the rest of it from a position."""
-        index = at[0][1] if at else int(self.array(self.value(branch.index)))
+        index = at[0][1] if at else int(self.values[branch.index].array())
         index = min(max(index, 0), len(branch.blocks) - 1)
-        with self._within(branch.name, index):
-            where = f"{prefix}{branch.name}({index})/"
-            outputs = self.block(branch.blocks[index], where, (), at[1:])
+        with self._within(branch.name, index, f"({index})"):
+            outputs = self._block(branch.blocks[index], (), at[1:])
         self.values.update(zip(branch.results, outputs, strict=True))
 
-    def _loop(self, loop: Loop, prefix: str, unneeded: Iterable[str], at: Position) -> None:
+    def _loop(self, loop: Loop, unneeded: Iterable[str], at: Position) -> None:
         """Runs all rounds of a loop.
 
         Args:
           loop: the loop to run.
-          prefix: the prefix of the names of its steps.
           unneeded: initial values that no step needs once the loop has started.
           at: the position in it to continue from; empty to start with its first round.
         """
@@ -218,63 +220,81 @@ class ControlFlow(abc.ABC, Generic[V]):
         if at:
             self.monitor.resumed([dataclasses.replace(loop, rounds=first)])
         else:
-            self._carry(loop, [self.value(value.init) for value in loop.carried])
+            self._carry(loop, [self.values[value.init] for value in loop.carried])
             # Replaces the entries from the previous round of an enclosing loop.
             self.stacks |= {name: [] for name in loop.stacked}
-        self.drop(unneeded)
-        wholes = {value.param: self.value(value.operand) for value in loop.sliced}
+        self._drop(unneeded)
+        wholes = {value.param: self.values[value.operand] for value in loop.sliced}
         at = at[1:]
         for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
             # A run that continues inside of a round has already computed its condition.
-            if not at and not self._continues(loop, f"{prefix}{loop.name}[{number}]/"):
+            if not at and not self._continues(loop, number):
                 break
-            self._round(loop, number, wholes, prefix, at)
+            self._round(loop, number, wholes, at)
             self._save_if_due((loop.name, number + 1))
             at = ()
         for value in loop.carried:
             self.values[value.result] = self.values.pop(value.param)
         for name in loop.stacked:
-            entries = self.stacks.pop(name)
-            self.values[name] = self.stacked(name, entries[::-1] if loop.reverse else entries)
+            entries, of = self.stacks.pop(name), self.plan.values[name]
+            n = None if of.placement is None else self.plan.sizes[of.placement]
+            self.values[name] = stacked(of, n, entries[::-1] if loop.reverse else entries)
 
-    def _round(
-        self, loop: Loop, number: int, wholes: Mapping[str, V], prefix: str, at: Position
-    ) -> None:
+    def _round(self, loop: Loop, number: int, wholes: Values, at: Position) -> None:
         """Runs one round of a loop, or the rest of it."""
         index = loop.entry_index(number)
-        self.values |= {name: self.entry(name, whole, index) for name, whole in wholes.items()}
-        with self._within(loop.name, number):
-            outputs = self.block(loop.block, f"{prefix}{loop.name}[{number}]/", wholes, at)
+        self.values |= {name: whole.entry(index) for name, whole in wholes.items()}
+        with self._within(loop.name, number, f"[{number}]"):
+            outputs = self._block(loop.block, wholes, at)
         self._carry(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
             self.stacks[name].append(entry)
         self.monitor.round_ended()
 
-    def _carry(self, loop: Loop, carried: Sequence[V]) -> None:
+    def _carry(self, loop: Loop, carried: Sequence[Ref]) -> None:
         params = (value.param for value in loop.carried)
         self.values.update(zip(params, carried, strict=True))
 
-    def _continues(self, loop: Loop, prefix: str) -> bool:
+    def _continues(self, loop: Loop, number: int) -> bool:
         """Whether a loop runs another round: its condition is true, or it has none."""
         if loop.condition is None:
             return True
         self._conditions += 1
         try:
-            (value,) = self.block(loop.condition, prefix)
+            with self._within(loop.name, number, f"[{number}]"):
+                (value,) = self._block(loop.condition)
         finally:
             self._conditions -= 1
-        return bool(self.array(value))
+        return bool(value.array())
 
     # --------------------------------------------------------------------------- checkpoints
 
     @contextlib.contextmanager
-    def _within(self, name: str, number: int) -> Iterator[None]:
+    def _within(self, name: str, number: int, text: str) -> Iterator[None]:
         """A context in which a round of a loop, or a block of a branch, runs."""
+        outside = self._where
         self._path.append((name, number))
+        self._where = f"{outside}{name}{text}/"
         try:
             yield
         finally:
             self._path.pop()
+            self._where = outside
+
+    @contextlib.contextmanager
+    def _rounds_in_message(self) -> Iterator[None]:
+        """Adds the rounds and blocks around a failing step to the message of its error."""
+        try:
+            yield
+        except BeamjaxError as error:
+            text = str(error).replace(f"step '{self._where}", "step '")
+            if not self._where or "step '" not in text:
+                raise
+            parts = self._where.replace("[", ", round ").replace("(", ", block ")
+            where = ", ".join(part.rstrip(")]") for part in parts.split("/")[:-1])
+            located = type(error)(f"{where}: {text}")
+            located.failure = error.failure
+            raise located from error
 
     def _save_if_due(self, at: tuple[str, int]) -> None:
         """Counts a round, and saves a checkpoint if it is due.

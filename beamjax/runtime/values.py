@@ -1,0 +1,207 @@
+"""Values between the steps of a plan: where their parts are, and how they are read.
+
+A value is a `Ref`. It never changes; slices of members, entries and stacks are other refs that
+share its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from beamjax.errors import SourceError
+from beamjax.plan.steps import ValueType
+from beamjax.sources.canonical import check_members
+from beamjax.sources.source_base import Source
+
+
+class Held(Protocol):
+    """Data that is read when it is needed."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of an array whose first axis has the members."""
+
+    def array(self) -> np.ndarray:
+        """The whole array."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """The members of a leaf of a source.
+
+    Attributes:
+      source: the source.
+      leaf: the index of the leaf.
+      x64: whether JAX computes with 64-bit types.
+    """
+
+    source: Source
+    leaf: int
+    x64: bool
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.checked(self.source.read(start, stop)[self.leaf], start, stop)
+
+    def array(self) -> np.ndarray:
+        return self.read(0, len(self.source))
+
+    def checked(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """The members [start, stop), which the source has read.
+
+        Raises:
+          SourceError: these are another number of members, or an integer does not fit the dtype
+            that JAX uses for it.
+        """
+        if len(array) != stop - start:
+            raise SourceError(
+                f"{self.source.describe()}: asked for members {start} to {stop - 1}, "
+                f"found {len(array)} of them; a source must not change while it is read"
+            )
+        check_members(self.source, self.leaf, array, start, self.x64)
+        return array
+
+
+Data: TypeAlias = np.ndarray | Held
+"""An array in this process, a leaf of a source, or an array in the store of a run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The members [start, start + count) of a value, or one entry of each of these members.
+
+    Attributes:
+      start: the first member.
+      count: the number of members.
+      data: the rows of these members.
+      at: the index in each member of the value at which a row belongs; () for a whole member.
+      entry: the index in each row of what belongs there; () for the whole row.
+    """
+
+    start: int
+    count: int
+    data: Data
+    at: tuple[int, ...] = ()
+    entry: tuple[int, ...] = ()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The rows of members [start, stop), which are in this part."""
+        first, last = start - self.start, stop - self.start
+        rows = (
+            self.data[first:last]
+            if isinstance(self.data, np.ndarray)
+            else self.data.read(first, last)
+        )
+        at: Any = (slice(None), *self.entry)
+        return rows[at] if self.entry else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A value of a plan.
+
+    Attributes:
+      dtype: the name of its raw dtype.
+      shape: its shape; for a placed value, the shape of one member.
+      n: the number of members of a placed value; None for a server value.
+      parts: where its members are. A server value is one part.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    n: int | None
+    parts: tuple[Part, ...]
+
+    @property
+    def data(self) -> Data:
+        """What holds a server value, or a placed value of one part."""
+        (part,) = self.parts
+        return part.data
+
+    @property
+    def leaf(self) -> Leaf | None:
+        """The leaf of a source that has all members as they are; None for other values."""
+        if len(self.parts) == 1:
+            (part,) = self.parts
+            if isinstance(part.data, Leaf) and not (part.at or part.entry):
+                return part.data
+        return None
+
+    def array(self) -> np.ndarray:
+        """The raw array; the members of a placed value are along axis 0."""
+        if self.n is not None:
+            return self.rows(0, self.n)
+        return self.data if isinstance(self.data, np.ndarray) else self.data.array()
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Members [start, stop) of a placed value."""
+        found = [p for p in self.parts if p.start < stop and p.start + p.count > start]
+        if len(found) == 1 and not found[0].at:
+            return found[0].read(start, stop)
+        rows = np.empty((stop - start, *self.shape), np.dtype(self.dtype))
+        for part in found:
+            first, last = max(start, part.start), min(stop, part.start + part.count)
+            at: Any = (slice(first - start, last - start), *part.at)
+            rows[at] = part.read(first, last)
+        return rows
+
+    def entry(self, index: int) -> Ref:
+        """The entry of this index along the first axis, or along that of each member."""
+        if self.n is None:
+            return server(self.array()[index])
+        parts = tuple(
+            replace(part, at=part.at[1:]) if part.at else replace(part, entry=(*part.entry, index))
+            for part in self.parts
+            if not part.at or part.at[0] == index
+        )
+        return Ref(self.dtype, self.shape[1:], self.n, parts)
+
+
+def server(array: np.ndarray) -> Ref:
+    """A server value in this process."""
+    array = np.asarray(array)
+    return Ref(array.dtype.name, array.shape, None, (Part(0, 1, array),))
+
+
+def placed(array: np.ndarray) -> Ref:
+    """A placed value in this process, with its members along axis 0."""
+    return Ref(array.dtype.name, array.shape[1:], len(array), (Part(0, len(array), array),))
+
+
+def ref_to(data: Data, value: ValueType, n: int | None = None) -> Ref:
+    """The value of this type, with n members if it is placed, that is in one place."""
+    return Ref(value.dtype, value.shape, n, (Part(0, 1 if n is None else n, data),))
+
+
+def scattered(whole: Ref, axis: int) -> Ref:
+    """The placed value whose members are along an axis of a server value."""
+    if axis or isinstance(whole.data, np.ndarray):
+        return placed(np.moveaxis(whole.array(), axis, 0))
+    n = whole.shape[0]
+    return Ref(whole.dtype, whole.shape[1:], n, (Part(0, n, whole.data),))
+
+
+def stacked(value: ValueType, n: int | None, entries: Sequence[Ref]) -> Ref:
+    """Values stacked along a new first axis, or along that of each of n members.
+
+    Args:
+      value: the type of the result.
+      n: the number of members of a placed value, None for a server value.
+      entries: the values.
+    """
+    if n is None:
+        arrays = [entry.array() for entry in entries]
+        whole = np.stack(arrays) if arrays else np.empty(value.shape)
+        return server(whole.astype(value.dtype, copy=False))
+    parts = (
+        replace(part, at=(number, *part.at))
+        for number, entry in enumerate(entries)
+        for part in entry.parts
+    )
+    return Ref(value.dtype, value.shape, n, tuple(parts))
+
+
+Values: TypeAlias = Mapping[str, Ref]
+"""Values by name."""
