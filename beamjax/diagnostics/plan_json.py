@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from beamjax._text import Bytes, add_bytes, human_bytes
@@ -24,6 +23,7 @@ from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.buckets import padding_notes
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.stage import Argument
+from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import Options
 from beamjax.plan.merging import fan_out, workers_of
 from beamjax.plan.steps import (
@@ -294,27 +294,16 @@ def _value(plan: Plan, name: str) -> Json:
     return found | {"nbytes": nbytes, "member_bytes": value.nbytes, "shard_bytes": shard}
 
 
-def exactness(kind: str, dtype: str, reduction: str = "exact") -> str:
-    """Returns what the bits of a fused reduction buffer depend on, in words."""
-    rounds = kind in ("sum", "prod") and jnp.issubdtype(np.dtype(dtype), np.inexact)
-    if not rounds:
-        return "exact"
-    if reduction == "fast":
-        return "fast: in float64, the last bits depend on the order"
-    if kind == "sum":
-        return "exact over shards: rounded once, the same bits in any order"
-    return "in the order of the shards, the same bits on any runner"
-
-
 def _reductions(plan: Plan, step: Map, mode: str) -> Iterator[Json]:
     def made(result: str, reducer: str, buffer: str, exact: str, nbytes: int) -> Json:
         found = {"result": _value(plan, result), "reducer": reducer, "buffer": buffer}
         return found | {"exactness": exact, "nbytes": nbytes}
 
     for buffer in step.buffers:
-        exact, kind = exactness(buffer.kind, buffer.dtype, mode), f"{buffer.kind} {buffer.dtype}"
+        dtype, kind = np.dtype(buffer.dtype), f"{buffer.kind} {buffer.dtype}"
+        exact = accumulator_kind(buffer.kind, dtype, mode).exactness(dtype)
         for each in buffer.reductions:
-            nbytes = each.size * np.dtype(buffer.dtype).itemsize
+            nbytes = each.size * dtype.itemsize
             yield made(each.result, each.reducer, kind, exact, nbytes)
     for combine in step.combines:
         pairs = list(zip(combine.results, combine.leaves, strict=True))

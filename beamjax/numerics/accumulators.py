@@ -9,7 +9,7 @@ accumulator of float sums is in `beamjax.numerics.exact_sum`, all others are in 
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,10 @@ from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.rounding import round_pair
 from beamjax.numerics.side_by_side import in_parts
 from beamjax.storage.arrays import Joined, encode_arrays
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from beamjax.numerics.reducers import Reducer
 
 MAX_SIZE = 1 << 60
 """Largest number of values of an encoded accumulator."""
@@ -41,8 +44,7 @@ class Accumulator(abc.ABC):
 
     Attributes:
         name: name of the kind, which is written into the bytes.
-        reductions: the reductions that this kind can do.
-        reduction: the reduction that it does.
+        reducer: the reduction that it does.
         dtype: dtype of the partials.
         size: length of the partials.
         left_out: number of members that are in no partial, and that means do not count.
@@ -50,14 +52,13 @@ class Accumulator(abc.ABC):
     """
 
     name: ClassVar[str]
-    reductions: ClassVar[tuple[str, ...]]
 
-    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+    def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         """
         Raises:
             StructureError: the reduction does not take the dtype.
         """
-        self.reduction, self.dtype, self.size = reduction, np.dtype(dtype), size
+        self.reducer, self.dtype, self.size = reducer, np.dtype(dtype), size
         self.left_out = 0
         self.provenance: Provenance = UNKNOWN
 
@@ -93,7 +94,8 @@ class Accumulator(abc.ABC):
             WorkerError: a shard is in both, as far as this is noticed.
         """
         mine, theirs = (
-            (type(each).__name__, each.reduction, each.dtype, each.size) for each in (self, other)
+            (type(each).__name__, each.reducer.name, each.dtype, each.size)
+            for each in (self, other)
         )
         if mine != theirs:
             raise StructureError(
@@ -111,7 +113,7 @@ class Accumulator(abc.ABC):
         """
         meta: dict[str, Any] = {
             "accumulator": self.name,
-            "reduction": self.reduction,
+            "reduction": self.reducer.name,
             "dtype": dtype_name(self.dtype),
             "size": self.size,
         }
@@ -122,16 +124,15 @@ class Accumulator(abc.ABC):
         return encode_arrays(self._arrays(), meta)
 
     @classmethod
-    def decode(cls, arrays: list[np.ndarray], meta: dict[str, Any]) -> Self:
+    def decode(
+        cls, reducer: Reducer, dtype: np.dtype, arrays: list[np.ndarray], meta: dict[str, Any]
+    ) -> Self:
         """The accumulator from the arrays and the metadata that `encode` wrote.
 
         Raises:
             ArrayFormatError, StructureError: there is no such accumulator.
         """
-        reduction = meta.get("reduction")
-        if reduction not in cls.reductions:
-            fail(f"reduction {reduction!r}", f"one of {cls.reductions}")
-        same = cls(str(reduction), dtype_from_name(meta.get("dtype")), _count(meta, "size"))
+        same = cls(reducer, dtype, _count(meta, "size"))
         same.left_out = _count(meta, "left_out", 0)
         same.provenance = Provenance.from_json(meta.get("provenance"))
         same._restore(arrays)
@@ -145,6 +146,19 @@ class Accumulator(abc.ABC):
 
         Raises:
             WorkerError: a shard of an ordered product was added twice.
+        """
+
+    @staticmethod
+    def exactness(dtype: np.dtype) -> str:
+        """What the bits of the result depend on, in words."""
+        return "exact"
+
+    @staticmethod
+    @abc.abstractmethod
+    def bytes_each(dtype: np.dtype, most: bool) -> int:
+        """Bytes of the state of a number of ordinary size.
+
+        With `most`, an upper bound for numbers of like size and a million shards.
         """
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
@@ -202,12 +216,10 @@ def _only_array(
 
 # --- one vector and a NumPy operation: integers, booleans, and floats in the mode "fast"
 
-_OPERATIONS = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "any": np.logical_or,
-    "all": np.logical_and,
-}
+
+def _widest(dtype: np.dtype) -> np.dtype:
+    """The dtype in which partials are added one by one."""
+    return np.dtype({"f": np.float64, "c": np.complex128}.get(dtype.kind, dtype))
 
 
 class Running(Accumulator):
@@ -218,19 +230,26 @@ class Running(Accumulator):
     """
 
     name = "running"
-    reductions = tuple(_OPERATIONS)
 
-    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
-        super().__init__(reduction, dtype, size)
-        if self.dtype.kind not in ("b" if reduction in ("any", "all") else "iufc"):
+    def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
+        super().__init__(reducer, dtype, size)
+        kinds, expected = ("b", "bool") if reducer.is_logical else ("iufc", "a native number")
+        if self.dtype.kind not in kinds:
             raise StructureError(
-                f"reduction {reduction!r}: found partials of dtype {self.dtype}, expected "
-                f"{'bool' if reduction in ('any', 'all') else 'a native number'}."
+                f"reduction {reducer.name!r}: found partials of dtype {self.dtype}, expected "
+                f"{expected}."
             )
-        held = {"f": np.float64, "c": np.complex128}.get(self.dtype.kind, self.dtype)
-        self._held = np.dtype(held)
-        self._operation = _OPERATIONS[reduction]
+        self._held = _widest(self.dtype)
         self._state: np.ndarray | None = None
+
+    @staticmethod
+    def exactness(dtype: np.dtype) -> str:
+        is_exact = dtype.kind not in "fc"
+        return "exact" if is_exact else "fast: in float64, the last bits depend on the order"
+
+    @staticmethod
+    def bytes_each(dtype: np.dtype, most: bool) -> int:
+        return _widest(dtype).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -251,7 +270,7 @@ class Running(Accumulator):
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         if self._state is None:
-            return np.full(hi - lo, self._operation.identity).astype(dtype)
+            return np.full(hi - lo, self.reducer.ufunc.identity).astype(dtype)
         with np.errstate(all="ignore"):
             return self._state[lo:hi].astype(dtype)
 
@@ -270,7 +289,7 @@ class Running(Accumulator):
         def apply(first: int, last: int) -> None:
             part = slice(first * PART, last * PART)
             with np.errstate(all="ignore"):
-                self._operation(state[part], vector[part], out=state[part])
+                self.reducer.ufunc(state[part], vector[part], out=state[part])
 
         in_parts(-(-self.size // PART), self.size, apply)
 
@@ -298,13 +317,21 @@ class OrderedProduct(Accumulator):
     """Product of floats in float64 over a `DyadicTree` of shards, rounded once at the end."""
 
     name = "ordered_product"
-    reductions = ("prod",)
 
-    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
-        super().__init__(reduction, dtype, size)
+    def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
+        super().__init__(reducer, dtype, size)
         self._check_exact()
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._tree: DyadicTree[np.ndarray] = DyadicTree(_multiply)
+
+    @staticmethod
+    def exactness(dtype: np.dtype) -> str:
+        return "in the order of the shards, the same bits on any runner"
+
+    @staticmethod
+    def bytes_each(dtype: np.dtype, most: bool) -> int:
+        # Each product in the tree covers a power of two of shards: 20 are enough for a million.
+        return _widest(dtype).itemsize * (20 if most else 1)
 
     @property
     def nbytes(self) -> int:
@@ -382,20 +409,23 @@ class Extreme(Accumulator):
     """
 
     name = "extreme"
-    reductions = ("max", "min")
 
-    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
-        super().__init__(reduction, dtype, size)
+    def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
+        super().__init__(reducer, dtype, size)
         self._key_dtype = _key_dtype(self.dtype)
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._keys: np.ndarray | None = None
+
+    @staticmethod
+    def bytes_each(dtype: np.dtype, most: bool) -> int:
+        return _key_dtype(dtype).itemsize * (2 if dtype.kind == "c" else 1)
 
     @property
     def nbytes(self) -> int:
         return 0 if self._keys is None else self._keys.nbytes
 
     def _add(self, partial: np.ndarray, shard: int) -> None:
-        self._apply(to_keys(partial, self.reduction))
+        self._apply(to_keys(partial, self.reducer.name))
 
     def _merge(self, other: Extreme) -> None:
         if other._keys is not None:
@@ -409,8 +439,9 @@ class Extreme(Accumulator):
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         if self._keys is None:
-            return np.full(hi - lo, lowest_value(self.reduction, self.dtype)).astype(dtype)
-        return from_keys(self._keys[:, lo:hi], self.dtype, self.reduction).astype(dtype, copy=False)
+            return np.full(hi - lo, lowest_value(self.reducer.name, self.dtype)).astype(dtype)
+        found = from_keys(self._keys[:, lo:hi], self.dtype, self.reducer.name)
+        return found.astype(dtype, copy=False)
 
     def _apply(self, keys: np.ndarray) -> None:
         if self._keys is None:

@@ -9,15 +9,16 @@ block of members until the end, when the blocks are multiplied in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-from beamjax.numerics.accumulators import from_keys, is_float, to_keys
-from beamjax.numerics.exact_sum import quotient
+from beamjax.numerics.accumulators import Extreme, OrderedProduct, from_keys, is_float, to_keys
+from beamjax.numerics.exact_sum import ExactSum, quotient
+from beamjax.numerics.reducers import REDUCERS, Reducer
 from beamjax.numerics.rounding import DIVISOR_LIMIT, append, divide, round_pair
 from beamjax.numerics.superaccumulator import LOWEST, WIDTH
 from beamjax.storage.arrays import decode_arrays, encode_arrays
@@ -98,10 +99,18 @@ class ByKey:
     results: tuple[np.dtype, ...]
 
     @property
+    def _reducer(self) -> Reducer:
+        return REDUCERS[self.op]
+
+    @property
     def row_bytes(self) -> int:
         """Approximate bytes of a row."""
         values = sum(_size(shape) * max(dtype.itemsize, 8) for shape, dtype in self.members)
-        return 16 + max(_size(self.key[0]), 8) + values * (4 if self.op in ("sum", "mean") else 1)
+        return (
+            16
+            + max(_size(self.key[0]), 8)
+            + values * (4 if self._reducer.accumulator is ExactSum else 1)
+        )
 
     def blocks(self, count: int) -> Iterator[tuple[int, int]]:
         """The ranges of members that make blocks."""
@@ -116,7 +125,8 @@ class ByKey:
         codes = codes[order]
         first = _first_rows(codes[1:] != codes[:-1])
         counts = np.diff(np.append(first, len(codes)))
-        blocks = np.full(len(first), start if self.op == "prod" else 0, np.int64)
+        is_ordered = self._reducer.accumulator is OrderedProduct
+        blocks = np.full(len(first), start if is_ordered else 0, np.int64)
         pairs = zip(leaves, self.results, strict=True)
         states = [self._reduced(leaf[order], result, first) for leaf, result in pairs]
         return Rows(codes[first], counts, blocks, tuple(states))
@@ -126,16 +136,16 @@ class ByKey:
         if self._adds_digits(result):
             return _digits(_as_float64(values), first)
         held = self._held(values, result)
-        return {"values": _folded(self._ufunc("values"), held, first)}
+        return {"values": _folded(self._ufunc, held, first)}
 
     def _adds_digits(self, result: np.dtype) -> bool:
-        return self.op in ("sum", "mean") and (result.kind == "c" or is_float(result))
+        return self._reducer.accumulator is ExactSum and (result.kind == "c" or is_float(result))
 
     def _held(self, values: np.ndarray, result: np.dtype) -> np.ndarray:
         """Members in a form in which they are reduced without rounding, except for products."""
-        if self.op in ("any", "all"):
+        if self._reducer.is_logical:
             return values != 0
-        if self.op in ("max", "min"):
+        if self._reducer.accumulator is Extreme:
             parts = to_keys(np.ascontiguousarray(values).reshape(-1), self.op)
             return np.moveaxis(parts.reshape(len(parts), *values.shape), 0, -1)
         if result.kind == "c" or is_float(result):
@@ -143,14 +153,11 @@ class ByKey:
         # Integers wrap around in the result, whatever the width in which they are added.
         return values.astype(np.uint64 if result.kind == "u" else np.int64)
 
-    def _ufunc(self, name: str) -> Callable[..., Any]:
+    @property
+    def _ufunc(self) -> np.ufunc:
         """The operation that reduces two rows of an array of a state."""
-        if self.op in ("sum", "mean"):
-            return np.add
         # Minima are maxima of integers in the reverse order.
-        return {"any": np.logical_or, "all": np.logical_and, "prod": np.multiply}.get(
-            self.op, np.maximum
-        )
+        return np.maximum if self._reducer.accumulator is Extreme else self._reducer.ufunc
 
     def merged(self, parts: Iterable[Rows], blocks: bool = True) -> Rows:
         """The reduction of the members of several reductions; `blocks` keeps rows of blocks."""
@@ -186,7 +193,7 @@ class ByKey:
                 state[name] if name in state else np.zeros((rows, *like.shape[1:]), like.dtype)
                 for state, rows in zip(states, lengths, strict=True)
             ]
-            found[name] = _folded(self._ufunc(name), np.concatenate(columns)[order], first)
+            found[name] = _folded(self._ufunc, np.concatenate(columns)[order], first)
         return _carried(found) if "special" in found else found
 
     def added(self, waiting: list[Rows], rows: Iterable[Rows]) -> list[Rows]:
@@ -225,8 +232,8 @@ class ByKey:
         result: np.dtype,
     ) -> np.ndarray:
         if "special" in state:
-            found = _rounded(state, counts if self.op == "mean" else None, result)
-        elif self.op in ("max", "min"):
+            found = _rounded(state, counts if self._reducer.divides else None, result)
+        elif self._reducer.accumulator is Extreme:
             parts = np.moveaxis(state["values"], -1, 0)
             found = from_keys(parts.reshape(len(parts), -1), member, self.op)
         else:

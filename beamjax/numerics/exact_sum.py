@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from beamjax.numerics.superaccumulator import (
     Digits,
 )
 from beamjax.storage.arrays import Joined
+
+if TYPE_CHECKING:
+    from beamjax.numerics.reducers import Reducer
 
 MAX_ROWS = 254
 """Largest number of partials of which a small accumulator holds copies, to add them all at once.
@@ -110,16 +114,15 @@ class ExactSum(Accumulator):
     """
 
     name = "exact_sum"
-    reductions = ("sum",)
 
-    def __init__(self, reduction: str, dtype: np.dtype, size: int) -> None:
+    def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         """
         Raises:
             StructureError: the dtype is not float32, float64, complex64 or complex128.
             WorkerError: this thread flushes subnormal numbers to zero.
         """
         check_subnormals()
-        super().__init__(reduction, dtype, size)
+        super().__init__(reducer, dtype, size)
         self._check_exact()
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
@@ -132,6 +135,17 @@ class ExactSum(Accumulator):
         self._max_waiting = copied if self._is_small else MAX_WAITING
         if not self._is_small and self._real != np.float32:
             self._max_waiting = 1
+
+    @staticmethod
+    def exactness(dtype: np.dtype) -> str:
+        return "exact over shards: rounded once, the same bits in any order"
+
+    @staticmethod
+    def bytes_each(dtype: np.dtype, most: bool) -> int:
+        parts = 2 if dtype.kind == "c" else 1
+        wide = dtype.itemsize // parts > 4
+        digits = 3 if wide else 1
+        return parts * (8 * (digits + 2 + wide) + 1 if most else 8 * digits)
 
     @property
     def nbytes(self) -> int:

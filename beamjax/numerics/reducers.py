@@ -1,14 +1,16 @@
-"""The reductions of a placed value to a server value.
+"""The table of reductions: all that is stated about a reduction of members to a server value.
 
 On the device, a reduction is `partial`, which reduces a shard of members to one array. On the host,
 it is an accumulator for its `operation`, from which `finish` computes the result. The results have
-the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0.
+the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0. Primitives,
+derivatives, weights, reductions by key and the rules of JAX's own reductions are all derived from
+`REDUCTIONS`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,31 +30,45 @@ from beamjax.numerics.accumulators import (
 )
 from beamjax.numerics.exact_sum import ExactSum
 from beamjax.storage.arrays import Buffer, decode_arrays
+from beamjax.storage.dtypes import dtype_from_name
+
+Weighted = Callable[[jax.Array, jax.Array, Any], jax.Array]
+"""A function of a member's value, its weight, and the identity of the reduction."""
 
 
 @dataclass(frozen=True)
-class Reducer:
+class Derivative:
+    """The derivative of a reduction that is not linear.
+
+    The tangent of the result is the sum over the members of their tangents times `factor`.
+
+    Attributes:
+        parts: from a member's value and the result to the reductions that the factors need: the
+            name of each, and what it reduces.
+        factor: from a member's value, the result and the results of `parts` to the factor.
+        divides: whether the sum is divided by the result of the first part.
+    """
+
+    parts: Callable[[jax.Array, jax.Array], Sequence[tuple[str, jax.Array]]]
+    factor: Callable[..., jax.Array]
+    divides: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
     """A reduction over the members of a placement.
 
     Attributes:
-        name: "sum", "mean", "max", "min", "prod", "any" or "all", as in `jnp`.
-        operation: the reduction that its accumulator does, which is "sum" for "mean".
-        ufunc: the NumPy function that reduces two values of a `partial_dtype` to one.
+        name: as in `jnp`; the operator is `reduce_<name>`, its primitive `bj_reduce_<name>`.
+        primitives: the names of JAX's primitives that are this reduction, also over other axes.
+        needs_members: whether it has no value without any members.
+        derivative: "linear", or the derivative; None if it is zero.
     """
 
     name: str
-    operation: str
-    ufunc: np.ufunc
-
-    @property
-    def fold(self) -> Callable[..., jax.Array]:
-        """The `jnp` function that reduces an array."""
-        return getattr(jnp, self.operation)
-
-    @property
-    def merge(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """The `jnp` function that reduces two values to one."""
-        return getattr(jnp, self.ufunc.__name__)
+    primitives: tuple[str, ...] = ()
+    needs_members: bool = False
+    derivative: Derivative | Literal["linear"] | None = None
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         """The dtype that the `jnp` function gives for operands of `dtype`.
@@ -64,6 +80,69 @@ class Reducer:
         """
         return _result_dtype(self.name, np.dtype(dtype), _compat.config.jax_enable_x64)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Reduction):
+    """The index of the first member with the "max" or the "min", where NaN is both."""
+
+    extreme: Literal["max", "min"] = "max"
+
+    def replaces(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Whether `y`, of a later member, is chosen instead of `x`."""
+        return (y > x if self.extreme == "max" else y < x) | ((y != y) & (x == x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reducer(Reduction):
+    """A reduction that an accumulator does, by a function of two values.
+
+    Attributes:
+        ufunc: the NumPy function that reduces two values of a `partial_dtype` to one.
+        accumulator: the accumulator for the mode "exact".
+        pairs: the names of the primitives of JAX that reduce two values.
+        scatter: what `array.at[...]` and the primitives of JAX call it.
+        weighted: how a member with a weight is reduced.
+        divides: whether it is a sum over the number of members.
+    """
+
+    ufunc: np.ufunc
+    accumulator: type[Accumulator]
+    pairs: tuple[str, ...] = ()
+    scatter: Literal["add", "mul", "max", "min"]
+    weighted: Weighted
+    divides: bool = False
+
+    @property
+    def operation(self) -> str:
+        """The reduction that its accumulator does."""
+        return "sum" if self.divides else self.name
+
+    @property
+    def fold(self) -> Callable[..., jax.Array]:
+        """The `jnp` function that reduces an array."""
+        return getattr(jnp, self.operation)
+
+    @property
+    def merge(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The `jnp` function that reduces two values to one."""
+        return getattr(jnp, self.ufunc.__name__)
+
+    @property
+    def segments(self) -> Callable[..., jax.Array]:
+        """The function of `jax.ops` that reduces the values of each key."""
+        name = {"add": "sum", "mul": "prod"}.get(self.scatter, self.scatter)
+        return getattr(jax.ops, f"segment_{name}")
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds or multiplies, which rounds floats."""
+        return self.operation in ("sum", "prod")
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it reduces bools."""
+        return self.ufunc in (np.logical_or, np.logical_and)
+
     def partial_dtype(self, dtype: Any) -> np.dtype:
         """The dtype in which the partials of operands of `dtype` leave the device.
 
@@ -71,9 +150,12 @@ class Reducer:
         integers are sums of floats. All other partials have the dtype of the result.
         """
         result = self.result_dtype(dtype)
-        if self.operation in ("sum", "prod") and result.kind not in "iuc" and result != np.float64:
-            return np.dtype(np.float32)
-        return result
+        return np.dtype(wide_dtype(result)) if self.adds else result
+
+    def prepared(self, x: jax.Array) -> jax.Array:
+        """Values in their `partial_dtype`."""
+        dtype = self.partial_dtype(x.dtype)
+        return x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
 
     def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Reduces a shard on the device.
@@ -85,22 +167,20 @@ class Reducer:
         Returns:
             (...) in `partial_dtype(x.dtype)`; the identity if there are no members.
         """
-        dtype = self.partial_dtype(x.dtype)
-        x = x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
+        x = self.prepared(x)
+        dtype = np.dtype(x.dtype)
         rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
         identity = self.identity(dtype)
         x = jnp.where(rows, x, jnp.asarray(identity))
-        if dtype.kind == "c" and self.operation in ("max", "min"):
+        if dtype.kind == "c" and self.accumulator is Extreme:
             return _complex_extreme(self.fold, x, identity.imag)
-        if self.operation in ("sum", "prod"):
-            return self.fold(x, axis=0, dtype=dtype)
-        return self.fold(x, axis=0)
+        return self.fold(x, axis=0, dtype=dtype) if self.adds else self.fold(x, axis=0)
 
     def identity(self, dtype: np.dtype) -> np.generic:
         """The scalar of `dtype` that changes no result of the reduction."""
-        if self.operation in ("max", "min"):
+        if self.ufunc.identity is None:
             return lowest_value(self.operation, np.dtype(dtype))
-        return np.dtype(dtype).type(self.operation in ("prod", "all"))
+        return np.dtype(dtype).type(self.ufunc.identity)
 
     def finish(
         self, accumulator: Accumulator, lo: int, hi: int, count: int, dtype: Any
@@ -117,13 +197,17 @@ class Reducer:
             (hi - lo,) in `result_dtype(dtype)`.
         """
         result = self.result_dtype(dtype)
-        if self.name == "mean":
+        if self.divides:
             return accumulator.mean(lo, hi, count, result)
         return accumulator.total(lo, hi, result)
 
 
 class Picker(Reducer):
     """Selects single members: a maximum of their bits as integers, where other members give 0."""
+
+    @property
+    def operation(self) -> str:
+        return "max"
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         return np.dtype(dtype)
@@ -181,21 +265,118 @@ def _result_dtype(name: str, dtype: np.dtype, x64: bool) -> np.dtype:
     return np.dtype(jax.eval_shape(fold, operand).dtype)
 
 
-REDUCERS: dict[str, Reducer] = {
-    reducer.name: reducer
-    for reducer in (
-        Reducer("sum", "sum", np.add),
-        Reducer("mean", "sum", np.add),
-        Reducer("max", "max", np.maximum),
-        Reducer("min", "min", np.minimum),
-        Reducer("prod", "prod", np.multiply),
-        Reducer("any", "any", np.logical_or),
-        Reducer("all", "all", np.logical_and),
+# --- derivatives
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype in which floats of a dtype are added up: of at least 32 bits; others stay."""
+    is_narrow = jnp.issubdtype(dtype, np.inexact) and jnp.finfo(dtype).bits < 32
+    return np.dtype("float32") if is_narrow else dtype
+
+
+def _ties(x: jax.Array, best: jax.Array) -> jax.Array:
+    # In float16, the number of more than 65,504 members that tie would be inf.
+    return (x == best).astype(wide_dtype(x.dtype))
+
+
+EXTREME = Derivative(
+    lambda x, best: [("sum", _ties(x, best))], lambda x, best, count: _ties(x, best), divides=True
+)
+"""Members that tie share the derivative, as in `jnp.max`."""
+
+
+def _factors_of_product(x: jax.Array, product: jax.Array) -> list[tuple[str, jax.Array]]:
+    is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
+    nonzero, zero = jnp.where(is_zero, one, x), jnp.where(is_zero, x, none)
+    return [("sum", is_zero.astype(np.int32)), ("prod", nonzero), ("sum", zero)]
+
+
+def _product_of_others(
+    x: jax.Array, out: jax.Array, count: jax.Array, product: jax.Array, zeros: jax.Array
+) -> jax.Array:
+    # If one member is zero, only the derivative by that member can be nonzero. If two are zero, all
+    # first derivatives are zero, but second derivatives need not be. `zeros`, the sum of the zero
+    # members, carries them: its value is zero, and its derivative by each zero member is one. So
+    # first and second derivatives are correct for any number of zeros.
+    is_zero, none = x == 0, jnp.zeros_like(x)
+    rest = product / jnp.where(is_zero, jnp.ones_like(x), x)
+    one_zero = jnp.where(is_zero, product, zeros * rest)
+    two_zeros = jnp.where(is_zero, (zeros - x) * product, none)
+    return jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
+
+
+PRODUCT = Derivative(_factors_of_product, _product_of_others)
+"""The derivative by a member is the product of the others, even if members are zero."""
+
+
+# --- members with weights
+
+
+def _times(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
+    if jnp.issubdtype(x.dtype, np.inexact):
+        # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
+        x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+    return x * weight
+
+
+def _power(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
+    return jnp.where(weight == 0, jnp.ones_like(x), jnp.power(x, weight))
+
+
+def _if_present(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
+    return jnp.where(weight != 0, x, jnp.asarray(identity, x.dtype))
+
+
+# --- the table
+
+REDUCTIONS: dict[str, Reduction] = {
+    reduction.name: reduction
+    for reduction in (
+        Reducer(
+            name="sum", ufunc=np.add, accumulator=ExactSum, scatter="add",
+            primitives=("reduce_sum", "psum"), pairs=("add", "add_any"),
+            derivative="linear", weighted=_times,
+        ),
+        Reducer(
+            name="mean", ufunc=np.add, accumulator=ExactSum, scatter="add", divides=True,
+            derivative="linear", weighted=_times,
+        ),
+        Reducer(
+            name="max", ufunc=np.maximum, accumulator=Extreme, scatter="max",
+            primitives=("reduce_max", "pmax"), pairs=("max",),
+            derivative=EXTREME, weighted=_if_present, needs_members=True,
+        ),
+        Reducer(
+            name="min", ufunc=np.minimum, accumulator=Extreme, scatter="min",
+            primitives=("reduce_min", "pmin"), pairs=("min",),
+            derivative=EXTREME, weighted=_if_present, needs_members=True,
+        ),
+        Reducer(
+            name="prod", ufunc=np.multiply, accumulator=OrderedProduct, scatter="mul",
+            primitives=("reduce_prod",), pairs=("mul",),
+            derivative=PRODUCT, weighted=_power,
+        ),
+        Reducer(
+            name="any", ufunc=np.logical_or, accumulator=Running, scatter="max",
+            primitives=("reduce_or",), weighted=_if_present,
+        ),
+        Reducer(
+            name="all", ufunc=np.logical_and, accumulator=Running, scatter="min",
+            primitives=("reduce_and",), weighted=_if_present,
+        ),
+        Choice(name="argmax", extreme="max", primitives=("argmax",), needs_members=True),
+        Choice(name="argmin", extreme="min", primitives=("argmin",), needs_members=True),
     )
-}
+}  # fmt: skip
 """The reductions by name."""
 
-PICK = Picker("pick", "max", np.maximum)
+REDUCERS = {name: each for name, each in REDUCTIONS.items() if isinstance(each, Reducer)}
+"""Those that accumulators do."""
+
+PICK = Picker(
+    name="pick", ufunc=np.maximum, accumulator=Extreme, scatter="max",
+    weighted=_if_present,
+)  # fmt: skip
 """Selects members. It is no reduction that a program can name."""
 
 
@@ -204,19 +385,29 @@ def reducer_of(name: str) -> Reducer:
     return PICK if name == PICK.name else REDUCERS[name]
 
 
+JAX_REDUCTIONS = {name: each for each in REDUCERS.values() for name in each.primitives}
+"""Those that JAX has, by the names of its primitives."""
+
+
 # --- the accumulators of reductions
 
-Mode = Literal["exact", "fast"]
-REDUCTIONS = ("sum", "max", "min", "prod", "any", "all")
+MODES = ("exact", "fast")
+
+
+def accumulator_kind(reduction: str, dtype: np.dtype, mode: str = "exact") -> type[Accumulator]:
+    """The kind of accumulator of partials of a dtype."""
+    reducer = REDUCERS[reduction]
+    is_exact = mode == "exact" and dtype.kind in "fc"
+    return reducer.accumulator if is_exact or not reducer.adds else Running
 
 
 def make_accumulator(
-    reduction: str, dtype: np.dtype, size: int, *, mode: Mode = "exact"
+    reduction: str, dtype: np.dtype, size: int, *, mode: str = "exact"
 ) -> Accumulator:
     """A new accumulator of a reduction, without any partials.
 
     Args:
-        reduction: one of `REDUCTIONS`.
+        reduction: the `operation` of a reduction.
         dtype: dtype of the partials.
         size: length of the partials.
         mode: "exact", or "fast" for float sums and products in one float64 vector, whose last bits
@@ -228,17 +419,15 @@ def make_accumulator(
         WorkerError: this thread flushes subnormal numbers to zero, and sums must be exact.
     """
     dtype = np.dtype(dtype)
-    if reduction not in REDUCTIONS or mode not in ("exact", "fast"):
+    if reduction not in _OPERATIONS or mode not in MODES:
         raise OptionsError(
             f"accumulator: found reduction {reduction!r} and mode {mode!r}, expected one of "
-            f"{REDUCTIONS} and 'exact' or 'fast'."
+            f"{_OPERATIONS} and {MODES}."
         )
-    if reduction in Extreme.reductions:
-        return Extreme(reduction, dtype, size)
-    if mode == "exact" and dtype.kind in "fc" and reduction in ("sum", "prod"):
-        exact = ExactSum if reduction == "sum" else OrderedProduct
-        return exact(reduction, dtype, size)
-    return Running(reduction, dtype, size)
+    return accumulator_kind(reduction, dtype, mode)(REDUCERS[reduction], dtype, size)
+
+
+_OPERATIONS = [reducer.name for reducer in REDUCERS.values() if not reducer.divides]
 
 
 def decode_accumulator(data: Buffer) -> Accumulator:
@@ -248,13 +437,16 @@ def decode_accumulator(data: Buffer) -> Accumulator:
         ArrayFormatError: the bytes were not written by an accumulator.
     """
     arrays, meta = decode_arrays(data)
-    kinds: dict[str, type[Accumulator]] = {
-        kind.name: kind for kind in (ExactSum, Running, Extreme, OrderedProduct)
-    }
-    name = meta.get("accumulator")
-    if not isinstance(name, str) or name not in kinds:
-        fail(f"kind {name!r}", f"one of {sorted(kinds)}")
+    reduction, name = meta.get("reduction"), meta.get("accumulator")
+    if reduction not in _OPERATIONS:
+        fail(f"reduction {reduction!r}", f"one of {_OPERATIONS}")
     try:
-        return kinds[name].decode(arrays, meta)
+        dtype = dtype_from_name(meta.get("dtype"))
+        kinds = {
+            kind.name: kind for kind in (accumulator_kind(reduction, dtype, mode) for mode in MODES)
+        }
+        if not isinstance(name, str) or name not in kinds:
+            fail(f"kind {name!r}", f"one of {sorted(kinds)}")
+        return kinds[name].decode(REDUCERS[reduction], dtype, arrays, meta)
     except StructureError as error:
         raise ArrayFormatError(f"accumulator: {error}") from None

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import ad, batching
+from beamjax.numerics.reducers import REDUCTIONS, Derivative, Reducer, Reduction, wide_dtype
 from beamjax.ops import sharding
 from beamjax.ops.primitives import (
     REDUCE_PRIMITIVES,
@@ -25,10 +25,6 @@ from beamjax.ops.primitives import (
     is_differentiable,
     map_members,
     map_p,
-    reduce_max_p,
-    reduce_mean_p,
-    reduce_min_p,
-    reduce_prod_p,
     reduce_sum_p,
     size_p,
     trace_body,
@@ -276,35 +272,14 @@ def _map_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 _compat.register_dce(map_p, _map_dce)
 
 
-# --- broadcast, sum, mean
-
-
-def _broadcast(x: jax.Array, placement: str, n: Any) -> jax.Array:
-    return broadcast_p.bind(x, placement=placement, n=n, mesh=sharding.active_mesh(placement))
+# --- broadcast
 
 
 def _broadcast_transpose(ct: jax.Array, x: Any, *, placement: str, **_: Any) -> list[Any]:
     return [sharding.lay_out_like(reduce_sum_p.bind(ct, placement=placement), x.aval)]
 
 
-def _sum_transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
-    ct = jnp.asarray(ct, x.aval.dtype)  # A user's cotangent may be a Python scalar.
-    return [sharding.lay_out_like(_broadcast(ct, placement, x.aval.shape[0]), x.aval)]
-
-
-def _mean_transpose(ct: jax.Array, x: Any, *, placement: str) -> list[Any]:
-    n, dtype = x.aval.shape[0], x.aval.dtype
-    # In float16, more than 65,504 members would be inf. jnp.mean divides in float32, too.
-    wide = wide_dtype(dtype)
-    size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
-    share = jax.lax.convert_element_type(ct, wide) / size
-    share = jax.lax.convert_element_type(share, dtype)
-    return [sharding.lay_out_like(_broadcast(share, placement, n), x.aval)]
-
-
 ad.deflinear2(broadcast_p, _broadcast_transpose)
-ad.deflinear2(reduce_sum_p, _sum_transpose)
-ad.deflinear2(reduce_mean_p, _mean_transpose)
 
 
 def _broadcast_batch(args: Sequence[Any], dims: Sequence[int], **params: Any) -> tuple[Any, int]:
@@ -314,7 +289,10 @@ def _broadcast_batch(args: Sequence[Any], dims: Sequence[int], **params: Any) ->
 batching.primitive_batchers[broadcast_p] = _broadcast_batch
 
 
-def _define_reduction_batch(primitive: jex.Primitive) -> None:
+# --- reductions
+
+
+def _define_batch(primitive: jex.Primitive) -> None:
     def batch(args: Sequence[Any], dims: Sequence[int], *, placement: str) -> tuple[Any, int]:
         (x,), (dim,) = args, dims
         x = x if dim else jnp.moveaxis(x, 0, 1)
@@ -323,110 +301,57 @@ def _define_reduction_batch(primitive: jex.Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-# --- the other reductions
+def _define_linear(primitive: jex.Primitive, reduction: Reduction) -> None:
+    def transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
+        n, dtype = x.aval.shape[0], x.aval.dtype
+        ct = jnp.asarray(ct, dtype)  # A user's cotangent may be a Python scalar.
+        if isinstance(reduction, Reducer) and reduction.divides:
+            # In float16, more than 65,504 members would be inf. jnp.mean divides in float32, too.
+            wide = wide_dtype(dtype)
+            size = jax.lax.convert_element_type(size_p.bind(placement=placement, n=n), wide)
+            ct = (ct.astype(wide) / size).astype(dtype)
+        mesh = sharding.active_mesh(placement)
+        ct = broadcast_p.bind(ct, placement=placement, n=n, mesh=mesh)
+        return [sharding.lay_out_like(ct, x.aval)]
+
+    ad.deflinear2(primitive, transpose)
 
 
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype in which values of type `dtype` are counted and averaged: of at least 32 bits."""
-    return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype("float32")
+def _define_jvp(primitive: jex.Primitive, reduction: Reduction) -> None:
+    derivative = reduction.derivative
 
-
-def _weighted_sum(weights: Any, x: Any, placement: str, name: str) -> Any:
-    products = _map(lambda w, v: w * v.astype(w.dtype), [], [weights, x], placement, name)
-    return reduce_sum_p.bind(products, placement=placement)
-
-
-def _map(fn: Any, broadcast: Any, placed: Any, placement: str, name: str) -> jax.Array:
-    mesh, n = sharding.active_mesh(placement), placed[0].shape[0]
-    (out,) = map_members(
-        lambda *a: [fn(*a)], broadcast, placed, placement=placement, n=n, name=name, mesh=mesh
-    )
-    return out
-
-
-def _define_extremum_jvp(primitive: jex.Primitive, name: str) -> None:
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
         (x,), (t,) = primals, tangents
-        best = primitive.bind(x, placement=placement)
-        if type(t) is ad.Zero:
-            return best, ad.Zero(jax.typeof(best).to_tangent_aval())
-        # Members that tie share the tangent, as in jnp.max. In float16, more than 65,504 of them
-        # would be inf, and bfloat16 has 8 bits.
+        out = primitive.bind(x, placement=placement)
+        if not isinstance(derivative, Derivative) or type(t) is ad.Zero:
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
         wide = wide_dtype(x.dtype)
-        is_best = _map(lambda b, v: (v == b).astype(wide), [best], [x], placement, f"is_{name}")
-        count = reduce_sum_p.bind(is_best, placement=placement)
-        total = _weighted_sum(is_best, t, placement, f"jvp_{name}")
-        return best, (total / count).astype(x.dtype)
+        ops: list[str] = []
+
+        def parts(out: jax.Array, x: jax.Array) -> list[jax.Array]:
+            ops[:], values = zip(*derivative.parts(x, out), strict=True)
+            return list(values)
+
+        def moved(*args: jax.Array) -> list[jax.Array]:
+            *totals, x, t = args
+            return [derivative.factor(x, *totals).astype(wide) * t.astype(wide)]
+
+        rest = {"placement": placement, "n": x.shape[0], "mesh": sharding.active_mesh(placement)}
+        of_members = map_members(parts, [out], [x], name=f"parts_of_{reduction.name}", **rest)
+        totals = [
+            REDUCE_PRIMITIVES[op].bind(part, placement=placement)
+            for op, part in zip(ops, of_members, strict=True)
+        ]
+        (terms,) = map_members(moved, [out, *totals], [x, t], name=f"jvp_{reduction.name}", **rest)
+        total = reduce_sum_p.bind(terms, placement=placement)
+        return out, (total / totals[0] if derivative.divides else total).astype(out.dtype)
 
     ad.primitive_jvps[primitive] = jvp
 
 
-def _prod_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, placement: str
-) -> tuple[Any, Any]:
-    """The derivative by a member is the product of the others, even if members are zero.
-
-    If exactly one member is zero, only the derivative by that member can be nonzero. If two are
-    zero, all first derivatives are zero, but second derivatives need not be. `zeros`, the sum of
-    the zero members, carries them: its value is zero, and its derivative by each zero member is
-    one. First and second derivatives are correct for any number of zeros.
-
-    Returns:
-      The product, and its tangent.
-    """
-    (x,), (t,) = primals, tangents
-    out = reduce_prod_p.bind(x, placement=placement)
-    if type(t) is ad.Zero:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    def parts(v: jax.Array) -> list[jax.Array]:
-        zero = v == 0
-        one, none = jnp.ones_like(v), jnp.zeros_like(v)
-        return [zero.astype(np.int32), jnp.where(zero, one, v), jnp.where(zero, v, none)]
-
-    mesh, n = sharding.active_mesh(placement), x.shape[0]
-    is_zero, nonzeros, zeros = map_members(
-        parts, [], [x], placement=placement, n=n, name="prod_parts", mesh=mesh
-    )
-    count = reduce_sum_p.bind(is_zero, placement=placement)
-    product = reduce_prod_p.bind(nonzeros, placement=placement)
-    zeros = reduce_sum_p.bind(zeros, placement=placement)
-
-    factor = _map(product_of_others, [count, product, zeros], [x], placement, "prod_of_others")
-    return out, _weighted_sum(factor, t, placement, "jvp_prod")
-
-
-def product_of_others(count: Any, product: Any, zeros: Any, x: jax.Array) -> jax.Array:
-    """The derivative of a product by one of its factors, `x`.
-
-    Args:
-      count: the number of factors that are zero.
-      product: the product of the factors that are not zero.
-      zeros: the sum of the factors that are zero.
-      x: the factor.
-
-    Returns:
-      The product of the other factors.
-    """
-    is_zero, none = x == 0, jnp.zeros_like(x)
-    rest = product / jnp.where(is_zero, jnp.ones_like(x), x)
-    one_zero = jnp.where(is_zero, product, zeros * rest)
-    two_zeros = jnp.where(is_zero, (zeros - x) * product, none)
-    return jnp.select([count == 0, count == 1, count == 2], [rest, one_zero, two_zeros], none)
-
-
-def _define_jvp_of_zero(primitive: jex.Primitive) -> None:
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
-        out = primitive.bind(*primals, placement=placement)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-
-    ad.primitive_jvps[primitive] = jvp
-
-
-_define_extremum_jvp(reduce_max_p, "max")
-_define_extremum_jvp(reduce_min_p, "min")
-ad.primitive_jvps[reduce_prod_p] = _prod_jvp
-for _op in ("any", "all", "argmax", "argmin"):
-    _define_jvp_of_zero(REDUCE_PRIMITIVES[_op])
-for _primitive in REDUCE_PRIMITIVES.values():
-    _define_reduction_batch(_primitive)
+for _op, _primitive in REDUCE_PRIMITIVES.items():
+    _define_batch(_primitive)
+    if REDUCTIONS[_op].derivative == "linear":
+        _define_linear(_primitive, REDUCTIONS[_op])
+    else:
+        _define_jvp(_primitive, REDUCTIONS[_op])

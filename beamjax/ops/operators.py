@@ -23,9 +23,12 @@ from jax import tree_util
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
+from beamjax.numerics.reducers import REDUCTIONS, wide_dtype
+
+# These modules register rules when they are imported.
+from beamjax.ops import autodiff as _autodiff  # noqa: F401
 from beamjax.ops import error_checks as _error_checks  # noqa: F401
 from beamjax.ops import primitives, sharding
-from beamjax.ops.autodiff import wide_dtype  # This also registers the derivatives.
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
@@ -477,7 +480,7 @@ def _reduce(op: str, x: Any, placement: str | None) -> Any:
 
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
-    if values and isinstance(n, int) and n == 0 and op in ("max", "min", "argmax", "argmin"):
+    if values and isinstance(n, int) and n == 0 and REDUCTIONS[op].needs_members:
         raise PlacementError(
             f"{name}: found no members in placement {placement!r}, expected at least one: without "
             "any, it has no value."

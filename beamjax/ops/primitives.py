@@ -28,6 +28,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
+from beamjax.numerics.reducers import REDUCTIONS
 from beamjax.ops import placements, sharding
 from beamjax.ops.tracer_errors import add_advice
 
@@ -36,15 +37,8 @@ map_p.multiple_results = True
 broadcast_p = jex.Primitive("bj_broadcast")
 size_p = jex.Primitive("bj_size")
 
-REDUCE_PRIMITIVES: dict[str, jex.Primitive] = {
-    op: jex.Primitive(f"bj_reduce_{op}")
-    for op in ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin")
-}
+REDUCE_PRIMITIVES = {op: jex.Primitive(f"bj_reduce_{op}") for op in REDUCTIONS}
 reduce_sum_p = REDUCE_PRIMITIVES["sum"]
-reduce_mean_p = REDUCE_PRIMITIVES["mean"]
-reduce_max_p = REDUCE_PRIMITIVES["max"]
-reduce_min_p = REDUCE_PRIMITIVES["min"]
-reduce_prod_p = REDUCE_PRIMITIVES["prod"]
 
 
 def is_differentiable(aval: Any) -> bool:

@@ -14,9 +14,8 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.numerics.reducers import REDUCERS
+from beamjax.numerics.reducers import PRODUCT, REDUCERS, Reducer
 from beamjax.ops import sharding
-from beamjax.ops.autodiff import product_of_others
 from beamjax.ops.combining import bind_reduce
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
@@ -37,29 +36,22 @@ def _segment_prod(x: jax.Array, keys: jax.Array, num_keys: int) -> jax.Array:
 def _segment_prod_jvp(
     num_keys: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    # The derivative by a member is the product of the other members with its key, even if some are
-    # zero. JAX does not define it; `beamjax.ops.autodiff._prod_jvp` explains the same rule for one
-    # product.
+    # JAX does not define the derivative of segment_prod where members are zero.
     (x, keys), t = primals, tangents[0]
-    is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
-    nonzero = jnp.where(is_zero, one, x)
+    out = _segment_prod(x, keys, num_keys)
 
-    def of_key(totals: jax.Array) -> jax.Array:
+    def of_member(totals: jax.Array) -> jax.Array:
         return totals.at[keys].get(mode="fill", fill_value=0)
 
-    count = of_key(jax.ops.segment_sum(is_zero.astype(np.int32), keys, num_keys))
-    product = of_key(_segment_prod(nonzero, keys, num_keys))
-    zeros = of_key(jax.ops.segment_sum(jnp.where(is_zero, x, none), keys, num_keys))
-    factor = product_of_others(count, product, zeros, x)
-    return _segment_prod(x, keys, num_keys), jax.ops.segment_sum(factor * t, keys, num_keys)
+    parts = PRODUCT.parts(x, of_member(out))
+    totals = [of_member(_segments(REDUCERS[op])(part, keys, num_keys)) for op, part in parts]
+    factor = PRODUCT.factor(x, of_member(out), *totals)
+    return out, jax.ops.segment_sum(factor * t, keys, num_keys)
 
 
-def _segments(op: str) -> Callable[..., jax.Array]:
+def _segments(reducer: Reducer) -> Callable[..., jax.Array]:
     """The function of (values, keys, num_keys) that reduces the values of each key."""
-    if op == "prod":
-        return _segment_prod
-    name = {"any": "max", "all": "min"}.get(op, REDUCERS[op].operation)
-    return getattr(jax.ops, f"segment_{name}")
+    return _segment_prod if reducer.scatter == "mul" else reducer.segments
 
 
 def reduce_by_key(
@@ -125,17 +117,18 @@ def reduce_by_key(
     of_key = _Members(keys, size, placement, n)
     if weights is None:
         return of_key.reduced(op, values, tree)
-    results = [REDUCERS[op].result_dtype(value.dtype) for value in values]
-    if op in ("sum", "prod"):
-        weighed = weights.weighed(op, values, results)
+    reducer = REDUCERS[op]
+    results = [reducer.result_dtype(value.dtype) for value in values]
+    if reducer.adds and not reducer.divides:
+        weighed = weights.weighed(reducer, values, results)
         return of_key.reduced(op, weighed.values, tree, weighed.dtypes)
     if size is None:
         raise StructureError(
             f"{name}: found op {op!r} without num_keys in a function with weights, expected 'sum' "
             "or 'prod'; or give num_keys."
         )
-    if op == "mean":
-        weighed = weights.weighed(op, values, results)
+    if reducer.divides:
+        weighed = weights.weighed(reducer, values, results)
         both = tree_util.tree_structure([weighed.values, weighed.weights])
         sums = of_key.reduced("sum", [*weighed.values, *weighed.weights], both)
         return tree_util.tree_unflatten(tree, weighed.results(*sums))
@@ -172,8 +165,8 @@ class _Members:
         Returns:
           As for `reduce_by_key`.
         """
-        prepared = [REDUCERS[op].result_dtype(value.dtype) for value in values]
-        results = prepared if dtypes is None else dtypes
+        reducer = REDUCERS[op]
+        results = dtypes or [reducer.result_dtype(value.dtype) for value in values]
         if self.num_keys is None:
             # A map makes the members results of a pass, which a run writes to files.
             keys, *values = self._mapped(op, lambda *member: list(member), values)
@@ -184,14 +177,13 @@ class _Members:
         def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
             wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
             key = jnp.where((wide >= 0) & (wide < num_keys), wide, num_keys).astype(np.int32)
-            cast = [_for_op(op, v, dtype) for v, dtype in zip(member, prepared, strict=True)]
-            return [key, jnp.ones_like(key), *cast]
+            return [key, jnp.ones_like(key), *map(reducer.prepared, member)]
 
         # Needed even if nothing is cast: the map marks its operands as placed.
         keys, ones, *values = self._mapped(op, prepare, values)
         with scope_of_operator():
-            totals = [_segments(op)(value, keys, num_keys) for value in values]
-            counts = jax.ops.segment_sum(ones, keys, num_keys) if op == "mean" else None
+            totals = [_segments(reducer)(value, keys, num_keys) for value in values]
+            counts = jax.ops.segment_sum(ones, keys, num_keys) if reducer.divides else None
         if counts is not None:
             totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
         totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
@@ -243,14 +235,6 @@ def check_keys(op: str, keys: jax.Array, known: bool) -> jax.Array:
 
 def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.number) or dtype == np.bool_
-
-
-def _for_op(op: str, value: jax.Array, result: Any) -> jax.Array:
-    """A member's value in the dtype in which it is reduced."""
-    if op in ("any", "all"):
-        return value if value.dtype == np.bool_ else value != 0
-    narrow = jnp.issubdtype(result, np.floating) and jnp.finfo(result).bits < 32
-    return value.astype(np.float32 if narrow and op in ("sum", "mean", "prod") else result)
 
 
 # --- by a function

@@ -23,7 +23,7 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.numerics.reducers import REDUCERS
+from beamjax.numerics.reducers import REDUCERS, REDUCTIONS, Choice, Reducer
 from beamjax.ops import sharding
 from beamjax.ops.leaves import as_placed, name_of
 from beamjax.ops.placements import Size, observe
@@ -189,20 +189,19 @@ class MemberWeights:
 
     def reduced(self, op: str, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Reduces placed arrays (n, ...) by any of `REDUCE_PRIMITIVES`, with the weights."""
-        if op in ("sum", "prod", "mean"):
-            weighed = self.weighed(op, values, [REDUCERS[op].result_dtype(x.dtype) for x in values])
-            totals = self._reduced("prod" if op == "prod" else "sum", weighed.values)
+        reduction = REDUCTIONS[op]
+        if isinstance(reduction, Choice):
+            return self._chosen(reduction, values)
+        assert isinstance(reduction, Reducer)
+        if reduction.adds:
+            dtypes = [reduction.result_dtype(x.dtype) for x in values]
+            weighed = self.weighed(reduction, values, dtypes)
+            totals = self._reduced(reduction.operation, weighed.values)
             return weighed.results(totals, self._reduced("sum", weighed.weights))
-        extreme = {"argmax": "max", "argmin": "min"}.get(op, op)
-        identities = [REDUCERS[extreme].identity(np.dtype(x.dtype)) for x in values]
+        return self._reduced(op, self._mapped(functools.partial(_each, reduction), values))
 
-        def or_identity(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
-            pairs = zip(members, identities, strict=True)
-            return [jnp.where(weight != 0, x, jnp.asarray(one, x.dtype)) for x, one in pairs]
-
-        best = self._reduced(extreme, self._mapped(or_identity, values))
-        if extreme == op:
-            return best
+    def _chosen(self, choice: Choice, values: Sequence[jax.Array]) -> list[jax.Array]:
+        best = self.reduced(choice.extreme, values)
 
         def is_best(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
             pairs = zip(members, best, strict=True)
@@ -210,14 +209,16 @@ class MemberWeights:
 
         return self._reduced("argmax", self._mapped(is_best, values))
 
-    def weighed(self, op: str, values: Sequence[jax.Array], dtypes: Sequence[Any]) -> Weighed:
+    def weighed(
+        self, reducer: Reducer, values: Sequence[jax.Array], dtypes: Sequence[Any]
+    ) -> Weighed:
         """Multiplies members by their weights, or raises them to that power for "prod".
 
         Sums and products of ints and bools stay ints if the weights are ints or bools. If the
         weights are floats, they become floats, so that they have a derivative.
 
         Args:
-          op: "sum", "mean" or "prod".
+          reducer: "sum", "mean" or "prod".
           values: placed arrays (n, ...).
           dtypes: the dtypes of the results without weights.
 
@@ -230,16 +231,13 @@ class MemberWeights:
             np.dtype(of_ints if _is_inexact(of_ints) and not _is_inexact(dtype) else dtype)
             for dtype in dtypes
         ]
-        wide = [REDUCERS["sum"].partial_dtype(dtype) for dtype in dtypes]
+        wide = list(map(REDUCERS["sum"].partial_dtype, dtypes))
 
         def of_member(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
             factors = [weight.astype(dtype) for dtype in wide]
-            apply = _power if op == "prod" else _product
-            weighed = [
-                apply(x.astype(factor.dtype), factor)
-                for x, factor in zip(members, factors, strict=True)
-            ]
-            return [*weighed, *(factors if op == "mean" else [])]
+            pairs = zip(members, factors, strict=True)
+            weighed = [reducer.weighted(x.astype(w.dtype), w, None) for x, w in pairs]
+            return [*weighed, *(factors if reducer.divides else [])]
 
         found = self._mapped(of_member, values)
         return Weighed(found[: len(values)], found[len(values) :], dtypes)
@@ -293,15 +291,8 @@ class Weighed:
         return [total.astype(dtype) for total, dtype in zip(totals, self.dtypes, strict=True)]
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    if _is_inexact(x.dtype):
-        # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
-        x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
-    return x * weight
-
-
-def _power(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(weight == 0, jnp.ones_like(x), jnp.power(x, weight))
+def _each(reducer: Reducer, weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
+    return [reducer.weighted(x, weight, reducer.identity(np.dtype(x.dtype))) for x in members]
 
 
 def _is_inexact(dtype: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import beam_flags
 from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.steps import FusedBuffer, Map
@@ -28,10 +29,6 @@ WORTH_SECONDS = 1.0
 MAX_PARTIALS = 256
 """Largest number of partials per range of values: a pass is distributed in at most as many ranges
 of shards, each with one partial."""
-
-PRODUCTS = 20
-"""Largest number of partial products that wait to be merged with the next one. Each covers a power
-of two of shards, so that 20 are enough for a million shards."""
 
 
 @dataclass(frozen=True)
@@ -119,15 +116,4 @@ def accumulator_bytes(buffer: FusedBuffer, mode: str, most: bool = False) -> int
       most: whether to return an upper bound, for numbers of like size and a million shards.
     """
     dtype = np.dtype(buffer.dtype)
-    if dtype.kind in "biu":
-        return buffer.size * dtype.itemsize
-    parts, real = (2, dtype.itemsize // 2) if dtype.kind == "c" else (1, dtype.itemsize)
-    each = 8
-    if buffer.kind not in ("sum", "prod"):
-        each = max(real, 4)
-    elif mode != "fast" and buffer.kind == "prod":
-        each = 8 * (PRODUCTS if most else 1)
-    elif mode != "fast":
-        digits = 1 if real <= 4 else 3
-        each = 8 * (digits + 2 + (real > 4)) + 1 if most else 8 * digits
-    return buffer.size * parts * each
+    return buffer.size * accumulator_kind(buffer.kind, dtype, mode).bytes_each(dtype, most)

@@ -59,8 +59,7 @@ class Partials:
             self._begin()
         buffers = self.step.buffers
         for piece, accumulator in self.accumulators.items():
-            if buffers[piece.buffer].kind == "sum":
-                accumulator.left_out += found.left_out
+            accumulator.left_out += found.left_out
             partial = found.partials[piece.buffer]
             if partial is not None:
                 accumulator.add(partial[piece.start : piece.stop], shard.index)

@@ -22,10 +22,9 @@ from beamjax.interpreters.placement.rewrites import BlockRewriter, Rewrite, runs
 from beamjax.interpreters.program import Atom, Eqn, aval_of
 from beamjax.interpreters.rules.factors import ELEMENTWISE
 from beamjax.interpreters.rules.indexing import MAX_SHARE, clamped
-from beamjax.interpreters.rules.reductions import REDUCTIONS
 from beamjax.interpreters.rules.sharding_rules import bind, shape_of
 from beamjax.numerics.accumulators import lowest_value
-from beamjax.numerics.reducers import REDUCERS
+from beamjax.numerics.reducers import JAX_REDUCTIONS, REDUCTIONS, Choice
 from beamjax.ops.placements import MAX_MEMBERS
 
 MAX_ROWS = 8
@@ -105,7 +104,7 @@ def _end(eqn: Eqn, change: Reshape) -> Function | None:
     name = eqn.primitive.name
     if name == "reshape" and shape_of(eqn.outputs[0]) == change.shape:
         return lambda x: bind(eqn, [x])
-    if name in REDUCTIONS:
+    if name in JAX_REDUCTIONS:
         return _reduction(eqn, change)
     if name in ("argmax", "argmin") and len(change.to) == 1 and eqn.params["axes"] == (0,):
         return _place_of_extreme(eqn, change)
@@ -151,16 +150,15 @@ def _entries(eqn: Eqn, change: Reshape) -> Callable[..., Sequence[Any]] | None:
 
 def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
     dtype, index = aval_of(eqn.inputs[0]).dtype, np.dtype(eqn.params["index_dtype"])
-    buffer = "max" if eqn.primitive.name == "argmax" else "min"
+    choice = REDUCTIONS[eqn.primitive.name]
+    assert isinstance(choice, Choice)
     if change.to[0] > np.iinfo(index).max:
         return None
 
     def better(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
         """The better of two pairs of a value and its index; of equal values, the first one."""
         (x, i), (y, j) = left, right
-        is_right = y > x if buffer == "max" else y < x
-        # The first NaN is the extreme.
-        is_right |= (y != y) & (x == x)
+        is_right = choice.replaces(y, x)
         is_right |= ((x == y) | (x != x) & (y != y)) & (j < i)
         return jnp.where(is_right, y, x), jnp.where(is_right, j, i)
 
@@ -169,16 +167,13 @@ def _place_of_extreme(eqn: Eqn, change: Reshape) -> Function | None:
         indices = [lax.broadcasted_iota(index, x.shape, k) for k in range(x.ndim)]
         number = sum(i * index.type(s) for i, s in zip(indices, strides, strict=True))
         operands = tuple(jnp.moveaxis(each, change.along.axis, 0) for each in (x, number))
-        start = lowest_value(buffer, dtype), index.type(np.iinfo(index).max)
+        start = lowest_value(choice.extreme, dtype), index.type(np.iinfo(index).max)
         return [lax.reduce(operands, start, better, range(x.ndim))[1]]
 
     return function
 
 
 # --- reductions along some axes
-
-_WRITES = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "max", "all": "min"}
-"""For each reduction, the method of `table.at[keys]` that adds rows to a table."""
 
 
 def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
@@ -213,7 +208,7 @@ def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
     rows = math.prod(to[k] for k in kept)
     if rows > max(MAX_ROWS, math.isqrt(n)) or not _has_table(eqn):
         return None
-    name, before = REDUCTIONS[eqn.primitive.name], sum(k not in reduced for k in front)
+    reducer, before = JAX_REDUCTIONS[eqn.primitive.name], sum(k not in reduced for k in front)
 
     def by_row(x: Any) -> Sequence[Any]:
         x = x.reshape(shape)
@@ -225,9 +220,9 @@ def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
         entry, row = entry * width + element, jnp.zeros_like(entry)
         for k in kept:
             row = row * to[k] + entry // (strides[k] // math.prod(shape[member + 2 :])) % to[k]
-        neutral = jnp.asarray(REDUCERS[name].identity(x.dtype))
+        neutral = jnp.asarray(reducer.identity(x.dtype))
         table = jnp.full((rows, *x.shape[2:]), neutral).at[row]
-        total = getattr(table, _WRITES[name])(x)
+        total = getattr(table, reducer.scatter)(x)
         return [jnp.moveaxis(total, 0, before).reshape(result)]
 
     return by_row
@@ -235,7 +230,7 @@ def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
 
 def _has_table(eqn: Eqn) -> bool:
     """Whether there is a scatter for a reduction and its dtype."""
-    kind, name = aval_of(eqn.inputs[0]).dtype.kind, REDUCTIONS[eqn.primitive.name]
+    kind, reducer = aval_of(eqn.inputs[0]).dtype.kind, JAX_REDUCTIONS[eqn.primitive.name]
     if kind == "c":
-        return name == "sum"
-    return kind == "b" or name not in ("any", "all")
+        return reducer.name == "sum"
+    return kind == "b" or not reducer.is_logical

@@ -28,6 +28,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     replaced,
     shape_of,
 )
+from beamjax.numerics.reducers import REDUCTIONS
 
 Labels = Sequence[Hashable]
 """A label for each axis; None, or no entry, for an axis without one."""
@@ -303,8 +304,7 @@ def _windows(eqn: Eqn) -> Factors:
 # --- reductions and products
 
 
-@factors("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and",
-         "reduce_xor", "psum", "pmax", "pmin", "argmax", "argmin")  # fmt: skip
+@factors("reduce_xor", *(name for each in REDUCTIONS.values() for name in each.primitives))
 def _reduce(eqn: Eqn) -> Factors:
     (rank,) = _ranks(eqn.inputs)
     return [range(rank)], [_without(rank, eqn.params["axes"])]

@@ -6,7 +6,7 @@ These are reductions by functions of the user, argmax and argmin, top_k, and bit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     shape_of,
 )
 from beamjax.numerics.accumulators import lowest_value
+from beamjax.numerics.reducers import REDUCTIONS, Choice
 from beamjax.ops.combining import combine_of, fold_members
 from beamjax.ops.placements import MAX_MEMBERS
 
@@ -98,7 +99,7 @@ def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
 # --- argmax, argmin and top_k
 
 
-@rule("bj_reduce_argmax", "bj_reduce_argmin")
+@rule(*(f"bj_reduce_{name}" for name, each in REDUCTIONS.items() if isinstance(each, Choice)))
 def _operator(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
     return _index_of_extreme(eqn, (0,), n)
 
@@ -106,10 +107,10 @@ def _operator(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
 @reduction("argmax", "argmin")
 def _index_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     """The index of the first extreme along the members; a partial holds index and extreme."""
-    name = eqn.primitive.name.removeprefix("bj_reduce_")
-    axis = in_axes[0]
+    choice = REDUCTIONS[eqn.primitive.name.removeprefix("bj_reduce_")]
+    assert isinstance(choice, Choice)
+    axis, function = in_axes[0], getattr(jax.lax, choice.name)
     assert axis is not None
-    function, reducer = (jax.lax.argmax, "max") if name == "argmax" else (jax.lax.argmin, "min")
     result, operand = aval_of(eqn.outputs[0]), aval_of(eqn.inputs[0])
     last = np.iinfo(result.dtype).max
     if last < MAX_MEMBERS and (is_unknown(n) or n - 1 > last):
@@ -118,7 +119,7 @@ def _index_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule 
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         # Padding is at the end of a shard, so it is never the first of equal extremes.
-        x = shard.masked(args[0], axis, lowest_value(reducer, operand.dtype))
+        x = shard.masked(args[0], axis, lowest_value(choice.extreme, operand.dtype))
         row = function(x, axis, result.dtype)
         extreme = jnp.take_along_axis(x, jnp.expand_dims(row, axis), axis)
         found = jnp.take(shard.indices(), row).astype(result.dtype)
@@ -126,12 +127,11 @@ def _index_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule 
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         (i, x), (j, y) = left, right
-        is_better = y > x if reducer == "max" else y < x
-        is_better |= (y != y) & (x == x)  # The first NaN is the extreme.
+        is_better = choice.replaces(y, x)
         return [jnp.where(is_better, b, a) for a, b in ((i, j), (x, y))]
 
     leaves = (result, jax.ShapeDtypeStruct(result.shape, operand.dtype))
-    return FunctionReductionRule((axis,), name, partial, combine, leaves, (0,))
+    return FunctionReductionRule((axis,), choice.name, partial, combine, leaves, (0,))
 
 
 NOWHERE = np.int32(MAX_MEMBERS)
@@ -182,27 +182,20 @@ def _lowest_of_all(dtype: Any) -> Any:
 
 # --- bits
 
-_BITS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
-    "reduce_and": (jnp.bitwise_and, True),
-    "reduce_or": (jnp.bitwise_or, False),
-    "reduce_xor": (jnp.bitwise_xor, False),
-}
-"""For each bitwise reduction, its function of two values and its neutral bit."""
-
 
 @reduction("reduce_xor")
 def reduce_bits(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule:
     """The rule of a bitwise reduction of integers over the members and other axes."""
     axis = in_axes[0]
     assert axis is not None
-    function, bit = _BITS[eqn.primitive.name]
+    ufunc = getattr(np, eqn.primitive.name.replace("reduce", "bitwise"))
     result = aval_of(eqn.outputs[0])
-    zero = np.zeros((), result.dtype)
+    identity = np.array(ufunc.identity).astype(result.dtype)
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
-        return bind(eqn, [shard.masked(args[0], axis, ~zero if bit else zero)])
+        return bind(eqn, [shard.masked(args[0], axis, identity)])
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
-        return [function(*left, *right)]
+        return [getattr(jnp, ufunc.__name__)(*left, *right)]
 
     return FunctionReductionRule((axis,), eqn.primitive.name, partial, combine, (result,), (0,))

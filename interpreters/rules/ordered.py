@@ -31,13 +31,8 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 from beamjax.numerics.reducers import REDUCERS
 
-SCANS: dict[str, tuple[str, Callable[..., Any], Callable[[Any, Any], Any]]] = {
-    "cumsum": ("sum", lax.cumsum, jnp.add),
-    "cumprod": ("prod", lax.cumprod, jnp.multiply),
-    "cummax": ("max", lax.cummax, jnp.maximum),
-    "cummin": ("min", lax.cummin, jnp.minimum),
-}
-"""For each primitive of a scan, its reduction, its function of a shard, and that of two values."""
+SCANS = {f"cum{name}": REDUCERS[name] for name in ("sum", "prod", "max", "min")}
+"""The reductions by the primitives of their scans."""
 
 
 @expansion(*SCANS, ordered=True)
@@ -72,9 +67,8 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
       reverse: whether the totals run from the last member to the first.
       block: members per range.
     """
-    reduction, scan, join = SCANS[name]
-    reducer, n = REDUCERS[reduction], x.shape[0]
-    rows = np.arange(-(-n // block), dtype=np.int32)
+    reducer, scan = SCANS[name], getattr(lax, name)
+    rows = np.arange(-(-x.shape[0] // block), dtype=np.int32)
 
     def before(shard: TracedShard, x: Any) -> tuple[Any, Any]:
         """The total of a shard in the rows of all ranges that come after it."""
@@ -86,10 +80,10 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
 
     def scanned(shard: TracedShard, x: Any, before: Any) -> Any:
         own = scan(shard.masked(x, 0, reducer.identity(x.dtype)), axis=0, reverse=reverse)
-        return join(own, jnp.take(before, shard.start // block, axis=0)[None])
+        return reducer.merge(own, jnp.take(before, shard.start // block, axis=0)[None])
 
     wide = x.astype(reducer.partial_dtype(x.dtype))
-    table = reduced_by_shard(before, wide, block=block, reducer=reduction)
+    table = reduced_by_shard(before, wide, block=block, reducer=reducer.name)
     return mapped_by_shard(scanned, wide, table, block=block).astype(x.dtype)
 
 

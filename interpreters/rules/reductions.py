@@ -21,39 +21,25 @@ from beamjax.interpreters.rules.sharding_rules import (
     dropping,
     reduction,
 )
-from beamjax.numerics.reducers import REDUCERS
-
-REDUCTIONS = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_or": "any",
-    "reduce_and": "all",
-    # What `jax.vmap` makes of a collective over its `axis_name`.
-    "psum": "sum",
-    "pmax": "max",
-    "pmin": "min",
-}
+from beamjax.numerics.reducers import JAX_REDUCTIONS, REDUCERS
 
 
-@reduction(*REDUCTIONS)
+@reduction(*JAX_REDUCTIONS)
 def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
-    (axis,), name = in_axes, REDUCTIONS[eqn.primitive.name]
+    (axis,), reducer = in_axes, JAX_REDUCTIONS[eqn.primitive.name]
     assert axis is not None
-    if name in ("any", "all") and aval_of(eqn.inputs[0]).dtype != np.bool_:
+    if reducer.is_logical and aval_of(eqn.inputs[0]).dtype != np.bool_:
         return reduce_bits(eqn, in_axes, n)
     others = tuple(a for a in eqn.params["axes"] if a != axis)
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         (x,) = args
-        if name in ("sum", "prod"):
-            x = x.astype(REDUCERS[name].partial_dtype(x.dtype))
+        x = reducer.prepared(x)
         if others:
             (x,) = bind(eqn, [x], axes=others)
-        return REDUCERS[name].partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.mask)
+        return reducer.partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.mask)
 
-    return ReductionRule((axis,), name, partial)
+    return ReductionRule((axis,), reducer.name, partial)
 
 
 # --- products
@@ -92,21 +78,17 @@ def _product(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
 # --- scatters
 
 _SCATTERS = {
-    "scatter-add": ("sum", lax.scatter_add),
-    "scatter-mul": ("prod", lax.scatter_mul),
-    "scatter-max": ("max", lax.scatter_max),
-    "scatter-min": ("min", lax.scatter_min),
+    f"scatter-{REDUCERS[name].scatter}": REDUCERS[name] for name in ("sum", "prod", "max", "min")
 }
-"""For each scatter, its reduction and the function for a shard."""
 
 
 @reduction(*_SCATTERS)
 def _scatter(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule | None:
     """A scatter of placed rows into a server table, as `jax.ops.segment_sum` does."""
-    (name, scatter), (_, index, position) = _SCATTERS[eqn.primitive.name], in_axes
-    if name in ("max", "min") and aval_of(eqn.inputs[0]).dtype.kind == "c":
+    reducer, (_, index, position) = _SCATTERS[eqn.primitive.name], in_axes
+    if not reducer.adds and aval_of(eqn.inputs[0]).dtype.kind == "c":
         return None  # In XLA, whether a complex NaN gets lost depends on its position.
-    p, reducer = eqn.params, REDUCERS[name]
+    p, scatter = eqn.params, getattr(lax, f"scatter_{reducer.scatter}")
     assert position is not None
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
@@ -126,4 +108,4 @@ def _scatter(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule | None:
             mode=p["mode"],
         )
 
-    return ReductionRule((None, index, position), name, partial)
+    return ReductionRule((None, index, position), reducer.name, partial)

@@ -24,17 +24,11 @@ from beamjax.interpreters.rules.sharding_rules import (
     expansion,
     only,
 )
+from beamjax.numerics.reducers import REDUCERS
 from beamjax.ops import primitives
 
-_REDUCTIONS = {
-    "add": (primitives.reduce_sum_p, lax.add),
-    "add_any": (primitives.reduce_sum_p, lax.add),
-    "mul": (primitives.reduce_prod_p, lax.mul),
-    "max": (primitives.reduce_max_p, lax.max),
-    "min": (primitives.reduce_min_p, lax.min),
-}
-"""For each primitive by which a carried value may change, the reduction over the members, and the
-function that adds its result to the initial value."""
+_REDUCTIONS = {name: each for each in REDUCERS.values() for name in each.pairs}
+"""For each primitive by which a carried value may change, the reduction over the members."""
 
 
 @expansion("scan")
@@ -61,10 +55,11 @@ def _scan_over_members(
         ends, rest = [], iter(outs)
         for value, change in zip(start, changes, strict=True):
             if change is not None:
-                reduction, join = _REDUCTIONS[change]
+                reducer = _REDUCTIONS[change]
+                reduction = primitives.REDUCE_PRIMITIVES[reducer.name]
                 total = reduction.bind(next(rest), placement=name)
                 total = lax.convert_element_type(total, value.dtype)
-                value = join(value, jnp.broadcast_to(total, value.shape))
+                value = reducer.merge(value, jnp.broadcast_to(total, value.shape))
             ends.append(value)
         return [*ends, *rest]
 

@@ -32,12 +32,15 @@ from beamjax.bodies.jaxprs import equations, evaluate
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
 from beamjax.interpreters.staging.flatten import CALLED
 from beamjax.interpreters.staging.simplify import prune
-from beamjax.ops.primitives import size_p, trace_body
+from beamjax.numerics.reducers import REDUCERS
+from beamjax.ops.primitives import REDUCE_PRIMITIVES, size_p, trace_body
 
 _CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
 _REMATS = frozenset("remat remat2 checkpoint".split())
 _PRODUCTS = frozenset("dot_general conv_general_dilated".split())
-_REDUCTIONS = frozenset("bj_reduce_sum bj_reduce_mean".split())
+_REDUCTIONS = {
+    REDUCE_PRIMITIVES[name]: each for name, each in REDUCERS.items() if each.operation == "sum"
+}
 
 
 def contract_sums(flat: FlatProgram) -> FlatProgram:
@@ -54,7 +57,7 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
     maps = {var: eqn for eqn in block.eqns if eqn.primitive.name == "bj_map" for var in eqn.outputs}
     reductions: dict[Eqn, list[Eqn]] = {}
     for eqn in block.eqns:
-        if eqn.primitive.name not in _REDUCTIONS:
+        if eqn.primitive not in _REDUCTIONS:
             continue
         var = _members(eqn)
         mapped = maps.get(var)
@@ -86,7 +89,7 @@ def _is_linear(reduction: Eqn) -> bool:
     if not jax.numpy.issubdtype(dtype, np.floating):
         return False
     # The sum of a narrow dtype may be infinite where the mean is not.
-    return reduction.primitive.name == "bj_reduce_sum" or dtype.itemsize >= 4
+    return not _REDUCTIONS[reduction.primitive].divides or dtype.itemsize >= 4
 
 
 def _is_product(eqn: Any) -> bool:
@@ -145,7 +148,7 @@ class _Equations:
         pairs = zip(found.products, rows, strict=True)
         terms = [self.contraction(product, *own) for product, own in pairs]
         total = functools.reduce(lambda a, b: self.add(lax.add_p, {}, a, b), terms)
-        if self.reduction.primitive.name == "bj_reduce_mean":
+        if _REDUCTIONS[self.reduction.primitive].divides:
             size = self.add(size_p, self.members)
             dtype = {"new_dtype": total.aval.dtype, "weak_type": False, "sharding": None}
             size = self.add(lax.convert_element_type_p, dtype, size)

@@ -20,6 +20,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
+from beamjax.numerics.reducers import JAX_REDUCTIONS
 
 
 def hoist(
@@ -79,7 +80,6 @@ def _numbers(variables: Iterable[Any]) -> int:
 # --- raveled arrays
 
 
-REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 VECTORS = (((0,), (0,)), ((), ()))
 """The dimension numbers of the inner product of two vectors."""
 
@@ -116,7 +116,7 @@ def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[s
     if not shapes:
         return None
     axes = tuple(range(len(shapes[0])))
-    if name in REDUCTIONS:
+    if name in JAX_REDUCTIONS:
         return {"axes": axes} if params["axes"] == (0,) else None
     if name == "dot_general" and shapes[0] == shapes[1] and params["dimension_numbers"] == VECTORS:
         return {"dimension_numbers": ((axes, axes), ((), ()))}
