@@ -34,7 +34,9 @@ from beamjax.ops.operators import reduce_max as reduce_max
 from beamjax.ops.operators import reduce_mean as reduce_mean
 from beamjax.ops.operators import reduce_min as reduce_min
 from beamjax.ops.operators import reduce_prod as reduce_prod
+from beamjax.ops.operators import reduce_std as reduce_std
 from beamjax.ops.operators import reduce_sum as reduce_sum
+from beamjax.ops.operators import reduce_var as reduce_var
 from beamjax.ops.operators import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.ops.quantiles import quantile as quantile
 from beamjax.ops.reductions import reduce as reduce
@@ -61,10 +63,8 @@ from beamjax.sources.derived_sources import take as take
 from beamjax.sources.random_access_source import from_random_access as from_random_access
 from beamjax.sources.range_source import from_range as from_range
 from beamjax.sources.records.tfrecord_source import from_tfrecord as from_tfrecord
-from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import StreamSource as StreamSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
-from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
 from beamjax.sources.tables.table_opening import from_arrow as from_arrow
 from beamjax.sources.tables.table_opening import from_csv as from_csv
 from beamjax.sources.tables.table_opening import from_parquet as from_parquet

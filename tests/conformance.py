@@ -28,6 +28,7 @@ TABLE = {
         plain: `map_fn` | `map_fn` that closes over server values
         map_without_operands: `map_fn` without operands
         reductions: `reduce_sum` | `reduce_mean` | `reduce_max` | `reduce_min` | `reduce_prod`
+        variances: `reduce_var`, `reduce_std`, differentiated
         reductions: `reduce_any` | `reduce_all` | `reduce_weighted_mean`
         grad_by_key: `reduce_by_key`, differentiated
         quantiles: `quantile` | `quantile` by key | `quantile`, differentiated

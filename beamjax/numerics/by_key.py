@@ -18,7 +18,7 @@ import numpy as np
 
 from beamjax.numerics.accumulators import Extreme, OrderedProduct, from_keys, is_float, to_keys
 from beamjax.numerics.exact_sum import ExactSum, quotient
-from beamjax.numerics.reducers import REDUCERS, Reducer
+from beamjax.numerics.reducers import REDUCERS, REDUCTIONS, Fold, Reducer
 from beamjax.numerics.rounding import DIVISOR_LIMIT, append, divide, round_pair
 from beamjax.numerics.superaccumulator import LOWEST, WIDTH
 from beamjax.storage.arrays import decode_arrays, encode_arrays
@@ -70,14 +70,17 @@ class Rows:
         keys = self.keys
         if keys.dtype.kind == "S":
             keys = keys.view(np.uint8).reshape(len(keys), -1)
-        arrays = [keys, self.counts, self.blocks, *(x for s in self.states for x in s.values())]
+        others = [self.counts, self.blocks, *(x for s in self.states for x in s.values())]
+        # Most blocks and special values are 0 in all rows.
+        arrays = [keys, *(x if x.any() else x[:0] for x in others)]
         return encode_arrays(arrays, {"names": [list(state) for state in self.states]})
 
     @classmethod
     def decode(cls, data: bytes) -> Rows:
         """Undoes `encode`; raises ArrayFormatError for other bytes."""
-        (keys, counts, blocks, *others), meta = decode_arrays(data)
-        arrays = iter(others)
+        (keys, *others), meta = decode_arrays(data)
+        arrays = (x if len(x) else np.zeros((len(keys), *x.shape[1:]), x.dtype) for x in others)
+        counts, blocks = next(arrays), next(arrays)
         states = tuple({name: next(arrays) for name in names} for names in meta["names"])
         return cls(key_codes(keys) if keys.ndim == 2 else keys, counts, blocks, states)
 
@@ -87,7 +90,7 @@ class ByKey:
     """A reduction of members by key.
 
     Attributes:
-      op: "sum", "mean", "max", "min", "prod", "any" or "all".
+      op: the reduction, as in `reduce_by_key`.
       key: the type of a key: a number, or a text of uint8[width] with zeros at its end.
       members: the type of a member of each leaf.
       results: the dtype of each leaf of the result.
@@ -100,7 +103,13 @@ class ByKey:
 
     @property
     def _reducer(self) -> Reducer:
-        return REDUCERS[self.op]
+        """The reduction of the states; those of variances are sums."""
+        return REDUCERS["sum" if self._fold else self.op]
+
+    @property
+    def _fold(self) -> Fold | None:
+        reduction = REDUCTIONS[self.op]
+        return reduction if isinstance(reduction, Fold) else None
 
     @property
     def row_bytes(self) -> int:
@@ -134,7 +143,7 @@ class ByKey:
     def _reduced(self, values: np.ndarray, result: np.dtype, first: np.ndarray) -> State:
         """The state of runs of members with equal keys, which begin at the rows `first`."""
         if self._adds_digits(result):
-            return _digits(_as_float64(values), first)
+            return _digits((_squares if self._fold else _as_float64)(values), first)
         held = self._held(values, result)
         return {"values": _folded(self._ufunc, held, first)}
 
@@ -231,7 +240,13 @@ class ByKey:
         member: np.dtype,
         result: np.dtype,
     ) -> np.ndarray:
-        if "special" in state:
+        if self._fold:
+            found = _variances(state, counts)
+            if member.kind == "c":
+                found = found.reshape(len(counts), -1, 2).sum(axis=2)
+            with np.errstate(all="ignore"):
+                found = self._fold.of_variance(found).astype(result)
+        elif "special" in state:
             found = _rounded(state, counts if self._reducer.divides else None, result)
         elif self._reducer.accumulator is Extreme:
             parts = np.moveaxis(state["values"], -1, 0)
@@ -332,6 +347,22 @@ def _as_float64(values: np.ndarray) -> list[np.ndarray]:
     return [flat.astype(np.float64)]
 
 
+def _squares(values: np.ndarray) -> list[np.ndarray]:
+    """Float64 arrays (n, 2 * coordinates), the exact sum of which is `values` and their squares."""
+    flat = values.reshape(len(values), -1)
+    if flat.dtype.kind == "c":
+        flat = np.ascontiguousarray(flat, np.complex128).view(np.float64)
+    x = flat.astype(np.float64)
+    with np.errstate(all="ignore"):
+        square, left = x * x, x * (2.0**27 + 1)
+        high = left - (left - x)  # Dekker, "A floating-point technique", 1971.
+        low = x - high
+        rest = ((high * high - square) + 2 * high * low) + low * low
+    rest = np.where(np.isfinite(square) & np.isfinite(rest), rest, 0.0)
+    zeros = np.zeros_like(x)
+    return [np.concatenate([x, square], 1), np.concatenate([zeros, rest], 1)]
+
+
 def _digits(terms: Sequence[np.ndarray], first: np.ndarray) -> State:
     """The digits of the sums of runs of rows; infinities and NaN are added apart.
 
@@ -409,6 +440,28 @@ def _rounded(state: State, counts: np.ndarray | None, result: np.dtype) -> np.nd
         found = np.where(special == 0, found, special.astype(real))
         found[np.isnan(special)] = np.float32(np.nan).astype(real)
     return found.view(result) if result.kind == "c" else found
+
+
+def _variances(state: State, counts: np.ndarray) -> np.ndarray:
+    """Float64 variances (rows, coordinates) of members with such squares."""
+    special = state["special"]
+    digits = {int(name): x for name, x in state.items() if name != "special"}
+    lowest = min(digits, default=0)
+    total = np.zeros(special.shape, object)
+    for key, digit in digits.items():
+        total = total + (digit.astype(object) << WIDTH * (key - lowest))
+    unit = WIDTH * lowest + _LOWEST
+    sums, squares = np.split(total, 2, axis=1)
+    number = counts.astype(object)[:, None]
+    # Sums and sums of squares are these integers times 2^unit.
+    down, up = max(-unit, 0), max(unit, 0)
+    above = (number * squares << down + up) - (sums * sums << 2 * up)
+    found = _quotients(above, number * number << 2 * down).astype(np.float64)
+    no_mean, no_square = np.split(special, 2, axis=1)
+    return np.where(no_mean != 0, np.nan, np.where(no_square != 0, no_square, found))
+
+
+_quotients = np.frompyfunc(lambda above, below: quotient(above, below)[0], 2, 1)
 
 
 def _folded(ufunc: Any, values: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -202,6 +202,35 @@ class Reducer(Reduction):
         return accumulator.total(lo, hi, result)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fold(Reduction):
+    """A reduction by a state: a list of arrays for some consecutive members.
+
+    States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
+
+    Attributes:
+        begin: from a member's value and weight to its state.
+        merge: from the states of two neighbouring ranges of members to that of both.
+        finish: from a state, and the parameters of the operator, to the result.
+        nothing: the state of no members, as scalars.
+        terms: from a state, and a member's value, weight and their tangents, to what is added up
+            over the members for `moved`.
+        moved: from a state and these sums to its tangent.
+        of_sums: from members' values and weights, a function that adds members up by key, and one
+            that gives its results to the members, to the states of the keys.
+        of_variance: from variances, in NumPy, to the results, for keys that are not known.
+    """
+
+    begin: Callable[[jax.Array, Any], list[Any]]
+    merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    finish: Callable[..., jax.Array]
+    nothing: tuple[float, ...]
+    terms: Callable[..., list[Any]]
+    moved: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    of_sums: Callable[..., list[Any]]
+    of_variance: Callable[[np.ndarray], np.ndarray]
+
+
 class Picker(Reducer):
     """Selects single members: a maximum of their bits as integers, where other members give 0."""
 
@@ -313,10 +342,12 @@ PRODUCT = Derivative(_factors_of_product, _product_of_others)
 
 
 def _times(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
-    if jnp.issubdtype(x.dtype, np.inexact):
-        # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
-        x = jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
-    return x * weight
+    return (_finite(x, weight) if jnp.issubdtype(x.dtype, np.inexact) else x) * weight
+
+
+def _finite(x: jax.Array, weight: Any) -> jax.Array:
+    # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
+    return jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
 
 
 def _power(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
@@ -325,6 +356,78 @@ def _power(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
 
 def _if_present(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
     return jnp.where(weight != 0, x, jnp.asarray(identity, x.dtype))
+
+
+# --- variances
+
+# The state of members with weights w, where the mean is the sum of p and d: the sum of w; p, which
+# is the value of one member; d; and m2, the sum of w * |x - mean|**2. With the mean in two parts,
+# x - p is exact where members are close to each other but far from zero, and no sum cancels. States
+# merge as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+# sample variances", 1982.
+
+
+def _spread_begin(x: jax.Array, weight: Any) -> list[Any]:
+    x, real = _finite(x, weight), x.real.dtype
+    return [jnp.asarray(weight, real), x, jnp.zeros_like(x), jnp.zeros(x.shape, real)]
+
+
+def _spread_merge(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
+    (v, p, d, m), (w, q, e, k) = left, right
+    total = v + w
+    share = w / jnp.where(total == 0, 1, total)
+    delta = (q - p) + (e - d)
+    # A member with weight 0 may be far from all others.
+    is_first = v == 0
+    mean = jnp.where(is_first, q, p), jnp.where(is_first, e, d + delta * share)
+    return [total, *mean, m + k + _inner(delta, delta) * (v * share)]
+
+
+def _spread_terms(
+    state: Sequence[Any], x: jax.Array, weight: Any, t: jax.Array, weight_t: Any
+) -> list[Any]:
+    _, p, d, _ = state
+    away = (x - p) - d
+    return [
+        jnp.asarray(weight_t, x.real.dtype),
+        weight * t + weight_t * away,
+        2 * weight * _inner(away, t) + weight_t * _inner(away, away),
+    ]
+
+
+def _spread_moved(state: Sequence[Any], sums: Sequence[Any]) -> list[Any]:
+    count, p, _, _ = state
+    moved_count, moved_mean, moved_squares = sums
+    return [moved_count, jnp.zeros_like(p), moved_mean / count, moved_squares]
+
+
+def _spread_of_sums(x: jax.Array, weight: jax.Array, add: Any, of_member: Any) -> list[Any]:
+    weight = weight.reshape(-1, *[1] * (x.ndim - 1))
+    x, count = _finite(x, weight), add(weight)
+    p = add(weight * x) / count
+    away = x - of_member(p)
+    d = add(weight * away) / count
+    return [count, p, d, add(weight * _inner(away, away)) - count * _inner(d, d)]
+
+
+def _inner(x: jax.Array, y: jax.Array) -> jax.Array:
+    return (x.conj() * y).real
+
+
+def _variance(state: Sequence[Any], ddof: Any = 0) -> jax.Array:
+    count, _, _, squares = state
+    left = count - jnp.asarray(ddof, count.dtype)
+    return jnp.where(left > 0, squares / left, np.nan)
+
+
+def _deviation(state: Sequence[Any], ddof: Any = 0) -> jax.Array:
+    return jnp.sqrt(_variance(state, ddof))
+
+
+_SPREAD: dict[str, Any] = {
+    "begin": _spread_begin, "merge": _spread_merge, "nothing": (0, 0, 0, 0),
+    "terms": _spread_terms, "moved": _spread_moved, "of_sums": _spread_of_sums,
+}  # fmt: skip
 
 
 # --- the table
@@ -364,11 +467,16 @@ REDUCTIONS: dict[str, Reduction] = {
             name="all", ufunc=np.logical_and, accumulator=Running, scatter="min",
             primitives=("reduce_and",), weighted=_if_present,
         ),
+        Fold(name="var", finish=_variance, of_variance=np.asarray, **_SPREAD),
+        Fold(name="std", finish=_deviation, of_variance=np.sqrt, **_SPREAD),
         Choice(name="argmax", extreme="max", primitives=("argmax",), needs_members=True),
         Choice(name="argmin", extreme="min", primitives=("argmin",), needs_members=True),
     )
 }  # fmt: skip
 """The reductions by name."""
+
+BY_KEY = [name for name, each in REDUCTIONS.items() if not isinstance(each, Choice)]
+"""The names of those that `reduce_by_key` does."""
 
 REDUCERS = {name: each for name, each in REDUCTIONS.items() if isinstance(each, Reducer)}
 """Those that accumulators do."""

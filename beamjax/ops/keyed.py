@@ -30,7 +30,7 @@ class Keyed:
     Attributes:
       keys: the key of each member: numbers (n,), or texts as uint8 (n, width).
       values: a tree of arrays of shapes (n, ...).
-      op: the reduction: "sum", "mean", "max", "min", "prod", "any" or "all".
+      op: the reduction, as in `reduce_by_key`.
       dtypes: the dtype of each reduced leaf, by name.
     """
 

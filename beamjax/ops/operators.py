@@ -23,12 +23,13 @@ from jax import tree_util
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.numerics.reducers import REDUCTIONS, wide_dtype
+from beamjax.numerics.reducers import REDUCTIONS, Fold, wide_dtype
 
 # These modules register rules when they are imported.
 from beamjax.ops import autodiff as _autodiff  # noqa: F401
 from beamjax.ops import error_checks as _error_checks  # noqa: F401
 from beamjax.ops import primitives, sharding
+from beamjax.ops.folds import folded
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
@@ -414,6 +415,50 @@ def reduce_argmin(x: Any, *, placement: str | None = None) -> Any:
     return _reduce("argmin", x, placement)
 
 
+def reduce_var(x: Any, *, ddof: float = 0, placement: str | None = None) -> Any:
+    """Computes the variance over the members of a placement, as `jnp.var` does over axis 0.
+
+    One pass over the members computes it, without cancellation where the mean is large.
+
+    Args:
+      x: as for `reduce_sum`.
+      ddof: what is subtracted from the number of members, by which the sum of squares is divided: 1
+        for a sample. The result is NaN if the difference is not positive.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]`. Bool and int leaves become the
+      default float, complex leaves become real; other leaves keep their dtype.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+    """
+    return _reduce("var", x, placement, ddof=ddof)
+
+
+def reduce_std(x: Any, *, ddof: float = 0, placement: str | None = None) -> Any:
+    """Computes the standard deviation over the members, as `jnp.std` does over axis 0.
+
+    It is the square root of `reduce_var`.
+
+    Args:
+      x: as for `reduce_sum`.
+      ddof: as for `reduce_var`.
+      placement: as for `reduce_sum`.
+
+    Returns:
+      As for `reduce_var`.
+
+    Raises:
+      OutsideProgramError: as for `reduce_sum`.
+      PlacementError: as for `reduce_sum`.
+      StructureError: as for `reduce_sum`.
+    """
+    return _reduce("std", x, placement, ddof=ddof)
+
+
 def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any:
     """Averages over the members of a placement with weights: `sum(x * w) / sum(w)`.
 
@@ -474,19 +519,23 @@ def reduce_weighted_mean(x: Any, w: Any, *, placement: str | None = None) -> Any
     return tree_util.tree_unflatten(tree, means)
 
 
-def _reduce(op: str, x: Any, placement: str | None) -> Any:
-    name, primitive = f"reduce_{op}", primitives.REDUCE_PRIMITIVES[op]
+def _reduce(op: str, x: Any, placement: str | None, **how: Any) -> Any:
+    name, reduction = f"reduce_{op}", REDUCTIONS[op]
     placement, n = resolve(name, placement)
 
     leaves, tree = tree_util.tree_flatten_with_path(x)
     values = [as_placed(name, "x", path, leaf, placement, n) for path, leaf in leaves]
-    if values and isinstance(n, int) and n == 0 and REDUCTIONS[op].needs_members:
+    if values and isinstance(n, int) and n == 0 and reduction.needs_members:
         raise PlacementError(
             f"{name}: found no members in placement {placement!r}, expected at least one: without "
             "any, it has no value."
         )
     weights = weights_for(name, placement, n)
-    if weights is None:
+    if isinstance(reduction, Fold):
+        array = None if weights is None else weights.array
+        results = [folded(reduction, value, array, placement, n, **how) for value in values]
+    elif weights is None:
+        primitive = primitives.REDUCE_PRIMITIVES[op]
         results = [primitive.bind(value, placement=placement) for value in values]
     else:
         results = weights.reduced(op, values)

@@ -18,7 +18,8 @@ kind; placements are parameters. `beamjax.ops.autodiff` has their rules for JAX'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
-from beamjax.numerics.reducers import REDUCTIONS
+from beamjax.numerics.reducers import REDUCTIONS, Fold
 from beamjax.ops import placements, sharding
 from beamjax.ops.tracer_errors import add_advice
 
@@ -37,7 +38,11 @@ map_p.multiple_results = True
 broadcast_p = jex.Primitive("bj_broadcast")
 size_p = jex.Primitive("bj_size")
 
-REDUCE_PRIMITIVES = {op: jex.Primitive(f"bj_reduce_{op}") for op in REDUCTIONS}
+REDUCE_PRIMITIVES = {
+    op: jex.Primitive(f"bj_reduce_{op}")
+    for op, reduction in REDUCTIONS.items()
+    if not isinstance(reduction, Fold)  # `bj_reduce` does those.
+}
 reduce_sum_p = REDUCE_PRIMITIVES["sum"]
 
 
@@ -47,6 +52,16 @@ def is_differentiable(aval: Any) -> bool:
 
 
 # --- bodies
+
+
+@contextlib.contextmanager
+def default_promotion() -> Iterator[None]:
+    """JAX's default promotion of types and ranks, on which beamjax's code relies, as a context.
+
+    A user may have set stricter ones.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def trace_body(

@@ -14,13 +14,14 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import PlacementError, StructureError
-from beamjax.numerics.reducers import PRODUCT, REDUCERS, Reducer
+from beamjax.numerics.reducers import BY_KEY, PRODUCT, REDUCERS, REDUCTIONS, Fold, Reducer
 from beamjax.ops import sharding
 from beamjax.ops.combining import bind_reduce
+from beamjax.ops.folds import in_wide_dtype
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import resolve
-from beamjax.ops.primitives import map_members, trace_body
+from beamjax.ops.primitives import default_promotion, map_members, trace_body
 from beamjax.ops.weights import refuse_weights, scope_of_operator, weights_for
 from beamjax.storage.dtypes import dtype_name
 
@@ -66,14 +67,14 @@ def reduce_by_key(
 
     With `num_keys`, a key without members gives the same as in `jax.ops`: 0 for "sum", 1 for
     "prod", the lowest and the highest value of the dtype for "max" and "min", False for "any" and
-    True for "all"; its mean is NaN. Floats of 16 bits are summed and multiplied in float32. Members
-    that tie for a maximum or minimum share the derivative equally; that of a product is as for
-    `reduce_prod`.
+    True for "all"; its "mean", "var" and "std" are NaN. Floats of 16 bits are summed and multiplied
+    in float32. Members that tie for a maximum or minimum share the derivative equally; that of a
+    product is as for `reduce_prod`. "var" and "std" take two passes over the members.
 
-    Without `num_keys`, any real number or text is a key, sums and means of floats are rounded once,
-    and the program can only return the result. Texts are arrays of bytes, with zeros at their ends:
-    the columns of sources that read text with `text_bytes`. -0 and 0 are one key, and so are all
-    NaN.
+    Without `num_keys`, any real number or text is a key, sums, means and variances of floats are
+    rounded once, and the program can only return the result. Texts are arrays of bytes, with zeros
+    at their ends: the columns of sources that read text with `text_bytes`. -0 and 0 are one key,
+    and so are all NaN.
 
     Args:
       x: a tree of placed arrays of numbers or bools, of shapes `(n, ...)`.
@@ -81,14 +82,15 @@ def reduce_by_key(
         whose key is not in `[0, num_keys)` are left out. Without, real numbers of shape `(n,)`, or
         texts as uint8 of shape `(n, width)`.
       num_keys: the number of keys, an int >= 1; None if it is not known.
-      op: "sum", "mean", "max", "min", "prod", "any" or "all".
+      op: "sum", "mean", "var", "std", "max", "min", "prod", "any" or "all". "var" divides by the
+        number of members.
       placement: the placement; None if the program has only one.
 
     Returns:
       With `num_keys`, a tree like `x` with leaves of shapes `(num_keys, *leaf.shape[1:])`. Their
       dtypes are those of the `jnp` function of the name `op`: bools and small ints are summed and
-      multiplied as the default int of the same signedness, means of bools and ints are floats, and
-      "any" and "all" give bools. Without `num_keys`, a `Keyed`. `beamjax.run`
+      multiplied as the default int of the same signedness, "mean", "var" and "std" of bools and
+      ints are floats, and "any" and "all" give bools. Without `num_keys`, a `Keyed`. `beamjax.run`
       returns it as a `KeyedTable` on disk; under `jax.jit`, its method `reduced()` gives the same
       rows in memory.
 
@@ -101,8 +103,8 @@ def reduce_by_key(
     """
     name = "reduce_by_key"
     placement, n = resolve(name, placement)
-    if op not in REDUCERS:
-        raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(REDUCERS)}.")
+    if op not in BY_KEY:
+        raise StructureError(f"{name}: found op {op!r}, expected one of {', '.join(BY_KEY)}.")
     size = None if num_keys is None else check_num_keys(name, num_keys)
     keys = check_keys(name, as_placed(name, "keys", (), keys, placement, n), size is not None)
     leaves, tree = tree_util.tree_flatten_with_path(x)
@@ -115,18 +117,22 @@ def reduce_by_key(
             )
     weights = weights_for(name, placement, n)
     of_key = _Members(keys, size, placement, n)
+    reduction = REDUCTIONS[op]
+    if isinstance(reduction, Fold) and size is not None:
+        array = None if weights is None else weights.array
+        return tree_util.tree_unflatten(tree, of_key.folded(reduction, values, array))
     if weights is None:
         return of_key.reduced(op, values, tree)
+    if size is None and op not in ("sum", "prod"):
+        raise StructureError(
+            f"{name}: found op {op!r} without num_keys in a function with weights, expected 'sum' "
+            "or 'prod'; or give num_keys."
+        )
     reducer = REDUCERS[op]
     results = [reducer.result_dtype(value.dtype) for value in values]
     if reducer.adds and not reducer.divides:
         weighed = weights.weighed(reducer, values, results)
         return of_key.reduced(op, weighed.values, tree, weighed.dtypes)
-    if size is None:
-        raise StructureError(
-            f"{name}: found op {op!r} without num_keys in a function with weights, expected 'sum' "
-            "or 'prod'; or give num_keys."
-        )
     if reducer.divides:
         weighed = weights.weighed(reducer, values, results)
         both = tree_util.tree_structure([weighed.values, weighed.weights])
@@ -165,29 +171,53 @@ class _Members:
         Returns:
           As for `reduce_by_key`.
         """
-        reducer = REDUCERS[op]
-        results = dtypes or [reducer.result_dtype(value.dtype) for value in values]
+        reduction = REDUCTIONS[op]
+        results = dtypes or [reduction.result_dtype(value.dtype) for value in values]
         if self.num_keys is None:
             # A map makes the members results of a pass, which a run writes to files.
             keys, *values = self._mapped(op, lambda *member: list(member), values)
             names = [dtype_name(np.dtype(dtype)) for dtype in results]
             return Keyed(keys, tree_util.tree_unflatten(tree, values), op, names)
-        num_keys = self.num_keys
-
-        def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
-            wide = key if key.dtype.itemsize >= 4 else key.astype(np.int32)
-            key = jnp.where((wide >= 0) & (wide < num_keys), wide, num_keys).astype(np.int32)
-            return [key, jnp.ones_like(key), *map(reducer.prepared, member)]
-
+        reducer = REDUCERS[op]
         # Needed even if nothing is cast: the map marks its operands as placed.
-        keys, ones, *values = self._mapped(op, prepare, values)
+        keys, ones, *values = self._mapped(
+            op, lambda key, *member: [*self._row(key), *map(reducer.prepared, member)], values
+        )
         with scope_of_operator():
-            totals = [_segments(reducer)(value, keys, num_keys) for value in values]
-            counts = jax.ops.segment_sum(ones, keys, num_keys) if reducer.divides else None
+            totals = [_segments(reducer)(value, keys, self.num_keys) for value in values]
+            counts = jax.ops.segment_sum(ones, keys, self.num_keys) if reducer.divides else None
         if counts is not None:
             totals = [t / counts.reshape(-1, *[1] * (t.ndim - 1)).astype(t.dtype) for t in totals]
         totals = [total.astype(dtype) for total, dtype in zip(totals, results, strict=True)]
         return tree_util.tree_unflatten(tree, totals)
+
+    def folded(self, fold: Fold, values: Sequence[jax.Array], weights: Any) -> list[jax.Array]:
+        """Reduces members by a fold for each of `num_keys` keys, with a placed array of weights."""
+
+        def prepare(key: jax.Array, *member: jax.Array) -> list[jax.Array]:
+            key, weight = self._row(key)
+            if weights is not None:
+                weight, member = member[0], member[1:]
+            cast = [in_wide_dtype(fold, x) for x in member]
+            return [key, *cast, *(weight.astype(x.real.dtype) for x in cast)]
+
+        placed = values if weights is None else [weights, *values]
+        keys, *found = self._mapped(fold.name, prepare, placed)
+        add = functools.partial(jax.ops.segment_sum, segment_ids=keys, num_segments=self.num_keys)
+        of_member = lambda totals: totals.at[keys].get(mode="fill", fill_value=0)
+        rows = zip(found[: len(values)], found[len(values) :], strict=True)
+        with scope_of_operator(), default_promotion():
+            states = [fold.of_sums(x, weight, add, of_member) for x, weight in rows]
+            found = list(map(fold.finish, states))
+        pairs = zip(found, values, strict=True)
+        return [x.astype(fold.result_dtype(value.dtype)) for x, value in pairs]
+
+    def _row(self, key: jax.Array) -> list[jax.Array]:
+        """The key of a member as int32, `num_keys` if it is not in range, and 1."""
+        size, wide = self.num_keys, key if key.dtype.itemsize >= 4 else key.astype(np.int32)
+        assert size is not None
+        key = jnp.where((wide >= 0) & (wide < size), wide, size).astype(np.int32)
+        return [key, jnp.ones_like(key)]
 
     def _mapped(
         self, op: str, fn: Callable[..., list[jax.Array]], values: Sequence[jax.Array]

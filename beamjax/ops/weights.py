@@ -312,7 +312,8 @@ def reweight(
 
     - `reduce_sum` adds `weights[i] * x[i]`, `reduce_prod` multiplies `x[i] ** weights[i]`;
     - `reduce_mean` divides by the sum of the weights, as `reduce_weighted_mean` does by the sum of
-      the products of both kinds of weights;
+      the products of both kinds of weights, and `reduce_var` and `reduce_std` by that sum less
+      `ddof`;
     - `reduce_max`, `reduce_min`, `reduce_any`, `reduce_all`, `reduce_argmax` and `reduce_argmin`
       leave out members with weight 0;
     - `reduce_by_key` does the same for each key.

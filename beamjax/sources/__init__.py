@@ -31,6 +31,7 @@ from beamjax.sources.source_base import register as register
 from beamjax.sources.source_base import release as release
 from beamjax.sources.streams.chunk_source import ChunkSource as ChunkSource
 from beamjax.sources.streams.chunk_source import from_chunks as from_chunks
+from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable
 from beamjax.sources.tables.table_opening import from_arrow as from_arrow
 from beamjax.sources.tables.table_opening import from_csv as from_csv
 from beamjax.sources.tables.table_opening import from_parquet as from_parquet

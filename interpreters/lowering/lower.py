@@ -52,12 +52,12 @@ from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgr
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
-    default_promotion,
     draw_by_batch,
     evaluate,
     read,
 )
 from beamjax.interpreters.staging.flatten import HOST_CALLS
+from beamjax.ops.primitives import default_promotion
 from beamjax.options import Options
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import (

@@ -25,10 +25,10 @@ from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
     ORDERED_EXPANSIONS,
     Members,
-    default_promotion,
     shape_of,
 )
 from beamjax.interpreters.staging.flatten import flatten
+from beamjax.ops.primitives import default_promotion
 
 
 @dataclass(frozen=True)

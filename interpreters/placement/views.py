@@ -26,12 +26,12 @@ from beamjax.interpreters.rules import table as rules
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,
-    default_promotion,
     read,
 )
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops import primitives
 from beamjax.ops.placements import MAX_MEMBERS
+from beamjax.ops.primitives import default_promotion
 
 
 def make_views(

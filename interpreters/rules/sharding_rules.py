@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,16 +210,6 @@ def expansion(*names: str, ordered: bool = False) -> Callable[[Expansion], Expan
 
 
 # --- helpers to emit equations
-
-
-@contextlib.contextmanager
-def default_promotion() -> Iterator[None]:
-    """A context with JAX's default promotion of types and ranks, on which beamjax's code relies.
-
-    A user may have set stricter ones.
-    """
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:

@@ -138,6 +138,12 @@ def reduce_mean(s):
     s.add(f"bj.reduce_mean({x}{where})", size=x.size if x.floating else 300)
 
 
+@operation("operators", weight=2)
+def reduce_var(s):
+    x, where = placed(s, is_number)
+    s.add(f"bj.reduce_var({x}{where})", size=max(x.size, 20) ** 2)
+
+
 @operation("operators", weight=3)
 def reduce_extreme(s):
     x, where = placed(s, lambda v: v.numeric and v.dtype != "complex64")

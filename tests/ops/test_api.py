@@ -23,7 +23,7 @@ import beamjax as bj
 pytestmark = pytest.mark.versions
 
 N = 5
-REDUCTIONS = ["sum", "mean", "max", "min", "prod", "any", "all"]
+REDUCTIONS = ["sum", "mean", "var", "std", "max", "min", "prod", "any", "all"]
 X = jnp.arange(10.0).reshape(N, 2)
 
 both_ways = pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["eager", "jit"])

@@ -41,7 +41,8 @@ VALUES = {
     "bool": RNG.integers(0, 2, N).astype(bool),
     "complex64": (RNG.normal(size=N) + 1j * RNG.normal(size=N)).astype(np.complex64),
 }
-OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
+MEANS = ["mean", "var", "std"]
+OPS = ["sum", *MEANS, "max", "min", "prod", "any", "all"]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_ops_and_dtypes(op):
     arrays = jax.tree.map(jnp.asarray, values)
     expected = jax.jit(known)(arrays, dense.astype(np.int32))
     table = bj.run(program, values, KEYS, runner="local", options=SHARDS)
-    assert isinstance(table, bj.KeyedTable)
+    assert isinstance(table, bj.sources.KeyedTable)
     in_process = jax.jit(program)(arrays, KEYS).reduced()
     assert table.keys.dtype == np.int32
     faults = []
@@ -154,7 +155,7 @@ def test_a_table_without_members(runner):
     by_key = bj.program(c=None)(lambda x, k: bj.reduce_by_key({"x": x}, k))
     none = np.zeros((0, 3), "float32"), np.zeros(0, "int32")
     table = bj.run(by_key, *none, runner=runner)
-    assert isinstance(table, bj.KeyedTable)
+    assert isinstance(table, bj.sources.KeyedTable)
     assert len(table) == 0
     assert_same_bits(table.arrays(), jax.jit(by_key)(*none).reduced())
 
@@ -198,7 +199,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(SourceError, match=r"placed\.json: cannot read"):
         bj.open_placed(tmp_path)
     for text in ("", "[]", "{}", '{"version": 2, "leaves": [], "parts": [], "tree": null}'):
-        (tmp_path / bj.KeyedTable.manifest).write_text(text)
+        (tmp_path / bj.sources.KeyedTable.manifest).write_text(text)
         with pytest.raises(ArrayFormatError, match="found no list"):
             bj.open_placed(tmp_path)
     for keys in (np.ones((N, 2), np.int32), np.ones(N, np.complex64), np.ones((N, 2), np.float32)):
@@ -333,7 +334,7 @@ SPECIALS = [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-45, 1.0, -1.0, 2.0**-30
 @hypothesis.given(st.data(), st.sampled_from(["float32", "float64", "float16", "int64", "uint64"]))
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_rows_of_any_cut_give_the_same_bits(data, dtype):
-    """Sums and means are those of fractions; products do not depend on the order of the blocks."""
+    """Sums, means, variances are those of fractions; products do not depend on the order."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n, op = data.draw(st.integers(1, 80)), data.draw(st.sampled_from(OPS))
     if dtype.endswith("int64"):
@@ -350,7 +351,7 @@ def test_rows_of_any_cut_give_the_same_bits(data, dtype):
     result = (
         np.dtype(bool)
         if op in ("any", "all")
-        else np.dtype(np.float64 if op == "mean" and dtype.endswith("int64") else dtype)
+        else np.dtype(np.float64 if op in MEANS and dtype.endswith("int64") else dtype)
     )
     what = by_key.ByKey(op, ((), keys.dtype), (((2,), x.dtype),), (result,))
     cuts = [0, *sorted(rng.choice(np.arange(1, n), min(n - 1, 5), replace=False)), n]
@@ -367,14 +368,16 @@ def test_rows_of_any_cut_give_the_same_bits(data, dtype):
     names, values = found[0]
     assert names.tolist() == np.unique(keys).tolist()
     if (
-        op in ("sum", "mean")
+        op in ("sum", "mean", "var")
         and np.isfinite(x).all()
-        and not (op == "sum" and dtype.endswith("int64"))
+        and not (op != "mean" and dtype.endswith("int64"))
     ):
         for row, key in enumerate(names):
             for column in range(2):
-                exact = sum(map(Fraction, x[keys == key, column].tolist()))
-                exact /= (keys == key).sum() if op == "mean" else 1
+                terms = list(map(Fraction, x[keys == key, column].tolist()))
+                exact = sum(terms) / (1 if op == "sum" else len(terms))
+                if op == "var":
+                    exact = sum((term - exact) ** 2 for term in terms) / len(terms)
                 assert values[row, column] == nearest(exact, result)
 
 

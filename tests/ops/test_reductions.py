@@ -21,7 +21,7 @@ SHARDS = {"shard_size": 8}
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(N, 3)), "float32")
 K = jnp.asarray([*RNG.integers(-2, KEYS - 1, N - 2), -1, KEYS], "int32")
-OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
+OPS = ["sum", "mean", "var", "std", "max", "min", "prod", "any", "all"]
 
 
 def program(fn, n=N):
@@ -60,7 +60,10 @@ def truth(op, x):
         members = wide[np.asarray(K) == key]
         with np.errstate(all="ignore"):
             mean = members.sum(0) / np.float64(len(members))
-        rows.append(mean if op == "mean" else getattr(np, op)(members, 0, **more))
+            away = np.abs(members - mean) ** 2 if op in ("var", "std") else 0
+            variance = np.sum(away, 0) / np.float64(len(members))
+        means = {"mean": mean, "var": variance, "std": np.sqrt(variance)}
+        rows.append(means[op] if op in means else getattr(np, op)(members, 0, **more))
     return np.stack(rows)
 
 
@@ -86,12 +89,13 @@ def test_ops_by_key_give_what_numpy_gives_for_each_dtype():
     for op in OPS:
         for name in real if op in orders else values:
             expected = "bool" if op in ("any", "all") else name
-            if op == "mean" and name in ("int32", "uint8", "bool"):
-                expected = "float32"
+            is_mean = op in ("mean", "var", "std")
+            if is_mean and name in ("int32", "uint8", "bool", "complex64"):
+                expected = "complex64" if (op, name) == ("mean", "complex64") else "float32"
             if op in ("sum", "prod"):
                 expected = {"bool": "int32", "uint8": "uint32"}.get(name, name)
             want = truth(op, values[name])
-            rounding = {"bfloat16": 4e-3, "float16": 5e-4}.get(name, 2e-7)
+            rounding = {"bfloat16": 4e-3, "float16": 5e-4}.get(name, 4e-7 if is_mean else 2e-7)
             for how, found in (("jit", compiled[op][name]), ("local", ran[op][name])):
                 wide = np.asarray(found).astype("complex128")
                 if found.dtype != expected or not np.allclose(

@@ -144,6 +144,8 @@ reference = types.SimpleNamespace(
     broadcast=_broadcast,
     map_fn=_vmap,
     reduce_weighted_mean=_weighted_mean,
+    reduce_var=lambda x, ddof=0: jax.tree.map(lambda leaf: jnp.var(leaf, 0, ddof=ddof), x),
+    reduce_std=lambda x, ddof=0: jax.tree.map(lambda leaf: jnp.std(leaf, 0, ddof=ddof), x),
     reduce_by_key=_by_key,
     reduce=_by_a_function,
     neighbours=_neighbours,

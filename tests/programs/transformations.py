@@ -208,6 +208,18 @@ def reductions(ops):
     return prog, (X, jnp.arange(N) * 3 - 7)
 
 
+@built(plan="maps 2")
+def variances(ops):
+    """With its derivative; both passes read the members once for all of them."""
+
+    @ops.program(placements={"clients": N})
+    def prog(w, x, i):
+        spread = ops.reduce_var(ops.map_fn(lambda v: v @ w, x))
+        return jnp.sum(spread), (ops.reduce_std(x, ddof=1), ops.reduce_var(i), ops.reduce_std(x))
+
+    return jax.value_and_grad(prog, has_aux=True), (W, X, jnp.arange(N) * 3 - 7)
+
+
 @built(eqns=counted(map=4, reduce_sum=5, broadcast=2), plan="maps 2")
 def two_placements(ops):
     @ops.program(placements={"a": N, "b": M})
