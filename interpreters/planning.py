@@ -36,6 +36,7 @@ from beamjax.interpreters.staging.flatten import flatten
 from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
 from beamjax.options import Options
 from beamjax.plan.steps import Plan, Vectorization
+from beamjax.sources.source_base import cut_number
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,17 @@ def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned
     plan = planned.plan
     if not plan.file_starts:
         return planned
-    starts: dict[str, dict[int, int]] = {placement: {} for placement in plan.file_starts}
+    starts: dict[str, dict[int, str]] = {placement: {} for placement in plan.file_starts}
     for argument, spec in zip(arguments, plan.inputs, strict=False):
         placement = plan.values[spec.placed].placement if spec.placed is not None else None
         if placement in starts and argument.is_source:
-            starts[placement] = {**argument.value.file_starts, **starts[placement]}
+            starts[placement] = {**argument.value.cuts, **starts[placement]}
     found = {}
     for placement, each in starts.items():
         files = planned.placed.file_groups[placement].files
-        found[placement] = tuple(sorted(at for at, name in each.items() if name % files == 0))
+        found[placement] = tuple(
+            sorted(at for at, name in each.items() if cut_number(name) % files == 0)
+        )
     if found == plan.file_starts:
         return planned
     return replace(planned, plan=replace(plan, file_starts=found))

@@ -32,7 +32,7 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import StreamSource, live_spec, register, release
+from beamjax.sources.source_base import StreamSource, live_spec, register, release, spec_of
 from beamjax.storage import files, patience, temporary
 from beamjax.storage.block_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -182,7 +182,7 @@ def stream_specs(
 ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
     """The specs with which workers open sources of unknown length, and the tokens of live ones."""
     if not shared:
-        return tuple(source.to_spec() for source in sources), []
+        return tuple(spec_of(source) for source in sources), []
     tokens = [register(source) for source in sources]
     return tuple(map(live_spec, tokens)), tokens
 

@@ -82,7 +82,7 @@ def in_source(name, folder):
     return program, Faulty(name, str(folder))
 
 
-class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
+class Faulty(source_base.HoldsLeaves):
     """Goes wrong when member 8 is read."""
 
     def __init__(self, name, folder):
@@ -98,12 +98,8 @@ class Faulty(source_base.HoldsLeaves, kind="test-faulty"):
             fault(self.name, self.folder)()
         return [X[start:stop]]
 
-    def to_spec(self):
-        return {**self.spec_head(), "module": "faults", "name": self.name, "folder": self.folder}
-
-    @classmethod
-    def from_spec(cls, spec):
-        return cls(spec["name"], spec["folder"])
+    def spec(self):
+        return {**super().spec(), "class": "faults:Faulty"}  # also where this is the script
 
 
 def main(name, way, folder, options="{}"):

@@ -27,7 +27,11 @@ from beamjax.plan.merging import accumulator_bytes
 from beamjax.plan.steps import Body, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
 from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.runtime.ordered_pool import most_jobs
-from beamjax.sources.source_base import Source
+from beamjax.sources.source_base import (
+    Source,
+    members_bytes,
+)
+from beamjax.sources.source_kinds import block_bytes_of
 from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budget, store_budget
 from beamjax.storage.shared_cache import SharedCache
 
@@ -149,9 +153,9 @@ class _Estimation:
         plan = self.plan
         arrays = [i for i in range(len(plan.inputs)) if i not in self.sources]
         whole = {name for i in arrays for name in _names(plan.inputs[i])}
-        live = {id(s): s for s in self.sources.values() if s.is_live}.values()
+        live = {id(s): s for s in self.sources.values() if s.local and s.spec() is None}.values()
         served = {spec.server for spec in plan.inputs if spec.server is not None}
-        given = self.members(whole | served) + self.members(served) + sum(s.nbytes for s in live)
+        given = self.members(whole | served) + self.members(served) + sum(map(members_bytes, live))
         yield "inputs in memory", given
         outputs = plan.returned().keys()
         kept = self.options.keep == "placed"
@@ -171,13 +175,13 @@ class _Estimation:
         limit = self.limit
         passing = min(PASSING_BYTES, block_budget(limit) // 2)
         used = {id(source): source for source in self.sources.values()}.values()
-        blocks = sum(source.block_bytes for source in used)
+        blocks = sum(map(block_bytes_of, used))
         if blocks:
             # Each thread holds a block, whatever the limit is, and decodes another one.
             held = self.workers.threads * 2 * blocks
             yield "decoded blocks of sources", SLACK * (passing + held)
         if blocks and self.in_loops:
-            total = sum(source.nbytes for source in used if source.block_bytes)
+            total = sum(members_bytes(source) for source in used if block_bytes_of(source))
             yield "blocks for further rounds", min(total, LASTING_BYTES, block_budget(limit) // 2)
         maps = [step for step in self.steps if isinstance(step, Map)]
         if not self.workers.beam:

@@ -386,7 +386,7 @@ def _whole_bytes(aval: Any) -> Bytes:
 
 def _where(argument: Argument) -> str:
     if argument.is_source:
-        return argument.value.describe()
+        return str(argument.value)
     return "abstract" if argument.value is None else "in memory"
 
 

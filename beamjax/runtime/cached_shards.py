@@ -21,6 +21,7 @@ from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint, di
 from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.sources.array_source import ArraySource
+from beamjax.sources.source_base import members_bytes
 from beamjax.storage.partial_cache import PartialCache
 
 _FORM = "2"
@@ -116,7 +117,7 @@ class CachedShards:
           shard: the shard.
           reader: reads all operands of the step.
         """
-        marks = reader.content_marks(self._step.operands, shard.start, shard.start + shard.count)
+        marks = reader.stamps(self._step.operands, shard.start, shard.start + shard.count)
         if marks is None:
             return None
         note = _note_of(marks)
@@ -137,7 +138,7 @@ class CachedShards:
           reader: reads all operands of the step, which are in memory or have content marks.
         """
         operands, stop = self._step.operands, shard.start + shard.count
-        marks = reader.content_marks(operands, shard.start, stop)
+        marks = reader.stamps(operands, shard.start, stop)
         if marks is None:
             found = reader.read(operands, shard.start, stop)
             contents = [array_fingerprint(found[name]) for name in operands]
@@ -206,9 +207,9 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
         return "a server value has to be read"
     sources = [reader.sources[reader.where[name][0]] for name in step.operands]
     if all(isinstance(source, ArraySource) for source in sources):
-        if sum(source.nbytes for source in sources) > MOST_COUNTED_BYTES:
+        if sum(map(members_bytes, sources)) > MOST_COUNTED_BYTES:
             return f"explain reads at most {human_bytes(MOST_COUNTED_BYTES)} of members"
-    elif reader.content_marks(step.operands, 0, min(n, 1)) is None:
+    elif reader.stamps(step.operands, 0, min(n, 1)) is None:
         return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
     with with_lapack_threads():  # as in a run: the number of threads is part of the addresses

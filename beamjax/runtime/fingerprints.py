@@ -22,6 +22,8 @@ from beamjax.plan.steps import Body, Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import ArraySource, Source
 from beamjax.sources.arrays.data_files import FileHashes
+from beamjax.sources.source_base import spec_of
+from beamjax.sources.source_kinds import DerivedSource, FileSource, buckets_of
 from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
@@ -113,16 +115,19 @@ def source_fingerprint(source: Source) -> str:
 def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) -> str:
     if isinstance(source, ArraySource):
         return array_fingerprint(source.read(0, len(source))[leaf])
-    if source.inner:
+    if isinstance(source, DerivedSource):
         inner = [_source_leaf(s, i, hashes) for s in source.inner for i in range(len(s.leaves))]
         leaves = [found.to_json() for found in source.leaves]
-        return digest([source.kind, len(source), source.buckets, leaves, leaf, inner])
-    if source.is_live:
+        name = type(source).__name__
+        return digest([name, len(source), buckets_of(source), leaves, leaf, inner])
+    if source.spec() is None:
         return digest([array_fingerprint(arrays[leaf]) for arrays in blocks_in_order(source)])
     if hashes is not None:
-        identity, files = source.identity()
+        identity, files = spec_of(source), list[str]()
+        if isinstance(source, FileSource):
+            identity, files = source.identity()
         return digest([identity, leaf, hashes.of(files)])
-    spec: dict[str, Any] = {"spec": source.to_spec(), "leaf": leaf}
+    spec: dict[str, Any] = {"spec": spec_of(source), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]
     spec["files"] = [(found.st_size, found.st_mtime_ns) for found in status]

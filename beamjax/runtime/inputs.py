@@ -14,7 +14,7 @@ from beamjax.bodies.export import raw_array
 from beamjax.plan.steps import Input, Plan
 from beamjax.runtime.values import Leaf, Ref, Values, ref_to, server
 from beamjax.sources import ArraySource
-from beamjax.sources.derived_sources import ShortSource, grouped
+from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
@@ -79,7 +79,7 @@ class Reader:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return found
 
-    def content_marks(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
+    def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
         """A text for each input of these names that changes when members [start, stop) change.
 
         None if a source has to read the members to know, or if an input is not read by shards.
@@ -89,7 +89,7 @@ class Reader:
             if name not in self.where:
                 return None
             source, leaf = self.where[name]
-            mark = self.sources[source].content_mark(start, stop)
+            mark = self.sources[source].stamp(start, stop)
             if mark is None:
                 return None
             found.append(f"{leaf} {self.x64} {mark}")
@@ -126,7 +126,7 @@ class Inputs:
                 return value
             source, leaf = value
             if id(source) not in sources:
-                sources[id(source)] = source.snapshot()
+                sources[id(source)] = snapshot_of(source)
             return sources[id(source)], leaf
 
         return Inputs(self.plan, list(map(copied, self.values)))

@@ -25,7 +25,12 @@ from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import stored_dtype
 from beamjax.sources.arrays.part_files import PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
-from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.sources.source_base import (
+    LeafSpec,
+    class_name,
+    open_spec,
+    spec_of,
+)
 from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage import temporary, trust
 from beamjax.storage.schema import parse_json
@@ -124,12 +129,12 @@ class MaterializedOutputs:
         Raises:
           SourceError: the folder can't be written.
         """
-        record = {"version": VERSION, **placed.to_spec()}
+        record = {"version": VERSION, **spec_of(placed)}
         _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
         with contextlib.suppress(Exception):
             _remove_others(placed)
         if not self.persistent:
-            weakref.finalize(placed, _remove, placed.to_spec())
+            weakref.finalize(placed, _remove, spec_of(placed))
         return placed
 
     @contextlib.contextmanager
@@ -275,7 +280,7 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
             f"{path}: found {record!r:.80}, expected a list of files of version {VERSION}"
         )
     # The folder may have been moved since it was written.
-    found = open_spec({**record, "kind": Placed.kind, "folder": where})
+    found = open_spec({**record, "class": class_name(Placed), "folder": where})
     assert isinstance(found, Placed)
     return found
 

@@ -57,7 +57,7 @@ class Leaf:
         """
         if len(array) != stop - start:
             raise SourceError(
-                f"{self.source.describe()}: asked for members {start} to {stop - 1}, "
+                f"{self.source}: asked for members {start} to {stop - 1}, "
                 f"found {len(array)} of them; a source must not change while it is read"
             )
         check_members(self.source, self.leaf, array, start, self.x64)

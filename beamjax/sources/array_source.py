@@ -27,12 +27,13 @@ from beamjax.sources.source_base import (
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
+    check_range,
     describe_source,
 )
 from beamjax.storage.snapshots import snapshot
 
 
-class ArraySource(HoldsLeaves, kind="array"):
+class ArraySource(HoldsLeaves):
     """Arrays in the memory of this process."""
 
     def __init__(
@@ -54,32 +55,21 @@ class ArraySource(HoldsLeaves, kind="array"):
         return self._arrays
 
     @property
-    def is_live(self) -> bool:
-        return True
-
-    def wraps(self, leaf: int) -> bool:
+    def local(self) -> bool:
         return True
 
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         return [native_view(array[start:stop]) for array in self._arrays]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, "in memory")
 
-    def to_spec(self) -> dict[str, Any]:
-        raise SourceError(
-            f"{self!r}: is in the memory of process {os.getpid()}. It cannot be opened in another "
-            "process and is not pickled; write it to files with source.spill(folder), or share it "
-            "within this process with sources.register(source)."
-        )
-
-    def spilled(self, folder: str) -> NpySource:
-        source = self.spill(folder)
-        return written_source(source.files, self._leaves, len(self), self._treedef, wraps=True)
+    def spec(self) -> None:
+        return None
 
     def snapshot(self) -> ArraySource:
         arrays = list(map(snapshot, self._arrays))

@@ -14,7 +14,12 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.sources.array_source import ArraySource
-from beamjax.sources.source_base import Source, StreamSource
+from beamjax.sources.source_base import (
+    Source,
+    StreamSource,
+    row_text,
+)
+from beamjax.sources.source_kinds import FileSource, FileStream, innermost, member_text
 
 NARROW = {
     np.dtype(wide): np.dtype(narrow)
@@ -47,8 +52,22 @@ def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64:
       SourceError: a value would wrap; names the first one, and where it is.
     """
     index = _first_outside(array, x64)
-    if index is not None and not source.wraps(leaf):
-        raise _misfit(array, index, source.where(leaf, (start + index[0], *index[1:])))
+    if index is not None and not may_wrap(source, leaf):
+        raise _misfit(array, index, where(source, leaf, (start + index[0], *index[1:])))
+
+
+def may_wrap(source: Source, leaf: int) -> bool:
+    """Whether 64-bit integers of a leaf may wrap while JAX computes with 32 bits."""
+    stored, _, _ = innermost(source, leaf)
+    return isinstance(stored, ArraySource) or (isinstance(stored, FileSource) and stored.wraps)
+
+
+def where(source: Source, leaf: int, index: tuple[int, ...]) -> str:
+    """The place of a value as text: its file, column and row, as far as they are known."""
+    stored, number, at = innermost(source, leaf, index)
+    if isinstance(stored, FileSource):
+        return stored.where(number, at)
+    return member_text(stored, number, at)
 
 
 def check_chunk(
@@ -57,7 +76,12 @@ def check_chunk(
     """As `check_members`, for consecutive rows of a piece of a stream, from row `start` on."""
     index = _first_outside(array, x64)
     if index is not None:
-        raise _misfit(array, index, source.where_in(piece, leaf, (start + index[0], *index[1:])))
+        at = start + index[0], *index[1:]
+        if isinstance(source, FileStream):
+            raise _misfit(array, index, source.where_in(piece, leaf, at))
+        path, part = source.leaves[leaf].path, f"piece {piece}, " if source.pieces > 1 else ""
+        text = f"{source}, {part}{f'leaf {path}, ' if path else ''}{row_text(at)}"
+        raise _misfit(array, index, text)
 
 
 def _first_outside(array: np.ndarray, x64: bool) -> tuple[int, ...] | None:
@@ -115,7 +139,7 @@ def _change(argument: Any) -> str:
     """What happens to the values of an argument; "" if nothing worth a warning does."""
     value, leaf = argument.value, argument.leaf
     if isinstance(value, Source):
-        value, leaf = _innermost(value, leaf)
+        value, leaf, _ = innermost(value, leaf)
     if isinstance(value, ArraySource):
         value = value.arrays[leaf]
     if isinstance(value, Source):
@@ -137,17 +161,9 @@ def _change(argument: Any) -> str:
     return f"{argument.path}: {changed:,} of {array.size:,} {array.dtype} values {how} as {narrow}"
 
 
-def _innermost(source: Source, leaf: int) -> tuple[Source, int]:
-    """The source that has the values of a leaf, and its number there."""
-    if len(source.inner) == 0:
-        return source, leaf
-    origin, number, _ = source.origin(leaf, (0,) * (1 + len(source.leaves[leaf].shape)))
-    return (source, leaf) if origin is source else _innermost(origin, number)
-
-
 def _of(source: Source) -> str:
     """Where the values of a source are stored."""
-    return source.describe().rpartition(") ")[2]
+    return str(source).rpartition(") ")[2]
 
 
 def _changed(array: np.ndarray) -> int:

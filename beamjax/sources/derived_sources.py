@@ -15,19 +15,20 @@ from beamjax.sources.array_source import ArraySource, from_arrays
 from beamjax.sources.padding import padded_rows
 from beamjax.sources.source_base import (
     LeafSpec,
-    PlainSource,
     Positive,
     PyTreeDef,
     Source,
     StreamSource,
+    check_range,
     describe_source,
 )
+from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of
 
 GAP_BYTES = 1 << 16
 """Largest gap between members, in bytes, that is read with them: a second read takes longer."""
 
 
-class DerivedSource(PlainSource):
+class WrapperSource(DerivedSource):
     """A source over one other source; by default it has the same leaves and members."""
 
     _source: Source
@@ -44,11 +45,16 @@ class DerivedSource(PlainSource):
     def inner(self) -> tuple[Source, ...]:
         return (self._source,)
 
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        source, *others = self.inner
+        selected, numbers = source.select(leaves)
+        return (self if selected is source else self.with_inner([selected, *others])), numbers
+
     def __len__(self) -> int:
         return len(self._source)
 
 
-class TakenSource(DerivedSource, kind="taken"):
+class TakenSource(WrapperSource, RaggedMembers):
     """Members of another source; see `take`."""
 
     def __init__(self, source: Source, numbers: Source) -> None:
@@ -68,13 +74,15 @@ class TakenSource(DerivedSource, kind="taken"):
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        return self._source.buckets
+        return buckets_of(self._source)
 
     @property
     def usual_rows(self) -> float:
-        return self._source.usual_rows
+        return self._source.usual_rows if isinstance(self._source, RaggedMembers) else 0.0
 
     def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+        if not isinstance(self._source, RaggedMembers):
+            return None
         (numbers,) = self._numbers.read(start, stop)
         parts = []
         for run in self._runs(numbers):
@@ -110,14 +118,16 @@ class TakenSource(DerivedSource, kind="taken"):
         return self._taken(start, stop, short=True)
 
     def _taken(self, start: int, stop: int, short: bool) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         (numbers,) = self._numbers.read(start, stop)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self._source):
             raise SourceError(
                 f"{self!r}: member {numbers.max()} was asked for, expected a number below "
                 f"{len(self._source)}; the source was changed after it was made."
             )
-        read = self._source.read_short if short else self._source.read
+        read = self._source.read
+        if short and isinstance(self._source, RaggedMembers):
+            read = self._source.read_short
         runs = [
             [array[run - run[0]] for array in read(int(run[0]), int(run[-1]) + 1)]
             for run in self._runs(numbers)
@@ -137,8 +147,8 @@ class TakenSource(DerivedSource, kind="taken"):
         far = np.flatnonzero(np.diff(numbers) - 1 > GAP_BYTES // member) + 1
         yield from (run for run in np.split(numbers, far) if len(run))
 
-    def describe(self) -> str:
-        return describe_source(self, f"of {self._source.describe()}")
+    def __str__(self) -> str:
+        return describe_source(self, f"of {self._source}")
 
 
 def take(source: Any, indices: Any) -> TakenSource:
@@ -243,7 +253,7 @@ def grouped(source: Source, rows: int) -> Source:
     return ArraySource([_group(a, rows) for a in arrays], _leaves(source, rows), source.treedef)
 
 
-class GroupedSource(DerivedSource, kind="grouped"):
+class GroupedSource(WrapperSource):
     """Reads ranges of another source; see `grouped`."""
 
     def __init__(self, source: Source, rows: Positive) -> None:
@@ -266,12 +276,12 @@ class GroupedSource(DerivedSource, kind="grouped"):
         return len(self._source) // self._rows
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         arrays = self._source.read(start * self._rows, stop * self._rows)
         return [_group(array, self._rows) for array in arrays]
 
-    def describe(self) -> str:
-        return describe_source(self, f"with {self._rows} rows each of {self._source.describe()}")
+    def __str__(self) -> str:
+        return describe_source(self, f"with {self._rows} rows each of {self._source}")
 
 
 def _leaves(source: Source, rows: int) -> tuple[LeafSpec, ...]:
@@ -282,7 +292,7 @@ def _group(array: np.ndarray, rows: int) -> np.ndarray:
     return array.reshape(len(array) // rows, rows, *array.shape[1:])
 
 
-class ShortSource(DerivedSource, kind="short"):
+class ShortSource(WrapperSource):
     """A ragged source, the `read` of which is `read_short`: for passes with a body per bucket."""
 
     def __init__(self, source: Source) -> None:
@@ -295,13 +305,15 @@ class ShortSource(DerivedSource, kind="short"):
         return ShortSource(*inner)
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
+        if not isinstance(self._source, RaggedMembers):
+            return self._source.read(start, stop)
         return self._source.read_short(start, stop)
 
-    def describe(self) -> str:
-        return self._source.describe()
+    def __str__(self) -> str:
+        return str(self._source)
 
 
-class ZippedSource(PlainSource, kind="zipped"):
+class ZippedSource(DerivedSource):
     """The leaves of several sources with the same number of members.
 
     Args:
@@ -346,17 +358,49 @@ class ZippedSource(PlainSource, kind="zipped"):
     def with_inner(self, inner: Sequence[Source]) -> ZippedSource:
         return ZippedSource(tuple(inner), self._treedef)
 
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        selected, numbers, first = [], list[int](), 0
+        for source in self._sources:
+            end = first + len(source.leaves)
+            used = [leaf - first for leaf in leaves if first <= leaf < end]
+            if used:
+                found, order = source.select(used)
+                selected.append(found)
+                numbers += [first + leaf for leaf in order]
+            first = end
+        if not selected or len(numbers) == len(self.leaves):
+            return self, range(len(self.leaves))
+        return ZippedSource(selected), numbers
+
     @functools.cached_property
-    def file_starts(self) -> Mapping[int, int]:
-        starts = (dict(source.file_starts) for source in self._sources)
+    def cuts(self) -> Mapping[int, str]:
+        starts = (dict(source.cuts) for source in self._sources)
         return dict(collections.ChainMap(*starts))
 
     def __len__(self) -> int:
         return len(self._sources[0])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         return [array for source in self._sources for array in source.read(start, stop)]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"of {len(self._sources)} sources that are read together")
+
+
+def snapshot_of(source: Source) -> Source:
+    """The same members, without memory that the caller can still write to.
+
+    Writable arrays are copied. Files, and objects or functions that give members, are still read
+    later.
+
+    Returns:
+        A source of the same members; the given one if there is nothing to copy.
+    """
+    if isinstance(source, ArraySource):
+        return source.snapshot()
+    if not isinstance(source, DerivedSource):
+        return source
+    parts = list(map(snapshot_of, source.inner))
+    pairs = zip(parts, source.inner, strict=True)
+    return source.with_inner(parts) if any(new is not old for new, old in pairs) else source

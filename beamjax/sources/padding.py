@@ -11,6 +11,7 @@ from beamjax.bodies.counts import counts
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
 from beamjax.sources.source_base import MASK, LeafSpec, Source
+from beamjax.sources.source_kinds import RaggedMembers, buckets_of
 
 MORE_PADDING = 2
 """The check pads members to this multiple of the longest one. A mean over the padding then halves,
@@ -193,15 +194,19 @@ def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
     Returns:
       float64[buckets]; None if the lengths are not known before the members are read.
     """
-    n, buckets = len(source), np.array(source.buckets)
+    n, buckets = len(source), np.array(buckets_of(source))
     counts = np.zeros(len(buckets))
     starts = range(0, n, shard_size)
     for k in np.unique(np.linspace(0, len(starts) - 1, SAMPLED_SHARDS).astype(int)):
-        lengths = source.rows_of(starts[k], min(starts[k] + shard_size, n))
+        lengths = _rows_of(source, starts[k], min(starts[k] + shard_size, n))
         if lengths is None:
             return None
         counts[np.searchsorted(buckets, lengths.max())] += len(lengths)
     return counts / counts.sum()
+
+
+def _rows_of(source: Source, start: int, stop: int) -> np.ndarray | None:
+    return source.rows_of(start, stop) if isinstance(source, RaggedMembers) else None
 
 
 def padding_text(source: Source, shard_size: int, short: bool) -> str:
@@ -216,12 +221,12 @@ def padding_text(source: Source, shard_size: int, short: bool) -> str:
     Returns:
       A line; "" if the lengths are not known before the members are read.
     """
-    n, buckets = len(source), np.array(source.buckets)
+    n, buckets = len(source), np.array(buckets_of(source))
     shards = np.zeros(len(buckets), np.int64)
     rows = padded = 0
     step = max(1, SCANNED // shard_size) * shard_size
     for start in range(0, n, step):
-        lengths = source.rows_of(start, min(start + step, n))
+        lengths = _rows_of(source, start, min(start + step, n))
         if lengths is None:
             return ""
         firsts = np.arange(0, len(lengths), shard_size)

@@ -18,8 +18,11 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
+    check_range,
     describe_source,
+    members_bytes,
 )
+from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of
 
 MAX_BUCKETS = 8
 """Largest number of default buckets. Each bucket costs one more compilation of each body."""
@@ -31,7 +34,7 @@ ANY_ROWS = 1 << 16
 so that a damaged spec can't cause a large allocation."""
 
 
-class RaggedSource(HoldsLeaves, kind="ragged"):
+class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
     """Runs of rows of another source as members; see `from_ragged`."""
 
     def __init__(
@@ -81,10 +84,6 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         return self._buckets
 
     @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes
-
-    @property
     def usual_rows(self) -> float:
         return len(self._rows) / max(len(self._ends), 1)
 
@@ -103,6 +102,17 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         rows, ends = inner
         return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
 
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        at = self._mask_at
+        used = [leaf - (leaf > at) for leaf in leaves if leaf != at]
+        rows, order = self._rows.select(used or [0])
+        if rows is self._rows:
+            return self, range(len(self.leaves))
+        numbers = [*(leaf for leaf in order if leaf < at), at]
+        numbers += [leaf + 1 for leaf in order if leaf >= at]
+        place = numbers.index(at)
+        return RaggedSource(rows, self._ends, self._buckets, place), numbers
+
     def rows_of(self, start: int, stop: int) -> np.ndarray:
         return np.diff(self._bounds(start, stop))
 
@@ -117,7 +127,7 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
 
     def _bounds(self, start: int, stop: int) -> np.ndarray:
         """The first row of each member, and the end of the last one."""
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         (ends,) = self._ends.read(max(start - 1, 0), stop)
         ends = ends if start else np.concatenate([[0], ends])
         lengths = np.diff(ends)
@@ -140,9 +150,10 @@ class RaggedSource(HoldsLeaves, kind="ragged"):
         arrays.insert(self._mask_at, mask)
         return arrays
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         rows = "/".join(map(str, self._buckets))
-        return describe_source(self, f"padded to {rows} of {self._rows.describe()}")
+        nbytes = members_bytes(self._rows)  # without padding
+        return describe_source(self, f"padded to {rows} of {self._rows}", nbytes)
 
 
 def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None) -> RaggedSource:
@@ -177,7 +188,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
       SourceError: the longest member does not fit in the last bucket.
     """
     source = rows if isinstance(rows, Source) else from_arrays(rows)
-    if isinstance(source, StreamSource) or source.buckets:
+    if isinstance(source, StreamSource) or buckets_of(source):
         raise SourceError(
             f"from_ragged, rows: found {source!r}, expected arrays or a source of known length "
             "whose members are single rows."

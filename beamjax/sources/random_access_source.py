@@ -22,15 +22,16 @@ from beamjax.sources.source_base import (
     HoldsLeaves,
     Leaves,
     PyTreeDef,
-    Source,
+    check_range,
     describe_source,
     row_text,
 )
+from beamjax.sources.source_kinds import FileSource
 
 CALLER = "from_random_access"
 
 
-class RandomAccessSource(HoldsLeaves, kind="random-access"):
+class RandomAccessSource(HoldsLeaves, FileSource):
     """Members that an object returns one at a time; see `from_random_access`."""
 
     def __init__(
@@ -53,19 +54,17 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         self._size = size
 
     @property
-    def is_live(self) -> bool:
+    def local(self) -> bool:
         return not isinstance(self._dataset, OpenedBy)
 
-    def spilled(self, folder: str) -> Source:
-        from beamjax.sources.streams.spool import spill
-
-        return spill(self, folder) if self.is_live else self
+    def spec(self) -> dict[str, Any] | None:
+        return super().spec() if isinstance(self._dataset, OpenedBy) else None
 
     def __len__(self) -> int:
         return self._size
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         stack = MemberStack(self._leaves, self._treedef, stop - start, CALLER)
         for index, member in self._members(start, stop):
             stack.put(index - start, member, index)
@@ -106,19 +105,10 @@ class RandomAccessSource(HoldsLeaves, kind="random-access"):
         path = self._leaves[leaf].path
         return f"{CALLER}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         opener = self._dataset
         where = f"from {opener}" if isinstance(opener, OpenedBy) else f"of {type(opener).__name__}"
         return describe_source(self, where)
-
-    def to_spec(self) -> dict[str, Any]:
-        if not isinstance(self._dataset, OpenedBy):
-            raise SourceError(
-                f"{self!r}: the object is in process {os.getpid()} and is not pickled; to open it "
-                f"in other processes, give {CALLER} a function of a module of yours that opens it, "
-                "decorated by beamjax.opens_dataset."
-            )
-        return super().to_spec()
 
 
 def from_random_access(

@@ -8,10 +8,16 @@ import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops.placements import MAX_MEMBERS
-from beamjax.sources.source_base import Count, HoldsLeaves, LeafSpec, PyTreeDef
+from beamjax.sources.source_base import (
+    Count,
+    HoldsLeaves,
+    LeafSpec,
+    PyTreeDef,
+    check_range,
+)
 
 
-class RangeSource(HoldsLeaves, kind="range"):
+class RangeSource(HoldsLeaves):
     """Member i is the number i; see `from_range`."""
 
     def __init__(self, size: Count, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
@@ -38,7 +44,7 @@ class RangeSource(HoldsLeaves, kind="range"):
         return self._size
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         return [np.arange(start, stop, dtype=self._leaves[0].dtype)]
 
 

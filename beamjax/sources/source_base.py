@@ -1,7 +1,7 @@
 """Base classes of placed inputs: `Source`, members that workers read by index, and `StreamSource`,
 members that are read in order and counted as they are read.
 
-A source is described by plain JSON data (`to_spec`), from which another process opens it again
+A source is described by plain JSON data (`spec_of`), from which another process opens it again
 (`open_spec`); it is never pickled with its data. The sources themselves are in `beamjax.sources`.
 """
 
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import inspect
 import itertools
 import math
 import os
@@ -19,7 +20,7 @@ import threading
 import typing
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 import numpy as np
 
@@ -98,27 +99,39 @@ class LeafSpec:
         return f"{dtype_name(self.dtype)}{list(self.shape)}{key}"
 
 
+_CLASSES: dict[str, type[Source]] = {}
+"""The classes of sources of this process, by their names."""
+
+
+def class_name(cls: type[Source]) -> str:
+    """The name of a class in specs."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 class Source(abc.ABC):
     """Members 0 to n - 1 of a pytree of placed arrays, read by index range.
 
-    A subclass gives its `kind`, a name under which beamjax finds it, as a class argument
-    (`class MySource(Source, kind="mine")`). It must define `leaves`, `__len__`, `read`, `to_spec`
-    and `from_spec`; all other methods have defaults. Its module must be importable on the workers.
-    Several threads may call `read` at the same time.
+    A subclass defines `leaves`, `__len__` and `read`. Its description, from which other processes
+    open it, is the arguments of its constructor, unless it defines `spec` and `from_spec`. All else
+    has defaults. Its module must be importable on the workers. Several threads may call `read` at
+    the same time.
     """
 
-    kind: ClassVar[str] = ""
-
-    def __init_subclass__(cls, kind: str = "", **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if kind:
-            cls.kind = kind
-            _KINDS[kind] = cls
+        _CLASSES[class_name(cls)] = cls
 
     @property
     @abc.abstractmethod
     def leaves(self) -> tuple[LeafSpec, ...]:
         """The type of one member of each leaf, in the order of the tree."""
+
+    @property
+    def treedef(self) -> PyTreeDef:
+        """The tree that the leaves form; by default a tuple."""
+        import jax
+
+        return jax.tree_util.tree_structure(tuple(self.leaves))
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -143,171 +156,46 @@ class Source(abc.ABC):
         """A source of the same members that reads at least these leaves, and fewer if it can.
 
         Args:
-            leaves: the numbers of the leaves that are read.
+            leaves: the numbers of the leaves that a program uses.
 
         Returns:
             The source, and for each of its leaves the number that it has here; by default this
-            source.
+            source with all leaves.
         """
         return self, range(len(self.leaves))
 
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Numbers of rows to which `read_short` pads ragged members, ascending.
-
-        The last one is the number of rows in `leaves`. Empty if no leaf is ragged.
-        """
-        return ()
-
-    @property
-    def usual_rows(self) -> float:
-        """The mean number of rows of ragged members; 0 if no leaf is ragged."""
-        return 0.0
-
-    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
-        """Counts the rows of ragged members without reading them.
-
-        Args:
-            start: the first member.
-            stop: the member after the last one.
-
-        Returns:
-            int[stop - start]; None if the numbers are known only after the members are read.
-        """
-        return None
-
-    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        """As `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
-        return self.read(start, stop)
-
-    @property
-    def file_starts(self) -> Mapping[int, int]:
-        """A hash of the name of each file except the first one, by the index of its first member.
-
-        Empty if the source does not read several files in sequence.
-        """
-        return {}
-
-    @property
-    def inner(self) -> tuple[Source, ...]:
-        """The sources that this one reads, if it is made of others."""
-        return ()
-
-    def with_inner(self, inner: Sequence[Source]) -> Source:
-        """This source, reading from other sources with the same members instead of `inner`."""
-        return self
-
-    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        """The source from which a value comes: one of `inner`, or this one.
-
-        Args:
-            leaf: the number of the leaf.
-            index: the index of the value in the array of all members, with the member first.
-
-        Returns:
-            The source, and the leaf and the index there.
-        """
-        return self, leaf, index
-
-    def where(self, leaf: int, index: tuple[int, ...]) -> str:
-        """Describes where a value comes from, for messages.
-
-        Args:
-            leaf: as for `origin`.
-            index: as for `origin`.
-
-        Returns:
-            Its file, column and row as text, as far as they are known.
-        """
-        source, number, at = self.origin(leaf, index)
-        if source is not self:
-            return source.where(number, at)
-        path = self.leaves[leaf].path
-        return f"{self.describe()}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
-
-    def wraps(self, leaf: int) -> bool:
-        """Whether 64-bit integers of a leaf may wrap while JAX computes with 32 bits.
-
-        Those of arrays in memory wrap, as under `jax.jit`. So may those in files of a run, which
-        were checked when they were written. In all other sources, integers that would wrap are
-        refused.
-
-        Args:
-            leaf: the number of the leaf.
-
-        Returns:
-            True if they may wrap.
-        """
-        source, number, _ = self.origin(leaf, (0,) * (1 + len(self.leaves[leaf].shape)))
-        return source is not self and source.wraps(number)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of members that are decoded to read any one of them; 0 if there are no blocks."""
-        return sum(source.block_bytes for source in self.inner)
-
-    def spilled(self, folder: str) -> Source:
-        """The same members, with those in the memory of this process written to files in a folder.
-
-        Args:
-            folder: a path that the workers see.
-
-        Returns:
-            A source of the same members; this one if none of them are in memory.
-
-        Raises:
-            SourceError: a file cannot be written.
-        """
-        parts = [source.spilled(f"{folder}/{i}") for i, source in enumerate(self.inner)]
-        return self.with_inner(parts) if parts else self
-
-    def snapshot(self) -> Source:
-        """The same members, without memory that the caller can still write to.
-
-        Writable arrays are copied. Files, and objects or functions that give members, are still
-        read later.
-
-        Returns:
-            A source of the same members; this one if there is nothing to copy.
-        """
-        parts = [source.snapshot() for source in self.inner]
-        pairs = zip(parts, self.inner, strict=True)
-        return self.with_inner(parts) if any(new is not old for new, old in pairs) else self
-
-    @abc.abstractmethod
-    def to_spec(self) -> dict[str, Any]:
-        """Describes the source, so that another process can open it.
+    def spec(self) -> dict[str, Any] | None:
+        """Describes the source, so that `from_spec` can open it in another process.
 
         The tree is not part of the description, so a source that is opened from it has a tuple of
         leaves.
 
         Returns:
-            JSON values, including those of `spec_head`.
+            JSON values; None if only this process can read the source, which then writes its
+            members to files for others. By default, the arguments of the constructor: the value of
+            the argument `name`, but for `treedef`, is that of the attribute `_name`, or `name`.
         """
+        return arguments_of(self, type(self))
 
     @classmethod
-    @abc.abstractmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Source:
-        """Opens the source that `to_spec` describes.
+    def from_spec(cls, spec: dict[str, Any]) -> Self:
+        """Opens the source that `spec` describes.
 
         Args:
-            spec: the result of `to_spec`.
+            spec: the result of `spec`, which may come from a damaged file.
 
         Returns:
-            A source with the same members.
+            A source with the same members. By default, the constructor makes it, whose arguments
+            have types that JSON knows, or are dataclasses or tuples of such.
         """
+        return cls(
+            **{
+                name: schema.from_plain(kind, spec[name], name)
+                for name, kind in _arguments(cls).items()
+            }
+        )
 
-    def identity(self) -> tuple[Any, list[str]]:
-        """Describes what the members depend on, to detect a changed source.
-
-        Returns:
-            Plain JSON values, and the paths or URLs of files whose contents count as well. The
-            location of the files and the time at which they were written make no difference. By
-            default, the spec and no files.
-        """
-        return self.to_spec(), []
-
-    def content_mark(self, start: int, stop: int) -> str | None:
+    def stamp(self, start: int, stop: int) -> str | None:
         """Identifies the contents of members without reading them.
 
         Args:
@@ -321,69 +209,61 @@ class Source(abc.ABC):
         return None
 
     @property
-    def treedef(self) -> PyTreeDef:
-        """The tree that the leaves form; by default a tuple."""
-        import jax
+    def cuts(self) -> Mapping[int, str]:
+        """The name of each file except the first one, by the index of its first member.
 
-        return jax.tree_util.tree_structure(tuple(self.leaves))
+        Shards end there. Empty by default, and if there is a single file.
+        """
+        return {}
 
     @property
-    def is_live(self) -> bool:
-        """Whether only this process can read the source, which has no spec but can be `spilled`."""
+    def local(self) -> bool:
+        """Whether it reads memory or local paths, which other machines may not have."""
         return False
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it reads memory or local paths, which other machines may not have."""
-        return self.is_live
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of all members of all leaves."""
-        return len(self) * sum(leaf.nbytes for leaf in self.leaves)
-
-    def describe(self) -> str:
-        """The source in one line, for messages."""
-        return describe_source(self, self.kind or type(self).__name__)
+    def __str__(self) -> str:
+        return describe_source(self, f"from {type(self).__name__}")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.describe()}>"
+        return f"<{type(self).__name__}: {self}>"
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Source], tuple[dict[str, Any]]]:
         """Pickles the spec, so that no pipeline holds data by mistake."""
-        return open_spec, (self.to_spec(),)
-
-    def spec_head(self) -> dict[str, Any]:
-        """Returns the entries "kind" and "module" of a spec, by which beamjax finds the class."""
-        return {"kind": self.kind, "module": type(self).__module__}
-
-    def check_range(self, start: int, stop: int) -> None:
-        """Raises SourceError unless 0 <= start <= stop <= n; `read` calls it first."""
-        if not 0 <= start <= stop <= len(self):
-            raise SourceError(
-                f"{self!r}: members {start} to {stop} were asked for, expected a range within 0 "
-                f"to {len(self)}."
-            )
+        return open_spec, (spec_of(self),)
 
 
-def starts_of(files: Sequence[tuple[str, int]]) -> dict[int, int]:
-    """Makes the `Source.file_starts` of files from their paths and numbers of members.
+def check_range(source: Source, start: int, stop: int) -> None:
+    """Raises SourceError unless 0 <= start <= stop <= n."""
+    if not 0 <= start <= stop <= len(source):
+        raise SourceError(
+            f"{source!r}: members {start} to {stop} were asked for, expected a range within 0 to "
+            f"{len(source)}."
+        )
 
-    Only the part of a path below the folder of all files counts, so that data can be moved.
 
-    Returns:
-      A hash of the name of each file except the first one, by the index of its first member.
-    """
+def members_bytes(source: Source) -> int:
+    """Number of bytes of all members of all leaves, with padding."""
+    return len(source) * sum(leaf.nbytes for leaf in source.leaves)
+
+
+def cuts_at(files: Sequence[tuple[str, int]]) -> dict[int, str]:
+    """The `Source.cuts` of files, from their paths and numbers of members."""
+    # Only the part of a path below the folder of all files counts, so that data can be moved.
     paths = [path.split("/") for path, _ in files]
     folders = zip(*(path[:-1] for path in paths), strict=False)
     shared = len(list(itertools.takewhile(lambda names: len(set(names)) == 1, folders)))
     found, start = {}, 0
     for path, (_, rows) in zip(paths, files, strict=True):
         if start and rows:
-            name = hashlib.sha256("/".join(path[shared:]).encode(errors="surrogateescape"))
-            found[start] = int.from_bytes(name.digest()[:4], "little")
+            found[start] = "/".join(path[shared:])
         start += rows
     return found
+
+
+def cut_number(name: str) -> int:
+    """A number that depends on the name of a file, by which files form groups."""
+    found = hashlib.sha256(name.encode(errors="surrogateescape"))
+    return int.from_bytes(found.digest()[:4], "little")
 
 
 class StreamSource(Source):
@@ -392,9 +272,8 @@ class StreamSource(Source):
     For data that can't be read by index: compressed files, rows of a query, a generator of records.
     A run writes the members to temporary files and counts them before it plans the program.
 
-    A subclass gives its `kind` like any source, and `leaves`, `chunks`, `to_spec` and `from_spec`,
-    but no `__len__` and no `read`. A run reads each piece once, from its beginning to its end, and
-    again only if the runner retries work that failed.
+    A subclass defines `leaves` and `chunks`, but no `__len__` and no `read`. A run reads each piece
+    once, from its beginning to its end, and again only if the runner retries work that failed.
     """
 
     @property
@@ -421,12 +300,6 @@ class StreamSource(Source):
             chunk is requested, so a buffer may be reused.
         """
 
-    def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
-        """Like `where`, with `index[0]` counted from the beginning of a piece."""
-        path, part = self.leaves[leaf].path, f"piece {piece}, " if self.pieces > 1 else ""
-        text = row_text(index)
-        return f"{self.describe()}, {part}{f'leaf {path}, ' if path else ''}{text}"
-
     def __len__(self) -> int:
         raise SourceError(
             f"{self!r}: its number of members is known only when all of them have been read; "
@@ -438,37 +311,24 @@ class StreamSource(Source):
         raise SourceError(f"{self!r}: is read from its beginning, by chunks(), not by index.")
 
 
-class PlainSource(Source):
-    """A source whose spec is the arguments of its constructor.
-
-    The constructor checks each argument `name` and stores it as the attribute `_name`, or `name`.
-    The types of arguments are those that `storage.schema` knows. `treedef` is not part of a spec.
-    """
-
-    def to_spec(self) -> dict[str, Any]:
-        # `open_spec` makes a subclass without a kind of its own an instance of the class that has
-        # the kind, so the spec holds the arguments of that class.
-        names, values = _arguments(_KINDS[self.kind]), vars(self)
-        arguments = {name: values.get(f"_{name}", values.get(name)) for name in names}
-        return {**self.spec_head(), **schema.to_plain(arguments)}
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> Self:
-        arguments = {
-            name: schema.from_plain(kind, spec[name], name)
-            for name, kind in _arguments(cls).items()
-        }
-        return cls(**arguments)
+def arguments_of(source: Source, cls: type[Source]) -> dict[str, Any]:
+    """The arguments of the constructor of a class that would make a source, as JSON values."""
+    values = vars(source)
+    plain = {name: values.get(f"_{name}", values.get(name)) for name in _arguments(cls)}
+    return {name: schema.to_plain(value) for name, value in plain.items()}
 
 
 @functools.cache
-def _arguments(cls: type) -> dict[str, Any]:
-    """The arguments of the constructor of a `PlainSource` that are in its spec, and their types."""
+def _arguments(cls: type[Source]) -> dict[str, Any]:
+    """The arguments of the constructor of a source that are in its spec, and their types."""
     hints = typing.get_type_hints(getattr(cls, "__init__"), include_extras=True)  # noqa: B009 - mypy
-    return {name: kind for name, kind in hints.items() if name not in ("return", "treedef")}
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    found = inspect.signature(cls).parameters.values()
+    names = [each.name for each in found if each.name != "treedef" and each.kind not in several]
+    return {name: hints.get(name, Any) for name in names}
 
 
-class HoldsLeaves(PlainSource):
+class HoldsLeaves(Source):
     """A source that is made with its leaves and their tree.
 
     Args:
@@ -504,7 +364,7 @@ def natural(value: Any, least: int = 0) -> int:
 
 
 Count = Annotated[int, natural]
-"""A number of members or the like, in the arguments of a `PlainSource`."""
+"""A number of members or the like, in the arguments of a source."""
 Positive = Annotated[int, functools.partial(natural, least=1)]
 """A `Count` that is not 0."""
 Leaves = tuple[LeafSpec, ...]
@@ -523,17 +383,19 @@ def first_of(names: Sequence[Any]) -> str:
     return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
-def describe_source(source: Source, where: str) -> str:
+def describe_source(source: Source, where: str, nbytes: int | None = None) -> str:
     """`n members of leaf, leaf, ... (bytes) where`; without numbers if they are unknown."""
     leaves = ", ".join(f"{leaf.path} {leaf}".strip() for leaf in source.leaves[:4])
     more = ", ..." if len(source.leaves) > 4 else ""
     if isinstance(source, StreamSource):
         return f"members of {leaves}{more} (their number is unknown) {where}"
-    return f"{len(source)} members of {leaves}{more} ({source.nbytes} bytes) {where}"
+    nbytes = members_bytes(source) if nbytes is None else nbytes
+    return f"{len(source)} members of {leaves}{more} ({nbytes} bytes) {where}"
 
 
 # --- sources of this process, which its threads find by a token
 
+_LIVE_CLASS = "live"
 _LIVE: dict[str, Source] = {}
 _LIVE_LOCK = threading.Lock()
 
@@ -552,7 +414,7 @@ def register(source: Source) -> str:
 
 def live_spec(token: str) -> dict[str, Any]:
     """The spec of a registered source; good in this process only."""
-    return {"kind": "live", "token": token}
+    return {"class": _LIVE_CLASS, "token": token}
 
 
 def lookup(token: str) -> Source:
@@ -581,46 +443,63 @@ def release(token: str) -> None:
         _LIVE.pop(token, None)
 
 
-_KINDS: dict[str, type[Source]] = {}
-"""The class of each kind of source whose module has been imported."""
+# --- descriptions of sources as JSON
+
+
+def spec_of(source: Source) -> dict[str, Any]:
+    """The description of a source, with its class; SourceError if only this process can read it."""
+    spec = source.spec()
+    if spec is None:
+        raise SourceError(
+            f"{source!r}: is in the memory of process {os.getpid()} and is not pickled. Write it "
+            "to files, such as by from_arrays(...).spill(folder), or make a source that workers "
+            "can open by themselves."
+        )
+    return {"class": class_name(type(source)), **spec}
 
 
 def open_spec(spec: dict[str, Any]) -> Source:
-    """Opens the source that a `to_spec` or a `live_spec` describes.
+    """Opens the source that a `spec_of` or a `live_spec` describes.
 
     Returns:
-        The source.
+      The source.
 
     Raises:
-        SourceError: if the kind is unknown here, or the spec is not one.
-        PlacementError: the source has no members, or different numbers of them.
+      SourceError: the class is unknown here, or the spec is not one.
+      PlacementError: its parts have different numbers of members.
     """
-    fields = spec if isinstance(spec, dict) else {}
-    kind, module = str(fields.get("kind")), fields.get("module")
-    if kind == "live":
-        return lookup(str(fields.get("token")))
-    if kind not in _KINDS and isinstance(module, str) and module not in ("", "__main__"):
-        try:
-            importlib.import_module(module)
-        except (ImportError, TypeError, ValueError) as error:  # the latter for malformed names
-            raise SourceError(
-                f"source of kind {kind!r}: cannot import its module {module!r} in process "
-                f"{os.getpid()} ({error}); install it on the workers."
-            ) from error
-    if kind not in _KINDS:
-        raise SourceError(
-            f"source of kind {kind!r} (module {module!r}) is unknown in process {os.getpid()}, "
-            f"expected one of {sorted(_KINDS)}; define it in a module that the workers can import."
-        )
+    name = str(spec.get("class")) if isinstance(spec, dict) else ""
+    if name == _LIVE_CLASS:
+        return lookup(str(spec.get("token")))
+    cls = class_named(name)
     try:
-        return _KINDS[kind].from_spec(spec)
+        return cls.from_spec({key: value for key, value in spec.items() if key != "class"})
     except (SourceError, PlacementError):
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise SourceError(
-            f"source of kind {kind!r}: found the spec {spec!r:.200}, which its to_spec does not "
-            f"give ({type(error).__name__}: {error})."
+            f"source {name!r:.200}: found the spec {spec!r:.200}, which it does not give "
+            f"({type(error).__name__}: {error})."
         ) from error
 
 
-schema.add_codec(Source, lambda source: source.to_spec(), open_spec)
+def class_named(name: str) -> type[Source]:
+    """The class of sources of this name, whose module is imported if need be."""
+    module, _, path = name.partition(":")
+    if name not in _CLASSES and path and module not in ("", "__main__"):
+        try:
+            importlib.import_module(module)
+        except (ImportError, TypeError, ValueError) as error:  # the latter for malformed names
+            raise SourceError(
+                f"source {name!r:.200}: cannot import its module {module!r:.80} in process "
+                f"{os.getpid()} ({error}); install it on the workers."
+            ) from error
+    if name not in _CLASSES:
+        raise SourceError(
+            f"source {name!r:.200}: is unknown in process {os.getpid()}, expected a subclass of "
+            "beamjax.Source in a module that the workers can import."
+        )
+    return _CLASSES[name]
+
+
+schema.add_codec(Source, spec_of, open_spec)

@@ -31,7 +31,7 @@ from beamjax.plan.steps import (
     walk,
 )
 from beamjax.sources.padding import MORE_PADDING, bucket_shares, padding_text
-from beamjax.sources.source_base import Source
+from beamjax.sources.source_kinds import RaggedMembers
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
 """Makes the plan of a function for other arguments, with these shard sizes if they are not None."""
@@ -39,7 +39,7 @@ Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
 
 def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
     """The buckets of ragged sources with more than one bucket, by `id` of the source."""
-    sources = {id(a.value): a.value for a in arguments if isinstance(a.value, Source)}
+    sources = {id(a.value): a.value for a in arguments if isinstance(a.value, RaggedMembers)}
     return {key: source.buckets for key, source in sources.items() if len(source.buckets) > 1}
 
 
@@ -117,7 +117,11 @@ def with_padding_checks(
 def is_ragged(argument: Argument) -> bool:
     """Whether an argument has members of unequal length, which are padded."""
     value = argument.value
-    return isinstance(value, Source) and bool(value.buckets) and value.leaves[argument.leaf].ragged
+    return (
+        isinstance(value, RaggedMembers)
+        and bool(value.buckets)
+        and value.leaves[argument.leaf].ragged
+    )
 
 
 def _padding_check(
@@ -154,7 +158,9 @@ def _calls_back(plan: Plan, step: Map) -> bool:
     return plan.bodies[step.body].python is not None
 
 
-def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> Mapping[str, Cost]:
+def _mean_costs(
+    source: RaggedMembers, plans: Sequence[Plan], mine: Sequence[int]
+) -> Mapping[str, Cost]:
     """The average costs per member, from the plans for all buckets."""
     longest = plans[-1]
     placed = (longest.inputs[i].placed for i in mine)
@@ -170,7 +176,7 @@ def _mean_costs(source: Source, plans: Sequence[Plan], mine: Sequence[int]) -> M
     }
 
 
-def _sizes(plan: Plan, source: Source, make: Callable[..., Plan]) -> Mapping[str, int]:
+def _sizes(plan: Plan, source: RaggedMembers, make: Callable[..., Plan]) -> Mapping[str, int]:
     """Shard sizes that suit members of usual length, bounded by the bytes of the longest ones."""
     rows = next((b for b in source.buckets if b >= source.usual_rows), source.buckets[-1])
     member = max(sum(leaf.nbytes for leaf in source.leaves), 1)
@@ -293,7 +299,7 @@ def padding_notes(plan: Plan, arguments: Sequence[Argument]) -> tuple[str, ...]:
     texts: dict[int, str] = {}
     for argument, spec in zip(arguments, plan.inputs, strict=False):
         source = argument.value
-        if not isinstance(source, Source) or not source.buckets or id(source) in texts:
+        if not isinstance(source, RaggedMembers) or not source.buckets or id(source) in texts:
             continue
         if spec.placed is None or not _leaf(argument).ragged:
             continue

@@ -58,7 +58,7 @@ class Argument:
 
         It is rounded so that plans, and with them bits, rarely change when a file is added.
         """
-        files = len(self.value.file_starts) + 1 if self.is_source and not self.is_stream else 1
+        files = len(self.value.cuts) + 1 if self.is_source and not self.is_stream else 1
         return 1 << (len(self.value) // files).bit_length() - 1 if files > 1 else 0
 
     @property

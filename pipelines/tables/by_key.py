@@ -18,7 +18,15 @@ from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.runtime.keyed_reduction import KeyedReduction
-from beamjax.sources.source_base import Source, live_spec, open_spec, register, release
+from beamjax.sources.source_base import (
+    Source,
+    live_spec,
+    open_spec,
+    register,
+    release,
+    spec_of,
+)
+from beamjax.sources.streams.spool import spilled
 
 REDUCE, WRITE = "Reduce blocks", "Write parts"
 
@@ -38,7 +46,7 @@ def reduce_by_key(source: Source, reduction: KeyedReduction, runner: Any, option
         token = register(source)
         try:
             folder = f"{store.root}/rows"
-            spec = live_spec(token) if connection.shared else source.spilled(folder).to_spec()
+            spec = live_spec(token) if connection.shared else spec_of(spilled(source, folder))
             with new_pipeline(connection) as pipeline:
                 (
                     pipeline

@@ -32,6 +32,7 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
+    check_range,
     open_spec,
 )
 from beamjax.sources.streams.chunk_source import ChunkSource
@@ -152,7 +153,7 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
     return SpooledSource(store.root, tuple(parts), source.leaves, source.treedef)
 
 
-class SpooledSource(HoldsLeaves, kind="spooled"):
+class SpooledSource(HoldsLeaves):
     """Members in files, each of which holds consecutive members of all leaves.
 
     Args:
@@ -175,7 +176,7 @@ class SpooledSource(HoldsLeaves, kind="spooled"):
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         blocks = member_blocks.blocks_of(self._ends, start, stop)
         return member_blocks.read_blocks(self._leaves, blocks, self._members, start, stop)
 

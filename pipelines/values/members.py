@@ -20,20 +20,20 @@ from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.placed import MemberFiles
 from beamjax.sources.canonical import check_members
 from beamjax.sources.derived_sources import ShortSource
-from beamjax.sources.source_base import Source
+from beamjax.sources.source_base import Source, spec_of
+from beamjax.sources.source_kinds import DerivedSource
+from beamjax.sources.streams.spool import spilled
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".members"
 
 
-class MembersSource(MemberFiles, kind="members"):
+class MembersSource(MemberFiles):
     """One placed value in files of the store, in the format of `beamjax.storage.arrays`."""
 
     suffix = SUFFIX
-
-    def wraps(self, leaf: int) -> bool:
-        return True  # integers were checked when the files were written
+    wraps = True  # integers were checked when the files were written
 
     def load(self, path: str) -> np.ndarray:
         def read() -> np.ndarray:
@@ -53,9 +53,10 @@ FILE_BYTES = 16 * 2**20
 
 def stays_here(source: Source, store: Store) -> bool:
     """Whether only this machine can read the source, while workers on others can read the store."""
-    if any(stays_here(part, store) for part in source.inner):
+    inner = source.inner if isinstance(source, DerivedSource) else ()
+    if any(stays_here(part, store) for part in inner):
         return True
-    return files.is_url(store.root) and source.is_local
+    return files.is_url(store.root) and source.local
 
 
 def in_files(
@@ -84,9 +85,9 @@ def in_files(
             return known[stem]
         store = _lasting(store)
     if stays_here(source, store):
-        specs = [leaf.to_spec() for leaf in upload(source, store, x64, stem)]
+        specs = [spec_of(leaf) for leaf in upload(source, store, x64, stem)]
     else:
-        specs = [source.spilled(files.join(store.root, stem)).to_spec()]
+        specs = [spec_of(spilled(source, files.join(store.root, stem)))]
     if known is not None and is_written:
         known[stem] = specs
     return specs

@@ -15,7 +15,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Plan, ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.values import Leaf, Part, Ref, ref_to
-from beamjax.sources.source_base import LeafSpec, Source, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, open_spec, spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Operands:
             if isinstance(part.data, Leaf):
                 source = part.data.source
                 if id(source) not in sources:
-                    sources[id(source)] = len(sources), source.to_spec()
+                    sources[id(source)] = len(sources), spec_of(source)
                 return {"source": sources[id(source)][0], "leaf": part.data.leaf}
             assert isinstance(part.data, Stored)
             assert isinstance(part.data.ref, StoreRef)

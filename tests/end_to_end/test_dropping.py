@@ -236,7 +236,7 @@ def test_indices_of_members_that_fail_are_not_computed_again():
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
-class Holed(HoldsLeaves, kind="test-holed"):
+class Holed(HoldsLeaves):
     """Members of which some can't be read."""
 
     def __init__(self, bad):
@@ -251,13 +251,6 @@ class Holed(HoldsLeaves, kind="test-holed"):
             if start <= k < stop:
                 raise SourceError(f"record {k} is damaged")
         return [values(())[start:stop]]
-
-    def to_spec(self):
-        return {**self.spec_head(), "bad": self.bad}
-
-    @classmethod
-    def from_spec(cls, spec):
-        return cls(spec["bad"])
 
 
 @HERE

@@ -49,8 +49,9 @@ from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.runtime.values import Part, Ref, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.derived_sources import ShortSource, grouped
-from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec
+from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec, spec_of
 from beamjax.sources.streams.chunks import members_of
+from beamjax.sources.streams.spool import spilled
 from beamjax.storage import arrays, records
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
@@ -233,7 +234,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
     (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
-    rows = bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]).spilled(str(folder / "ragged"))
+    rows = spilled(bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]), str(folder / "ragged"))
     kept = MaterializedOutputs({"v": str(folder / "kept")}, "part-x")
     kept.write("v", 0, X)
     np.savez(folder / "x.npz", x=X, y=X.T.copy().T)
@@ -246,7 +247,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         rows,
         ShortSource(rows),
-        bj.take(npy, [1, 4]).spilled(str(folder / "taken")),
+        spilled(bj.take(npy, [1, 4]), str(folder / "taken")),
         Placed(str(folder / "kept"), "part-x", [(0, 6)], LEAF, 6),
         bj.from_range(6),
         bj.from_tfrecord(_tfrecord_file(folder)),
@@ -263,7 +264,7 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         if not (folder / "x.zarr").exists():
             zarr.save_array(str(folder / "x.zarr"), X)
         sources.append(bj.from_zarr(folder / "x.zarr"))
-    return [source.to_spec() for source in sources]
+    return [spec_of(source) for source in sources]
 
 
 def _spec_seeds(folder: Path) -> list[bytes]:
@@ -289,14 +290,10 @@ def _pieces_seeds(_: Path) -> list[bytes]:
     return [json.dumps([["a.spooled", 6], ["a.spooled", 6]]).encode()]
 
 
-class _Stream(StreamSource, kind="fuzz-stream"):
+class _Stream(StreamSource):
     leaves = (LEAF,)
     pieces = 1
-    chunks = to_spec = None  # type: ignore[assignment]
-
-    @classmethod
-    def from_spec(cls, spec: dict[str, Any]) -> _Stream:
-        return cls()
+    chunks = None  # type: ignore[assignment]
 
 
 def _pieces(data: bytes, folder: Path) -> None:

@@ -14,7 +14,7 @@ from beamjax.pipelines.values.members import (
     MembersSource,
 )
 from beamjax.pipelines.values.store import Store
-from beamjax.sources.source_base import LeafSpec, open_spec
+from beamjax.sources.source_base import LeafSpec, open_spec, spec_of
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays
 
@@ -44,8 +44,8 @@ def leaf(array):
 def check(source, expected):
     """The source gives these members, also where another process opens it."""
     assert len(source) == len(expected)
-    again = open_spec(json.loads(json.dumps(source.to_spec())))
-    assert again.to_spec() == source.to_spec() == json.loads(json.dumps(source.to_spec()))
+    again = open_spec(json.loads(json.dumps(spec_of(source))))
+    assert spec_of(again) == spec_of(source) == json.loads(json.dumps(spec_of(source)))
     assert [(x.shape, x.dtype) for x in again.leaves] == [(expected.shape[1:], expected.dtype)]
     for start, stop in [(0, len(expected)), (3, 4), (5, 13), (7, 7)]:
         (found,) = again.read(start, stop)

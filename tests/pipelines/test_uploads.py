@@ -12,7 +12,7 @@ import beamjax as bj
 from beamjax.pipelines.runners.direct import Direct
 from beamjax.pipelines.values import members as uploads
 from beamjax.pipelines.values.store import Store
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -41,7 +41,7 @@ def test_members_come_back(file_bytes, store, monkeypatch):
     monkeypatch.setattr(uploads, "FILE_BYTES", file_bytes)
     tree = {"x": X, "y": np.arange(N, dtype=ml_dtypes.bfloat16)}
     leaves = [
-        open_spec(s.to_spec()) for s in uploads.upload(bj.from_arrays(tree), store, True, "source")
+        open_spec(spec_of(s)) for s in uploads.upload(bj.from_arrays(tree), store, True, "source")
     ]
     for leaf, expected in zip(leaves, tree.values(), strict=True):
         for start, stop in ((0, N), (0, 1), (17, 40), (N - 1, N)):

@@ -34,6 +34,7 @@ from source_files import (
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
 from beamjax.sources import blocks, open_spec
+from beamjax.sources.source_base import spec_of
 from beamjax.storage.schema import to_plain
 
 X = TREE["x"]
@@ -152,7 +153,7 @@ def test_what_changes_before_it_is_read(form, path):
     """Another time alone, or another length."""
     source = form.read(path)
     rewrite(path)
-    for each in (source, open_spec(source.to_spec())):
+    for each in (source, open_spec(spec_of(source))):
         refused(SourceError, CHANGED, each.read, 0, N)
     run(form.read(path))
     source = form.read(path)
@@ -164,7 +165,7 @@ def test_what_changes_before_it_is_read(form, path):
 
 def test_what_is_gone_when_it_is_read(form, path):
     source = form.read(path)
-    spec = source.to_spec()
+    spec = spec_of(source)
     (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)
     error = refused(SourceError, "members 0 to 7: ", run, source)
     assert path in str(error)
@@ -274,7 +275,7 @@ def test_one_of_several_npy_files_that_is_rewritten(tmp_path):
     for i in range(3):
         np.save(tmp_path / f"x-{i}.npy", X)
     source = bj.from_npy(str(tmp_path / "x-*.npy"))
-    again = open_spec(source.to_spec())
+    again = open_spec(spec_of(source))
     np.save(tmp_path / "x-1.npy", X + 1)
     for found in (source, again):
         assert_reads(found, X, 0, N)
@@ -303,7 +304,7 @@ def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
     array = zarr.create_array(path, shape=X.shape, dtype=X.dtype, **how)
     array[:] = X
     source = bj.from_zarr(path)
-    again = open_spec(source.to_spec())
+    again = open_spec(spec_of(source))
     array[21] = 7
     for found in (source, again):
         assert_reads(found, X, 0, 20)

@@ -18,7 +18,8 @@ from beamjax.errors import CheckpointError, PlacementError, SourceError, Structu
 from beamjax.sources import ArraySource, derived_sources
 from beamjax.sources.derived_sources import ShortSource, ZippedSource, grouped
 from beamjax.sources.ragged_source import choose_buckets
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import members_bytes, open_spec, spec_of
+from beamjax.sources.streams.spool import spilled
 
 OPTIONS = {"shard_size": 8}
 
@@ -41,7 +42,7 @@ def test_a_dataset_is_opened_once_in_a_process():
         source = bj.from_random_access(source_files.open_members, {"n": 17})
         source.read(0, 2)
     assert source_files.opened.count(17) == 1
-    assert not source.is_live
+    assert source.spec() is not None
     assert "from source_files:open_members" in repr(source)
 
 
@@ -154,7 +155,7 @@ def test_members_that_differ_or_cannot_be_read():
 
 
 def test_specs_of_datasets_that_are_none():
-    spec = bj.from_random_access(source_files.open_members, {"n": 5}).to_spec()
+    spec = spec_of(bj.from_random_access(source_files.open_members, {"n": 5}))
     message = r"open_members: found 5 members .*expected 6"
     refused(SourceError, message, open_spec({**spec, "size": 6}).read, 0, 1)
     for change in [
@@ -210,14 +211,17 @@ def draws(key, i):
 
 
 def test_a_range_is_arange():
-    assert repr(bj.from_range(50)) == "<RangeSource: 50 members of int32[] (200 bytes) range>"
+    assert (
+        repr(bj.from_range(50))
+        == "<RangeSource: 50 members of int32[] (200 bytes) from RangeSource>"
+    )
     with jax.enable_x64(True):
         source = bj.from_range(np.int64(50))
         assert_reads(source, jnp.arange(50), 7, 50)
-    assert_reads(open_spec(source.to_spec()), np.arange(50))
+    assert_reads(open_spec(spec_of(source)), np.arange(50))
     n = 2**31 - 1  # the most
     source = bj.from_range(n)
-    assert source.nbytes == 4 * n
+    assert members_bytes(source) == 4 * n
     assert source.read(n - 3, n)[0].tolist() == [n - 3, n - 2, n - 1]
     assert "2147483647 members" in str(bj.explain(draws, jax.random.key(0), source))
     key = jax.random.key(7)
@@ -244,9 +248,9 @@ def test_what_is_no_number_of_members():
         *({"leaf": other} for other in (3, {**leaf, "shape": [2]}, {**leaf, "dtype": "float32"})),
         {"leaf": {**leaf, "dtype": "int8"}, "size": 129},
     ]:
-        spec = {**bj.from_range(50).to_spec(), **change}
-        refused(SourceError, "kind 'range'", open_spec, spec)
-    spec = {**bj.from_range(50).to_spec(), "leaf": {**leaf, "dtype": "int8"}, "size": 128}
+        spec = {**spec_of(bj.from_range(50)), **change}
+        refused(SourceError, "RangeSource': found the spec", open_spec, spec)
+    spec = {**spec_of(bj.from_range(50)), "leaf": {**leaf, "dtype": "int8"}, "size": 128}
     assert open_spec(spec).read(127, 128)[0] == 127
 
 
@@ -269,7 +273,7 @@ def test_two_sources_are_read_together(runner):
 KEY = jax.random.key(7)
 
 
-class Watched(ArraySource, kind="watched"):
+class Watched(ArraySource):
     """Remembers what is read."""
 
     ranges = ()
@@ -349,7 +353,7 @@ def test_what_cannot_be_taken(tmp_path):
         refused(error, message, function, TREE, *args)
     stream = bj.from_chunks(lambda: [TREE])
     refused(SourceError, "known length", bj.sample, stream, 2, KEY)
-    spec = bj.take(TREE, [5, 2]).spilled(str(tmp_path)).to_spec()
+    spec = spec_of(spilled(bj.take(TREE, [5, 2]), str(tmp_path)))
     wrong = {**spec, "numbers": spec["source"]}
     refused(SourceError, "expected one leaf int64", open_spec, wrong)
 
@@ -400,13 +404,13 @@ def test_rows_that_are_no_dict_and_typed_keys():
 
 def test_specs_of_ragged_members(tmp_path):
     memory = bj.from_ragged(ROWS, LENGTHS, buckets=[5, 12])
-    refused(SourceError, "in the memory of process", memory.to_spec)
-    source = memory.spilled(str(tmp_path))
-    spec = source.to_spec()
+    refused(SourceError, "in the memory of process", spec_of, memory)
+    source = spilled(memory, str(tmp_path))
+    spec = spec_of(source)
     assert open_spec(spec).buckets == (5, 12)
-    short = open_spec(ShortSource(source).to_spec())
+    short = open_spec(spec_of(ShortSource(source)))
     assert short.read(0, 3)[0].shape == (3, 5)
-    assert ShortSource(memory).spilled(str(tmp_path)).to_spec()["kind"] == "short"
+    assert spec_of(spilled(ShortSource(memory), str(tmp_path)))["class"].endswith(":ShortSource")
     for change in [
         *({"buckets": buckets} for buckets in ([], [5, 2], [0], [2**40])),
         *({"mask_at": at} for at in (9, -1)),
@@ -497,7 +501,7 @@ def test_sources_are_zipped(tmp_path):
     zipped = ZippedSource([bj.from_arrays(x), bj.from_arrays({"y": y, "z": y * 2})])
     assert [str(leaf) for leaf in zipped.leaves] == ["float64[2]", "int64[]", "int64[]"]
     assert len(zipped) == 6
-    spec = zipped.spilled(str(tmp_path)).to_spec()
+    spec = spec_of(spilled(zipped, str(tmp_path)))
     for source in (zipped, open_spec(spec)):
         assert_reads(source, [x, y, y * 2], 1, 4)
     sources = [bj.from_arrays(x), bj.from_arrays(y[:5])]

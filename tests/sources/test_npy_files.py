@@ -27,7 +27,7 @@ import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.arrays import npy_source
 from beamjax.sources.arrays.npy_source import NpySource
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 
 X, K = TREE["x"], np.arange(N)
 BFLOATS = random_bits(ml_dtypes.bfloat16, (3,))
@@ -133,7 +133,7 @@ def test_files_that_change_are_found_by_time_and_type(tmp_path):
     # Files of a run have no times in their specs.
     series = bj.from_npy(save_npy(tmp_path, {"y": X}, (0, 4, N)))
     np.save(tmp_path / "y-1.npy", X[:2])
-    spec = series.to_spec()
+    spec = spec_of(series)
     for file in spec["files"][0]:
         file["stamp"] = None
     again = open_spec(spec)

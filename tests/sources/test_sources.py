@@ -35,6 +35,9 @@ from streams import Numbers, stream
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources import LeafSpec, blocks, from_arrays, open_spec, source_base
+from beamjax.sources.source_base import members_bytes, spec_of
+from beamjax.sources.source_kinds import buckets_of
+from beamjax.sources.streams.spool import spilled
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name
 
 OPTIONS = {"shard_size": 8}
@@ -58,8 +61,8 @@ def test_every_range_is_that_of_the_arrays(given):
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
     expected = zip(leaves, paths, strict=True)
     assert types == [(leaf.shape[1:], leaf.dtype, path) for leaf, path in expected]
-    if not source.buckets:  # Padding takes no bytes.
-        assert source.nbytes == sum(leaf.nbytes for leaf in leaves)
+    if not buckets_of(source):
+        assert members_bytes(source) == sum(leaf.nbytes for leaf in leaves)
     for start in range(N + 1):
         for stop in range(start, N + 1):
             found = source.read(start, stop)
@@ -72,17 +75,17 @@ def test_every_range_is_that_of_the_arrays(given):
 
 def test_specs_and_pickles_open_to_the_same_members(given, tmp_path):
     source, tree = given
-    if source.is_live:
-        refused(SourceError, "is not pickled", source.to_spec)
+    if source.spec() is None:
+        refused(SourceError, "is not pickled", spec_of, source)
         refused(SourceError, "is not pickled", pickle.dumps, source)
-    source = source.spilled(str(tmp_path / "spilled"))
-    spec = source.to_spec()
+    source = spilled(source, str(tmp_path / "spilled"))
+    spec = spec_of(source)
     text = json.dumps(spec)
     assert len(pickle.dumps(source)) < 1000 + 2 * len(text)
     for again in (open_spec(json.loads(text)), pickle.loads(pickle.dumps(source))):
-        assert not again.is_live
+        assert again.spec() is not None
         assert again.leaves == source.leaves
-        assert again.to_spec() == spec
+        assert spec_of(again) == spec
         assert again.treedef == jax.tree.structure((0,) * len(source.leaves))
         assert_reads(again, tree)
 
@@ -153,8 +156,8 @@ def test_streams(name, tmp_path):
     source = STREAMS[name](tmp_path)
     assert source.pieces == 4
     assert source.treedef == jax.tree.structure(TREE)
-    again = open_spec(json.loads(json.dumps(source.to_spec())))
-    assert again.to_spec() == source.to_spec()
+    again = open_spec(json.loads(json.dumps(spec_of(source))))
+    assert spec_of(again) == spec_of(source)
     assert again.leaves == source.leaves
     for each in (source, again):
         assert_same_bits(members(each), list(TREE.values()))
@@ -205,7 +208,7 @@ def test_every_dtype_is_read_as_it_is(name, tmp_path):
         assert source.treedef == jax.tree.structure(tree)
         assert_reads(source, native)
         assert_reads(source, native, 3, 18)
-        assert_reads(open_spec(source.to_spec()), native, 2, 5)
+        assert_reads(open_spec(spec_of(source)), native, 2, 5)
 
 
 # --- what is imported, and what an extra is missing for
@@ -242,9 +245,9 @@ def test_files_are_read_elsewhere_without_beam_and_without_starting_jax(tmp_path
     for name, make in SOURCES.items():
         folder = tmp_path / name
         folder.mkdir()
-        source = make(folder)[0].spilled(str(folder / "spilled"))
+        source = spilled(make(folder)[0], str(folder / "spilled"))
         if not name.startswith("opened"):  # The module of these has much to import.
-            specs[name] = source.to_spec()
+            specs[name] = spec_of(source)
             expected[name] = [array.tobytes().hex() for array in source.read(1, N - 1)]
     text = json.dumps([specs, expected, str(write_parquet(tmp_path / "x", TREE) or tmp_path / "x")])
     done = subprocess.run(
@@ -387,7 +390,7 @@ def test_specs_with_one_change_are_refused_or_harmless(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         source, tree = make(folder)
-        spec = json.loads(json.dumps(source.spilled(str(folder / "spilled")).to_spec()))
+        spec = json.loads(json.dumps(spec_of(spilled(source, str(folder / "spilled")))))
         expected = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
         for field, value in [(key, other) for key in spec for other in changed(spec[key])]:
             blocks.BLOCKS.clear()
@@ -401,7 +404,7 @@ def test_specs_with_one_change_are_refused_or_harmless(tmp_path):
     assert faults == []
 
 
-class Squares(bj.Source, kind="test-squares"):
+class Squares(bj.Source):
     """Member i is i squared: the smallest source of one's own."""
 
     leaves = (LeafSpec((), np.dtype(np.int64)),)
@@ -413,46 +416,47 @@ class Squares(bj.Source, kind="test-squares"):
         return self.size
 
     def read(self, start, stop):
-        self.check_range(start, stop)
         return [np.arange(start, stop) ** 2]
-
-    def to_spec(self):
-        return {**self.spec_head(), "size": self.size}
-
-    @classmethod
-    def from_spec(cls, spec):
-        return cls(spec["size"])
 
 
 def test_a_source_of_ones_own():
     source = pickle.loads(pickle.dumps(Squares(5)))
     assert source.read(2, 4)[0].tolist() == [4, 9]
-    assert source.describe() == "5 members of int64[] (40 bytes) test-squares"
+    assert str(source) == "5 members of int64[] (40 bytes) from Squares"
     assert source.treedef == jax.tree.structure((0,))
-    assert not source.is_live
-    refused(SourceError, "members 4 to 6", source.read, 4, 6)
+    assert source.spec() == {"size": 5}
+    assert source.select([0]) == (source, range(1))
+
+
+def test_the_protocol_is_small():
+    public = {name for name in vars(bj.Source) if not name.startswith("_")} | {"__len__"}
+    assert len(public) <= 10
 
 
 def test_specs_that_cannot_be_opened():
-    npy = {"kind": "npy", "leaves": [], "files": [], "wraps": False}
+    name = "beamjax.sources.arrays.npy_source:NpySource"
+    npy = {"class": name, "leaves": [], "files": [], "wraps": False}
     leaf = {"shape": [], "dtype": "int32", "key_impl": None, "path": ""}
     series = [[{"path": "a.npy", "rows": n, "name": "", "stamp": None}] for n in (3, 4)]
     for spec, message in [
-        ({"kind": "odd"}, r"'odd' \(module None\) is unknown in process \d+"),
-        ({"kind": "odd", "module": "__main__"}, "module that the workers can import"),
-        ({"kind": "odd", "module": "json"}, "'odd' .* is unknown"),
-        ({"kind": "odd", "module": "no_such"}, "cannot import its module 'no_such'"),
-        ({"kind": "npy"}, r"'npy': found the spec .*KeyError: 'files'"),
-        ({**npy, "leaves": 3}, "'npy': found the spec .*leaves: found 3"),
+        ({"class": "odd"}, r"'odd': is unknown in process \d+"),
+        ({"class": "__main__:Odd"}, "module that the workers can import"),
+        ({"class": "json:JSONDecoder"}, "'json:JSONDecoder': is unknown"),
+        ({"class": "no_such:Odd"}, "cannot import its module 'no_such'"),
+        ({"class": name}, r"NpySource': found the spec .*KeyError: 'files'"),
+        ({**npy, "leaves": 3}, "NpySource': found the spec .*leaves: found 3"),
         ({**npy, "files": ["a"]}, "files: found .a."),
         (npy, r"found \[\] files for 0 leaves, expected at least one file for each leaf"),
         ({**npy, "leaves": [leaf], "files": [[]]}, r"found \[0\] files for 1 leaves"),
         ({**npy, "leaves": [leaf] * 2, "files": series}, r"found \[3, 4\] members in the files"),
-        ({"kind": "array"}, "'array': found the spec .*KeyError: 'arrays'"),
-        ({"kind": "live", "token": "gone"}, "source gone: not registered in process"),
-        ({"kind": "live"}, "source None: not registered"),
-        ({"kind": ["npy"]}, r"\['npy'\]"),
-        ("npy", "'None'"),
+        (
+            {"class": "beamjax.sources.array_source:ArraySource"},
+            "ArraySource': found the spec .*KeyError: 'arrays'",
+        ),
+        ({"class": "live", "token": "gone"}, "source gone: not registered in process"),
+        ({"class": "live"}, "source None: not registered"),
+        ({"class": ["npy"]}, r"\['npy'\]"),
+        ("npy", "source ''"),
     ]:
         refused(SourceError, message, open_spec, spec)
 

@@ -25,7 +25,7 @@ from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Input, Plan, ValueType
 from beamjax.runtime.inputs import Inputs
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.streams.spool import spool, spooled_here
 from beamjax.storage.arrays import decode_arrays
 from beamjax.storage.scratch import allocate, file_array
@@ -76,9 +76,9 @@ def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
     monkeypatch.setattr("beamjax.pipelines.tables.spool.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
-        assert len(numbers.to_spec()["parts"]) == 4
+        assert len(spec_of(numbers)["parts"]) == 4
         assert numbers.read(0, 11)[0].tolist() == list(range(11))
-        again = open_spec(json.loads(json.dumps(numbers.to_spec())))
+        again = open_spec(json.loads(json.dumps(spec_of(numbers))))
         assert again.read(3, 8)[0].tolist() == [3, 4, 5, 6, 7]
         assert again.read(5, 5)[0].shape == (0,)
         assert rows.treedef == jax.tree.structure(x)
@@ -86,7 +86,7 @@ def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
         with pytest.raises(SourceError, match="range within 0 to 11"):
             numbers.read(3, 12)
     with pytest.raises(SourceError, match="cannot read"):
-        open_spec(numbers.to_spec()).read(0, 1)
+        open_spec(spec_of(numbers)).read(0, 1)
     (tmp_path / "a").write_bytes(b"nothing")
     with pytest.raises(ArrayFormatError):
         SpooledSource(str(tmp_path), [("a", 3)], Numbers.leaves).read(0, 3)

@@ -22,7 +22,7 @@ from streams import Counted, Numbers, W, creations, data, opened, reductions, st
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
 from beamjax.sources import from_arrays
-from beamjax.sources.source_base import LeafSpec, StreamSource
+from beamjax.sources.source_base import LeafSpec, StreamSource, spec_of
 from beamjax.sources.streams.chunks import Streams, blocks_of, checked_chunks, members_of
 
 OPTIONS = {"shard_size": 8}
@@ -345,7 +345,7 @@ def test_what_is_no_function_of_chunks():
     ]:
         refused(error, message, bj.from_chunks, *args)
     source = stream(np.ones(3))
-    refused(SourceError, "is not pickled", source.to_spec)
+    refused(SourceError, "is not pickled", spec_of, source)
     refused(SourceError, "known only when all of them have been read", len, source)
     refused(SourceError, "not by index", source.read, 0, 1)
 
@@ -371,7 +371,7 @@ class Given(StreamSource):
     """Chunks as they are, right or wrong."""
 
     leaves = X
-    to_spec = from_spec = None
+    spec = from_spec = None
 
     def __init__(self, chunks, leaves=X):
         self.given, self.leaves = chunks, leaves

@@ -18,7 +18,7 @@ from source_files import TABLES, N, assert_reads, refused, save
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources import blocks
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.tables import csv_files
 
 
@@ -88,7 +88,7 @@ def test_columns_are_selected_with_their_mask(tmp_path):
     }.items():  # fmt: skip
         selected, leaves = source.select(used)
         assert list(leaves) == expected
-        for each in (selected, open_spec(selected.to_spec())):
+        for each in (selected, open_spec(spec_of(selected))):
             assert_reads(each, [whole[leaf] for leaf in leaves])
 
 
@@ -170,7 +170,7 @@ def test_decimals_by_choice(kind, tmp_path):
         floats = np.array([float(value) for value in exact])
         assert_reads(source, {"l": np.tile(floats[:2], (501, 1)), "p": np.array([*floats, 0])})
         source = form.read(path, "p", decimals="int64", fill_null=0)
-        assert_reads(open_spec(source.to_spec()), np.array([*cents, 0]))
+        assert_reads(open_spec(spec_of(source)), np.array([*cents, 0]))
         refused(
             SourceError,
             r"row 500 of|found null",
@@ -226,7 +226,7 @@ def test_names_of_folders_are_columns(form, tmp_path):
         np.testing.assert_array_equal(year[at], truth["year"].to_numpy())
         assert year.dtype == np.int32  # as pyarrow infers it
         alone = read(way, "year")
-        np.testing.assert_array_equal(open_spec(alone.to_spec()).read(0, N)[0], year)
+        np.testing.assert_array_equal(open_spec(spec_of(alone)).read(0, N)[0], year)
     country = read(tmp_path / "t", ["country", "x"], text_bytes=8).read(0, N)
     texts = [bytes(row).rstrip(b"\0").decode() for row in country[0]]
     assert dict(zip(country[1].tolist(), texts, strict=True)) == dict(
@@ -278,10 +278,10 @@ def test_every_format_gives_the_same(form, tmp_path):
     epoch = np.array(DAYS, "M8[s]").astype(np.int64)
     assert any(np.array_equal(found[3], epoch * factor) for factor in (1, 1000, 10**9))
     assert [bytes(row).rstrip(b"\0") for row in found[4]] == [b"w%d" % i for i in range(N)]
-    for each in (source, open_spec(source.to_spec())):
+    for each in (source, open_spec(spec_of(source))):
         assert_reads(each, found)
         assert_reads(each, found, 7, 15)
-    assert list(source.file_starts) == [9]
+    assert list(source.cuts) == [9]
     message = r"x-0.*: column 'w', .* row 0 of it .*: found a text of 2 bytes"
     refused(SourceError, message, read([first, second], "w", text_bytes=1).read, 0, 3)
     second.write_bytes(first.read_bytes())
@@ -318,7 +318,7 @@ def test_blocks_of_csv(tmp_path, monkeypatch):
     assert [str(leaf) for leaf in source.leaves] == ["float64[]", "int64[]", "int64[]"]
     for each in (
         source,
-        open_spec(source.to_spec()),
+        open_spec(spec_of(source)),
         bj.from_csv(f"bjtest:/{tmp_path}/x.csv", fill_null=0),
     ):
         assert_reads(each, expected)

@@ -29,7 +29,7 @@ from source_files import (
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources import blocks
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.tables import arrow_files, parquet_files
 
 
@@ -63,7 +63,7 @@ def test_other_types_of_columns(form, tmp_path):
         "words": i % 3,
         "tensor": tensor,
     }
-    for each in (source, open_spec(source.to_spec())):
+    for each in (source, open_spec(spec_of(source))):
         assert_reads(each, expected)
 
 
@@ -191,7 +191,7 @@ def test_lists_of_any_length(end, tmp_path):
     })  # fmt: skip
     path = tmp_path / f"x.{end}"
     made = write(path, table, 7)(path, buckets=[2, 4, 5])
-    for source in (made, open_spec(made.to_spec())):
+    for source in (made, open_spec(spec_of(made))):
         assert list(map(str, source.leaves)) == ["bool[5]", "int16[]", "int32[5]", "float64[5, 2]"]
         assert [leaf.ragged for leaf in source.leaves] == [True, False, True, True]
         for start, stop in ((0, 20), (5, 9), (10, 11), (4, 6), (3, 3)):
@@ -343,7 +343,7 @@ def test_threads_read_pieces_here_and_at_a_url(pieces, tmp_path, monkeypatch):
     write_parquet(tmp_path / "x.parquet", TABLE, 100)
     source = bj.from_parquet(tmp_path / "x.parquet", "x")
     read_in_threads(source, X)
-    assert_reads(open_spec(source.to_spec()), X, 1, 99)
+    assert_reads(open_spec(spec_of(source)), X, 1, 99)
     assert_reads(bj.from_parquet(f"bjtest:/{tmp_path}/x.parquet", "x"), X)
     parquet_files._CURSORS.clear()
 
@@ -425,12 +425,12 @@ def test_missing_numbers_and_times_by_choice(form, tmp_path):
             "l": np.array([[1, fill], [3, 4]], np.int8),
             "t": stamps.astype(np.int64),
         }
-        for each in (source, open_spec(json.loads(json.dumps(source.to_spec())))):
+        for each in (source, open_spec(json.loads(json.dumps(spec_of(source))))):
             assert_reads(each, tree)
     padded = form.read(path, ["r"], buckets=[2], fill_null=9).read(0, 2)
     assert_same_bits(padded, [np.array([[1, 0], [1, 1]], bool), np.array([[1, 0], [9, 3]])])
     source = form.read(path, "f", fill_null=np.nan)
-    assert_reads(open_spec(source.to_spec()), np.array([np.nan, 2.5]))
+    assert_reads(open_spec(spec_of(source)), np.array([np.nan, 2.5]))
     source = form.read(path, "i", fill_null=0.5)
     refused(SourceError, "column 'i': found fill_null=0.5.*int16", source.read, 0, 2)
     assert_reads(form.read(path, "b", fill_null=0), np.array([False, True]))

@@ -19,7 +19,7 @@ import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources import blocks
 from beamjax.sources.arrays import zarr_source
-from beamjax.sources.source_base import open_spec
+from beamjax.sources.source_base import open_spec, spec_of
 
 zarr = pytest.importorskip(
     "zarr", reason="ZARR IS NOT TESTED: pip install -e '.[zarr]'", exc_type=ImportError
@@ -89,7 +89,7 @@ def test_groups_and_trees(version, tmp_path):
     both = bj.from_zarr({"g": tmp_path / "g", "k": [other, tmp_path / "g" / "x"]})
     whole = {"g": tree, "k": [np.arange(N), X]}
     assert both.treedef == jax.tree.structure(whole)
-    for each in (both, open_spec(both.to_spec())):
+    for each in (both, open_spec(spec_of(both))):
         assert_reads(each, whole, 1, 22)
     assert "array 'sub/deep/z' and 4 more" in repr(both)
 
@@ -98,16 +98,16 @@ def test_zip_files_and_urls(tmp_path):
     with zarr.storage.ZipStore(tmp_path / "x.zip", mode="w") as store:
         zarr.create_array(store, data=X, chunks=(5, 2, 3))
     source = bj.from_zarr(tmp_path / "x.zip")
-    for each in (source, open_spec(source.to_spec())):
+    for each in (source, open_spec(spec_of(source))):
         assert_reads(each, X, 3, 19)
     pytest.importorskip("fsspec")
     url = "memory://beamjax/x.zarr"
-    spec = bj.from_zarr({"x": save(url, X, (4, 2, 3))}).to_spec()
+    spec = spec_of(bj.from_zarr({"x": save(url, X, (4, 2, 3))}))
     assert_reads(open_spec(spec), X, 3, 19)
     save(url, X + 1, (4, 2, 3))
     assert_reads(bj.from_zarr(url), X + 1, 3, 5)
     url = "memory://beamjax/y.zarr"
-    spec = bj.from_zarr(save(url, X, (4, 2, 3))).to_spec()
+    spec = spec_of(bj.from_zarr(save(url, X, (4, 2, 3))))
     save(url, X[:, 0], (4, 3))
     message = r"found float32\[23, 3\], expected float32\[23, 2, 3\]"
     refused(SourceError, message, open_spec(spec).read, 0, 1)
@@ -248,7 +248,7 @@ def test_values_are_those_that_numbers_stand_for(version, tmp_path):
         for x64, wanted in (False, "float32"), (True, dtype):
             with jax.enable_x64(x64):
                 source = bj.from_zarr(path, mask_and_scale=True)
-                for each in source, open_spec(source.to_spec()):
+                for each in source, open_spec(spec_of(source)):
                     (found,) = each.read(0, len(stored))
                     good = found.dtype == wanted
                     if not good or not np.array_equal(found, np.array(expected, wanted), True):
@@ -314,7 +314,7 @@ def test_arrays_of_a_group_are_chosen(version, tmp_path):
     source = bj.from_zarr(group, arrays=["t2m", "surface/sp"])
     tree = {"t2m": t2m, "surface": {"sp": sp}}
     assert source.treedef == jax.tree.structure(tree)
-    for each in source, open_spec(source.to_spec()):
+    for each in source, open_spec(spec_of(source)):
         assert_reads(each, tree, 3, 11)
     one = bj.from_zarr({"a": group, "b": group}, arrays="surface/sp")
     assert one.treedef == jax.tree.structure({"a": 0, "b": 0})

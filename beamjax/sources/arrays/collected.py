@@ -34,7 +34,7 @@ class CollectedMembers(PartFiles):
         super().__init__(folder, parts, leaves, treedef)
         self.dropped = tuple(dropped)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {self.folder}")
 
     def _extra(self) -> dict[str, Any]:

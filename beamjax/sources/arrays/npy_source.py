@@ -43,11 +43,15 @@ from beamjax.sources.source_base import (
     LeafSpec,
     Leaves,
     PyTreeDef,
+    Source,
+    check_range,
+    cuts_at,
     describe_source,
     first_of,
     row_text,
-    starts_of,
+    spec_of,
 )
+from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.dtypes import FLOAT0
 from beamjax.storage.files import local_path
 from beamjax.storage.shared_cache import SharedCache
@@ -99,7 +103,7 @@ class ArrayFile:
         return restored(array, leaf.dtype)
 
 
-class NpySource(HoldsLeaves, kind="npy"):
+class NpySource(HoldsLeaves, FileSource):
     """Memory-mapped arrays: for each leaf one, or several that are concatenated."""
 
     def __init__(
@@ -116,14 +120,14 @@ class NpySource(HoldsLeaves, kind="npy"):
                 integers of the same width.
             leaves: one member of each.
             treedef: the tree that they form; a tuple by default.
-            wraps: whether the files stand for arrays in memory, see `Source.wraps`.
+            wraps: whether the files stand for arrays in memory, see `FileSource`.
 
         Raises:
             SourceError: a leaf has no files, or the leaves have different numbers of members.
         """
         super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
-        self._wraps = wraps
+        self.wraps = wraps
         self._ends = [ends_of([file.rows for file in series]) for series in self._files]
         if not self._files or not all(self._files) or len(self._files) != len(self._leaves):
             counts = list(map(len, self._files))
@@ -144,19 +148,19 @@ class NpySource(HoldsLeaves, kind="npy"):
         return tuple(file.path for series in self._files for file in series)
 
     @property
-    def is_local(self) -> bool:
+    def local(self) -> bool:
         return True
 
     @functools.cached_property
-    def file_starts(self) -> Mapping[int, int]:
-        starts = (starts_of([(f.path, f.rows) for f in series]) for series in self._files)
+    def cuts(self) -> Mapping[int, str]:
+        starts = (cuts_at([(f.path, f.rows) for f in series]) for series in self._files)
         return dict(collections.ChainMap(*starts))
 
     def __len__(self) -> int:
         return int(self._ends[0][-1])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         found, checked = [], set[str]()
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
             if len(files) == 1:  # The usual case; small reads take half the time without blocks.
@@ -175,8 +179,11 @@ class NpySource(HoldsLeaves, kind="npy"):
         array = f", array {file.name!r}" if file.name else ""
         return f"{file.path}{array}, {row_text((row, *index[1:]))}"
 
-    def wraps(self, leaf: int) -> bool:
-        return self._wraps
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        if len(leaves) == len(self._leaves):
+            return self, leaves
+        files, types = zip(*((self._files[i], self._leaves[i]) for i in leaves), strict=True)
+        return NpySource(files, types, None, self.wraps), leaves
 
     def check_files(self) -> None:
         """Raises SourceError unless each file is there and has the expected type."""
@@ -185,12 +192,12 @@ class NpySource(HoldsLeaves, kind="npy"):
             for file in files:
                 file.array(leaf, checked)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {first_of(list(dict.fromkeys(self.files)))}")
 
     def identity(self) -> tuple[Any, list[str]]:
         names = [[(file.name, file.rows) for file in series] for series in self._files]
-        return self.to_spec() | {"files": names}, list(dict.fromkeys(self.files))
+        return spec_of(self) | {"files": names}, list(dict.fromkeys(self.files))
 
 
 def written_source(

@@ -15,7 +15,12 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource, storable, unmap
-from beamjax.sources.source_base import LeafSpec, PyTreeDef, natural
+from beamjax.sources.source_base import (
+    LeafSpec,
+    PyTreeDef,
+    arguments_of,
+    natural,
+)
 from beamjax.storage import files, trust
 from beamjax.storage.schema import parse_json
 
@@ -49,8 +54,15 @@ class PartFiles(NpySource):
         self.folder = folder
         self.parts = tuple(parts)
 
+    def spec(self) -> dict[str, Any]:
+        return arguments_of(self, NpySource)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any]) -> NpySource:  # type: ignore[override]
+        return NpySource.from_spec(spec)
+
     @property
-    def file_starts(self) -> Mapping[int, int]:
+    def cuts(self) -> Mapping[int, str]:
         return {}  # Other members are divided among the parts in another way.
 
     def remove(self) -> None:

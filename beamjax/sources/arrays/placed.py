@@ -22,17 +22,19 @@ from beamjax.sources.arrays.npy_source import map_file, restored, storable, stor
 from beamjax.sources.source_base import (
     Count,
     LeafSpec,
-    PlainSource,
     Positive,
     PyTreeDef,
+    check_range,
     describe_source,
+    spec_of,
 )
+from beamjax.sources.source_kinds import FileSource
 from beamjax.storage import files, trust
 
 MANIFEST = "placed.json"
 
 
-class MemberFiles(PlainSource):
+class MemberFiles(FileSource):
     """One placed value in files that are named after the members in them.
 
     A subclass defines how a file is read.
@@ -110,7 +112,7 @@ class MemberFiles(PlainSource):
         return np.flatnonzero(~seen).tolist()
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         arrays = []
         while start < stop:
             at = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
@@ -126,7 +128,7 @@ class MemberFiles(PlainSource):
         return [np.concatenate(arrays) if arrays else none]
 
     def identity(self) -> tuple[Any, list[str]]:
-        spec = self.to_spec() | {"folder": None, "stem": None}
+        spec = spec_of(self) | {"folder": None, "stem": None}
         return spec, [f"{self.folder.rstrip('/')}/{name}" for name in self.files]
 
     def _members(self, start: int, count: int) -> np.ndarray:
@@ -156,7 +158,7 @@ class MemberFiles(PlainSource):
         return array
 
 
-class Placed(MemberFiles, kind="placed"):
+class Placed(MemberFiles):
     """A placed result in files, made by `beamjax.run(..., keep="placed")` or `open_placed`.
 
     It is a `Source` with one leaf, so another program takes it as an argument, and its members are
@@ -181,7 +183,7 @@ class Placed(MemberFiles, kind="placed"):
         return restored(stored, self.leaf.dtype)
 
     @property
-    def is_local(self) -> bool:
+    def local(self) -> bool:
         return not data_files.is_url(self.folder)
 
     @property
@@ -233,7 +235,7 @@ class Placed(MemberFiles, kind="placed"):
             raise IndexError(f"{self!r}: found the index {index}, expected one of {self.size}")
         return self.read(number, number + 1)[0][0]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {self.folder}")
 
     def remove(self) -> None:

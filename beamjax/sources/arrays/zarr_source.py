@@ -34,10 +34,14 @@ from beamjax.sources.source_base import (
     Leaves,
     Positive,
     PyTreeDef,
+    Source,
+    check_range,
     describe_source,
     first_of,
     row_text,
+    spec_of,
 )
+from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "an array or a group of Zarr"
@@ -69,7 +73,7 @@ class ZarrArray:
     packing: Packing | None = None
 
     def identity(self) -> tuple[Any, list[str]]:
-        """As `Source.identity`. At a URL only the location counts: changes are not detected."""
+        """As `FileSource.identity`. At a URL only the location counts: changes are not detected."""
         if is_url(self.store):
             return [self.store, self.name], []
         folder = os.path.join(self.store, self.name)
@@ -171,7 +175,7 @@ def chunk_files(store: str, name: str, opened: Any) -> ChunkFiles | None:
     return ChunkFiles.look(folder, opened) if known else None
 
 
-class ZarrSource(HoldsLeaves, kind="zarr"):
+class ZarrSource(HoldsLeaves, FileSource):
     """Zarr arrays, read by chunks; see `from_zarr`."""
 
     def __init__(
@@ -199,11 +203,11 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
             raise ValueError(f"found {len(arrays)} arrays for {len(leaves)} leaves")
 
     @property
-    def is_local(self) -> bool:
+    def local(self) -> bool:
         return not any(is_url(array.store) for array in self._arrays)
 
     @property
-    def block_bytes(self) -> int:
+    def block_bytes(self) -> int:  # type: ignore[override]
         pairs = zip(self._arrays, self._leaves, strict=True)
         return sum(min(array.rows, self._size) * leaf.nbytes for array, leaf in pairs)
 
@@ -211,9 +215,15 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
         return self._size
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         pairs = zip(self._arrays, self._leaves, strict=True)
         return [self._read(array, leaf, start, stop) for array, leaf in pairs]
+
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        if len(leaves) == len(self._leaves):
+            return self, leaves
+        arrays = tuple(self._arrays[i] for i in leaves)
+        return ZarrSource(arrays, tuple(self._leaves[i] for i in leaves), self._size), leaves
 
     def _read(self, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
         opened = self._opened(array, leaf)
@@ -254,13 +264,13 @@ class ZarrSource(HoldsLeaves, kind="zarr"):
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         return f"{self._arrays[leaf]}, {row_text(index)}"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {first_of(self._arrays)}")
 
     def identity(self) -> tuple[Any, list[str]]:
         found = [array.identity() for array in self._arrays]
         arrays = [array for array, _ in found]
-        return self.to_spec() | {"arrays": arrays}, [path for _, paths in found for path in paths]
+        return spec_of(self) | {"arrays": arrays}, [path for _, paths in found for path in paths]
 
 
 _ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)

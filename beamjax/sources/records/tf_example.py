@@ -1,8 +1,8 @@
 """Records of `tf.train.Example` as members, without TensorFlow.
 
-Packed floats have the same bytes in a record as in memory. So Examples are parsed with message
-types in which lists of numbers are `repeated bytes`, which have the same wire format. The bytes
-become arrays without a loop over values.
+protobuf parses the records. Packed floats have the same bytes in a record as in memory, so lists of
+floats are parsed as `repeated bytes`, which have the same wire format. The bytes become arrays
+without a loop over values.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ class ExampleParser:
         Raises:
           SourceError: a record is no Example, or does not have the requested features.
         """
-        columns: list[list[_Packed]] = [[] for _ in self._features]
+        columns: list[list[_Values]] = [[] for _ in self._features]
         for place, record in enumerate(records):
             found = _features_of(record, where, place)
             for feature, column in zip(self._features, columns, strict=True):
-                column.append(feature.packed(found, where, place))
+                column.append(feature.values(found, where, place))
         return [
             feature.array(column, records, where)
             for feature, column in zip(self._features, columns, strict=True)
         ]
 
 
-_Packed = tuple[str, bytes]
-"""The kind of a list, and the bytes of its values in the record."""
+_Values = tuple[str, Any]
+"""The kind of a list, and its values: the bytes in the record, or integers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Feature:
     name: str
     leaf: LeafSpec
 
-    def packed(self, found: Any, where: Where, place: int) -> _Packed:
+    def values(self, found: Any, where: Where, place: int) -> _Values:
         """The feature, from all features of a record."""
         if self.name not in found:
             raise SourceError(
@@ -98,17 +98,15 @@ class _Feature:
         feature, leaf = found[self.name], self.leaf
         kind = feature.WhichOneof("kind")
         values: Any = getattr(feature, kind).value if kind else ()
-        fits = {
-            FLOATS: leaf.dtype == np.float32,
-            INTS: leaf.dtype.kind in "iub",
-            BYTES: len(values) == 1 and len(values[0]) == leaf.nbytes,
-        }
-        if not fits.get(kind):
+        if not _fits(kind, values, leaf):
             raise SourceError(f"{self._at(where, place)}: {_misfit(kind, values, leaf)}")
+        if kind == INTS:
+            self._check_count(kind, len(values), where, place)
+            return kind, np.fromiter(values, np.int64, len(values))
         return kind, values[0] if len(values) == 1 else b"".join(values)
 
     def array(
-        self, column: Sequence[_Packed], records: Sequence[bytes], where: Where
+        self, column: Sequence[_Values], records: Sequence[bytes], where: Where
     ) -> np.ndarray:
         """The feature of all records."""
         # An integer feature may be an int64_list in one record and a bytes_list in another.
@@ -123,36 +121,35 @@ class _Feature:
         return np.concatenate(parts)
 
     def _of_kind(
-        self, kind: str, column: Sequence[_Packed], records: Sequence[bytes], where: Where
+        self, kind: str, column: Sequence[_Values], records: Sequence[bytes], where: Where
     ) -> np.ndarray:
         lists = [values for _, values in column]
         count = math.prod(self.leaf.shape)
         shape = (len(lists), *self.leaf.shape)
         if kind == INTS:
-            integers = decode_varints(lists, count)
-            if integers is None:
-                integers = self._one_by_one(kind, count, records, where)
-            return self._narrowed(integers, where).reshape(shape)
+            return self._narrowed(np.concatenate(lists), where).reshape(shape)
         if kind == FLOATS and any(len(values) != 4 * count for values in lists):
-            return self._one_by_one(kind, count, records, where).reshape(shape)
+            return self._one_by_one(records, where).reshape(shape)
         stored = np.frombuffer(b"".join(lists), self.leaf.dtype.newbyteorder("<"))
         return stored.astype(self.leaf.dtype, copy=False).reshape(shape)
 
-    def _one_by_one(
-        self, kind: str, count: int, records: Sequence[bytes], where: Where
-    ) -> np.ndarray:
-        """Parses the lists again as numbers: some are not packed, or have another length."""
+    def _one_by_one(self, records: Sequence[bytes], where: Where) -> np.ndarray:
+        """Parses lists of floats again as numbers: some are not packed, or have another length."""
         found = []
         for place, record in enumerate(records):
             message = _parsed(record, False, where, place)
-            values = getattr(message.features.feature[self.name], kind).value
-            if len(values) != count:
-                raise SourceError(
-                    f"{self._at(where, place)}: found {len(values)} values in {kind}, expected "
-                    f"{count}, of {self.leaf}."
-                )
-            found.append(np.asarray(values, np.float32 if kind == FLOATS else np.int64))
+            values = message.features.feature[self.name].float_list.value
+            self._check_count(FLOATS, len(values), where, place)
+            found.append(np.asarray(values, np.float32))
         return np.concatenate(found)
+
+    def _check_count(self, kind: str, found: int, where: Where, place: int) -> None:
+        count = math.prod(self.leaf.shape)
+        if found != count:
+            raise SourceError(
+                f"{self._at(where, place)}: found {found} values in {kind}, expected {count}, of "
+                f"{self.leaf}."
+            )
 
     def _narrowed(self, values: np.ndarray, where: Where) -> np.ndarray:
         """Converts the integers of all records to the requested dtype, if they fit."""
@@ -169,6 +166,17 @@ class _Feature:
 
     def _at(self, where: Where, place: int) -> str:
         return f"{where(place)}, feature {self.name!r}"
+
+
+def _fits(kind: str | None, values: Any, leaf: LeafSpec) -> bool:
+    match kind:
+        case "float_list":
+            return bool(leaf.dtype == np.float32)
+        case "int64_list":
+            return leaf.dtype.kind in "iub"
+        case "bytes_list":
+            return len(values) == 1 and len(values[0]) == leaf.nbytes
+    return False
 
 
 def _misfit(kind: str | None, values: Any, leaf: LeafSpec) -> str:
@@ -214,7 +222,7 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
 
 
 def _features_of(record: bytes, where: Where, place: int) -> Any:
-    """The features of a record by name, with lists of bytes."""
+    """The features of a record by name, with floats as bytes."""
     return _parsed(record, True, where, place).features.feature
 
 
@@ -231,7 +239,7 @@ def _parsed(record: bytes, packed: bool, where: Where, place: int) -> Any:
 
 @functools.cache
 def _example_type(packed: bool) -> Any:
-    """The message type `tf.train.Example`; if `packed`, lists of numbers are parsed as bytes."""
+    """The message type `tf.train.Example`; if `packed`, lists of floats are parsed as bytes."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto
@@ -244,9 +252,9 @@ def _example_type(packed: bool) -> Any:
         named = {"type_name": kind, "type": kinds.TYPE_MESSAGE} if type(kind) is str else {}
         return message.field.add(name=name, number=number, label=label, **(named or {"type": kind}))
 
-    number_kinds = {"FloatList": kinds.TYPE_FLOAT, "Int64List": kinds.TYPE_INT64}
-    for name in ("BytesList", "FloatList", "Int64List"):
-        kind = kinds.TYPE_BYTES if packed else number_kinds.get(name, kinds.TYPE_BYTES)
+    floats = kinds.TYPE_BYTES if packed else kinds.TYPE_FLOAT
+    types = {"BytesList": kinds.TYPE_BYTES, "FloatList": floats, "Int64List": kinds.TYPE_INT64}
+    for name, kind in types.items():
         add(file.message_type.add(name=name), "value", 1, kind, True)
     feature = file.message_type.add(name="Feature")
     feature.oneof_decl.add(name="kind")
@@ -264,43 +272,3 @@ def _example_type(packed: bool) -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("beamjax.Example"))
-
-
-# --- packed integers (varints): seven bits in a byte, the last byte of each below 128
-
-MAX_BYTES = 10
-"""Most bytes of a 64-bit integer."""
-
-
-def decode_varints(lists: Sequence[bytes], count: int) -> np.ndarray | None:
-    """Decodes packed lists of integers to one int64 array.
-
-    Args:
-      lists: the bytes of each list.
-      count: the number of integers in each list.
-
-    Returns:
-      The integers of all lists; None if a list has another number of them, or is not packed.
-    """
-    data = np.frombuffer(b"".join(lists), np.uint8)
-    last = data < 0x80
-    stops = np.cumsum([len(each) for each in lists], dtype=np.int64)
-    upto = np.concatenate([[0], np.cumsum(last)])
-    if (np.diff(upto[stops], prepend=0) != count).any():
-        return None
-    if len(data) == len(lists) * count:  # All integers are below 128.
-        return data.astype(np.int64)
-    if not count or not last[stops - 1].all():
-        return None
-    ends = np.flatnonzero(last)
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    widths = ends - begins + 1
-    widest = int(widths.max())
-    if widest > MAX_BYTES:
-        return None
-    found = np.zeros(len(ends), np.uint64)
-    for byte in range(widest):
-        having = np.flatnonzero(widths > byte)
-        bits = (data[begins[having] + byte] & 0x7F).astype(np.uint64)
-        found[having] |= bits << np.uint64(7 * byte)
-    return found.view(np.int64)

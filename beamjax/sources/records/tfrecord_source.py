@@ -37,11 +37,14 @@ from beamjax.sources.source_base import (
     LeafSpec,
     Leaves,
     PyTreeDef,
-    StreamSource,
+    Source,
+    check_range,
+    cuts_at,
     describe_source,
     first_of,
-    starts_of,
+    spec_of,
 )
+from beamjax.sources.source_kinds import FileSource, FileStream
 
 CALLER = "from_tfrecord"
 MARK_BYTES = 1 << 20
@@ -56,7 +59,7 @@ Mark = tuple[Count, Count]
 """The number of a record in its file, and its position in bytes."""
 
 
-class TFRecordSource(HoldsLeaves, kind="tfrecord"):
+class TFRecordSource(HoldsLeaves, FileSource):
     """Records of local files; see `from_tfrecord`."""
 
     def __init__(
@@ -92,18 +95,18 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
             _check_marks(counted, found)
 
     @property
-    def is_local(self) -> bool:
+    def local(self) -> bool:
         return True
 
     @functools.cached_property
-    def file_starts(self) -> Mapping[int, int]:
-        return starts_of([(file.path, count) for file, count in self._files])
+    def cuts(self) -> Mapping[int, str]:
+        return cuts_at([(file.path, count) for file, count in self._files])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         records: list[bytes] = []
         for file in blocks_of(self._ends, start, stop):
             low, high = max(start, file.first), min(stop, file.last)
@@ -111,14 +114,20 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
             records += _read_records(*found, low - file.first, high - file.first)
         return self._parser.parse(records, lambda place: self._where(start + place))
 
+    def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
+        if len(leaves) == len(self._leaves):
+            return self, leaves
+        names, types = zip(*((self._names[i], self._leaves[i]) for i in leaves), strict=True)
+        return TFRecordSource(self._files, self._marks, names, types), leaves
+
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         return f"{self._where(index[0])}, feature {self._names[leaf]!r}"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {first_of([file.path for file, _ in self._files])}")
 
     def identity(self) -> tuple[Any, list[str]]:
-        return self.to_spec() | {"files": None}, [file.path for file, _ in self._files]
+        return spec_of(self) | {"files": None}, [file.path for file, _ in self._files]
 
     def _where(self, member: int) -> str:
         """The name of a member in messages."""
@@ -126,7 +135,7 @@ class TFRecordSource(HoldsLeaves, kind="tfrecord"):
         return f"{self._files[found.number][0].path}, record {member - found.first}"
 
 
-class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
+class TFRecordStream(HoldsLeaves, FileStream):
     """Records of files, each of which is a piece; see `from_tfrecord`."""
 
     def __init__(
@@ -161,7 +170,7 @@ class TFRecordStream(HoldsLeaves, StreamSource, kind="tfrecord-stream"):
         where = _record_of(self._files[piece], index[0], 0)
         return f"{where}, feature {self._names[leaf]!r}"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {first_of([file.path for file in self._files])}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from beamjax.sources.source_base import (
 )
 
 
-class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
+class ChunkSource(HoldsLeaves, StreamSource):
     """Chunks that a function of this process returns; see `from_chunks`."""
 
     def __init__(
@@ -45,16 +44,12 @@ class ChunkSource(HoldsLeaves, StreamSource, kind="chunks"):
                 )
             yield arrays.read(0, len(arrays))
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
         return describe_source(self, f"in chunks from {name}")
 
-    def to_spec(self) -> dict[str, Any]:
-        raise SourceError(
-            f"{self!r}: the function is in process {os.getpid()} and is not pickled; to read on "
-            "workers elsewhere, write a beamjax.StreamSource with a to_spec of its own, in a "
-            "module that they can import."
-        )
+    def spec(self) -> None:
+        return None
 
 
 def from_chunks(function: Callable[[], Iterable[Any]], member: Any = None) -> ChunkSource:

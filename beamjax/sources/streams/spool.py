@@ -13,6 +13,7 @@ import numpy as np
 from beamjax import _compat
 from beamjax.errors import SourceError
 from beamjax.options import Options
+from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.npy_source import (
     NpySource,
     storable,
@@ -20,7 +21,12 @@ from beamjax.sources.arrays.npy_source import (
     written_source,
 )
 from beamjax.sources.canonical import check_members
-from beamjax.sources.source_base import LeafSpec, Source, StreamSource
+from beamjax.sources.source_base import (
+    LeafSpec,
+    Source,
+    StreamSource,
+)
+from beamjax.sources.source_kinds import DerivedSource
 from beamjax.sources.streams.chunks import check_count, checked_chunks
 from beamjax.storage import temporary
 from beamjax.storage.dtypes import FLOAT0
@@ -70,6 +76,25 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
     paths, count = _written(source, chunks, folder)
     check_count(source, count)
     return written_source(paths, source.leaves, count, source.treedef)
+
+
+def spilled(source: Source, folder: str) -> Source:
+    """The same members, with those that only this process can read written to files in a folder.
+
+    Args:
+      source: any source of known length.
+      folder: a path that the workers see.
+
+    Raises:
+      SourceError: a file can't be written.
+    """
+    if isinstance(source, ArraySource):
+        files = source.spill(folder).files
+        return written_source(files, source.leaves, len(source), source.treedef, wraps=True)
+    if isinstance(source, DerivedSource):
+        parts = [spilled(inner, f"{folder}/{i}") for i, inner in enumerate(source.inner)]
+        return source.with_inner(parts) if parts else source
+    return spill(source, folder) if source.spec() is None else source
 
 
 def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:

@@ -69,7 +69,7 @@ class KeyedTable(PartFiles):
         tree: dict[str, Any] = jax.tree_util.tree_unflatten(self.treedef, arrays)
         return tree
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"by key in {self.folder}")
 
 

@@ -24,11 +24,14 @@ from beamjax.sources.source_base import (
     Positive,
     PyTreeDef,
     Source,
+    check_range,
+    cuts_at,
     describe_source,
     first_of,
     natural,
-    starts_of,
+    spec_of,
 )
+from beamjax.sources.source_kinds import FileSource, RaggedMembers
 from beamjax.sources.tables.arrow_columns import Batch, RowError, to_padded, to_rows
 from beamjax.sources.tables.arrow_files import ArrowFormat
 from beamjax.sources.tables.arrow_types import column_in
@@ -46,7 +49,7 @@ MAX_LIST = 1 << 24
 """Largest number of items of a padded list."""
 
 
-class TableSource(HoldsLeaves, kind="table"):
+class TableSource(HoldsLeaves, FileSource, RaggedMembers):
     """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`.
 
     Args:
@@ -116,16 +119,16 @@ class TableSource(HoldsLeaves, kind="table"):
         return float(self._buckets[len(self._buckets) // 2]) if self._buckets else 0.0
 
     @functools.cached_property
-    def file_starts(self) -> Mapping[int, int]:
-        return starts_of([(each.file.path, sum(each.rows)) for each in self._files])
+    def cuts(self) -> Mapping[int, str]:
+        return cuts_at([(each.file.path, sum(each.rows)) for each in self._files])
 
     @property
-    def block_bytes(self) -> int:
+    def block_bytes(self) -> int:  # type: ignore[override]
         rows = max((rows for file in self._files for rows in file.rows), default=0)
         return min(rows, 2 * self._most_rows()) * sum(leaf.nbytes for leaf in self._leaves)
 
     @property
-    def is_local(self) -> bool:
+    def local(self) -> bool:
         return not any(is_url(file.file.path) for file in self._files)
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
@@ -146,7 +149,7 @@ class TableSource(HoldsLeaves, kind="table"):
         )  # fmt: skip
         return source, order
 
-    def content_mark(self, start: int, stop: int) -> str | None:
+    def stamp(self, start: int, stop: int) -> str | None:
         parts: list[Any] = []
         for number, batch in enumerate(blocks_of(self._ends, start, stop)):
             file, place = self._place(batch)
@@ -162,9 +165,9 @@ class TableSource(HoldsLeaves, kind="table"):
 
     def identity(self) -> tuple[Any, list[str]]:
         folders = [sorted(file.folders.items()) for file in self._files]
-        return self.to_spec() | {"files": folders}, [file.file.path for file in self._files]
+        return spec_of(self) | {"files": folders}, [file.file.path for file in self._files]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         return describe_source(self, f"in {first_of([file.file.path for file in self._files])}")
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
@@ -176,7 +179,7 @@ class TableSource(HoldsLeaves, kind="table"):
     # --- reading
 
     def read(self, start: int, stop: int) -> Arrays:
-        self.check_range(start, stop)
+        check_range(self, start, stop)
         try:
             blocks = self._blocks(start, stop)
             return read_blocks(self._leaves, blocks, self._block, start, stop)

@@ -1,0 +1,151 @@
+"""What beamjax knows of its own sources, beyond the protocol `Source`.
+
+Members are in files (`FileSource`), made of those of other sources (`DerivedSource`), or padded
+(`RaggedMembers`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from beamjax.sources.source_base import Source, StreamSource, row_text, spec_of
+
+
+class FileSource(Source):
+    """Members in files or the like, as beamjax reads them.
+
+    Attributes:
+      wraps: whether 64-bit integers may wrap while JAX computes with 32 bits. Those of arrays in
+        memory wrap, as under `jax.jit`, and so may those in files of a run, which were checked when
+        they were written. In all other sources, integers that would wrap are refused.
+      block_bytes: bytes of members that are decoded to read any one of them; 0 without blocks.
+    """
+
+    wraps = False
+    block_bytes = 0
+
+    def identity(self) -> tuple[Any, list[str]]:
+        """Describes what the members depend on, to detect a changed source.
+
+        Returns:
+            Plain JSON values, and the paths or URLs of files whose contents count as well. The
+            location of the files and the time at which they were written make no difference.
+        """
+        return spec_of(self), []
+
+    def where(self, leaf: int, index: tuple[int, ...]) -> str:
+        """The file, column and row of a value as text, for messages.
+
+        Args:
+            leaf: the number of the leaf.
+            index: the index of the value in the array of all members, with the member first.
+
+        Returns:
+            The text.
+        """
+        return member_text(self, leaf, index)
+
+
+class DerivedSource(Source):
+    """Members that are those of other sources, or made of them."""
+
+    @property
+    def inner(self) -> tuple[Source, ...]:
+        """The other sources; empty if they are opened only on workers."""
+        return ()
+
+    def spec(self) -> dict[str, Any] | None:
+        return None if any(part.spec() is None for part in self.inner) else super().spec()
+
+    def with_inner(self, inner: Sequence[Source]) -> Source:
+        """This source, reading from other sources with the same members instead of `inner`."""
+        return self
+
+    @abc.abstractmethod
+    def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
+        """The source from which a value comes: another one, or this one.
+
+        Args:
+            leaf: the number of the leaf.
+            index: the index of the value in the array of all members, with the member first.
+
+        Returns:
+            The source, and the leaf and the index there.
+        """
+
+
+class RaggedMembers(Source):
+    """Members that may be ragged: padded to one of several numbers of rows."""
+
+    @property
+    @abc.abstractmethod
+    def buckets(self) -> tuple[int, ...]:
+        """Numbers of rows to which `read_short` pads ragged members, ascending.
+
+        The last one is the number of rows in `leaves`. Empty if no leaf is ragged.
+        """
+
+    @property
+    @abc.abstractmethod
+    def usual_rows(self) -> float:
+        """The mean number of rows of ragged members; 0 if no leaf is ragged."""
+
+    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+        """Counts the rows of members without reading them: int[stop - start]; None if it can't."""
+        return None
+
+    @abc.abstractmethod
+    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
+        """As `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
+
+
+def buckets_of(source: Source) -> tuple[int, ...]:
+    """The buckets of ragged members; empty for others."""
+    return source.buckets if isinstance(source, RaggedMembers) else ()
+
+
+def innermost(
+    source: Source, leaf: int, index: tuple[int, ...] | None = None
+) -> tuple[Source, int, tuple[int, ...]]:
+    """The source that stores a value, and the leaf and the index there.
+
+    Args:
+      source: any source.
+      leaf: the number of the leaf.
+      index: the index of the value in the array of all members; the first by default.
+
+    Returns:
+      The source, the leaf and the index.
+    """
+    at = (0,) * (1 + len(source.leaves[leaf].shape)) if index is None else index
+    while isinstance(source, DerivedSource):
+        found, leaf, at = source.origin(leaf, at)
+        if found is source:
+            break
+        source = found
+    return source, leaf, at
+
+
+def member_text(source: Source, leaf: int, index: tuple[int, ...]) -> str:
+    """The source, leaf and member of a value as text."""
+    path = source.leaves[leaf].path
+    return f"{source}, {f'leaf {path}, ' if path else ''}{row_text(index, 'member')}"
+
+
+def block_bytes_of(source: Source) -> int:
+    """Bytes of members that are decoded to read any one of them; 0 without blocks."""
+    if isinstance(source, DerivedSource):
+        return sum(map(block_bytes_of, source.inner))
+    return source.block_bytes if isinstance(source, FileSource) else 0
+
+
+class FileStream(StreamSource):
+    """A stream whose pieces are files."""
+
+    @abc.abstractmethod
+    def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
+        """As `FileSource.where`, with `index[0]` counted from the beginning of a piece."""
