@@ -244,6 +244,7 @@ class ByKey:
             found = _variances(state, counts)
             if member.kind == "c":
                 found = found.reshape(len(counts), -1, 2).sum(axis=2)
+            assert self._fold.of_variance is not None
             with np.errstate(all="ignore"):
                 found = self._fold.of_variance(found).astype(result)
         elif "special" in state:

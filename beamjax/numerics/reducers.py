@@ -78,7 +78,12 @@ class Reduction:
         Raises:
             ValueError, TypeError: `jnp` does not reduce this dtype.
         """
-        return _result_dtype(self.name, np.dtype(dtype), _compat.config.jax_enable_x64)
+        return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
+
+    @property
+    def function(self) -> Callable[..., jax.Array]:
+        """The function of JAX that it is over axis 0."""
+        return getattr(jnp, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +222,8 @@ class Fold(Reduction):
             over the members for `moved`.
         moved: from a state and these sums to its tangent.
         of_sums: from members' values and weights, a function that adds members up by key, and one
-            that gives its results to the members, to the states of the keys.
+            that gives its results to the members, to the states of the keys; None if it is not done
+            by key.
         of_variance: from variances, in NumPy, to the results, for keys that are not known.
     """
 
@@ -227,8 +233,8 @@ class Fold(Reduction):
     nothing: tuple[float, ...]
     terms: Callable[..., list[Any]]
     moved: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-    of_sums: Callable[..., list[Any]]
-    of_variance: Callable[[np.ndarray], np.ndarray]
+    of_sums: Callable[..., list[Any]] | None = None
+    of_variance: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 class Picker(Reducer):
@@ -281,17 +287,16 @@ def _complex_extreme(
 
 
 @functools.cache
-def _result_dtype(name: str, dtype: np.dtype, x64: bool) -> np.dtype:
-    """The result dtype of a `jnp` function over axis 0.
+def _result_dtype(function: Callable[..., jax.Array], dtype: np.dtype, x64: bool) -> np.dtype:
+    """The result dtype of a function over axis 0.
 
     `x64`, whether 64-bit numbers are enabled, is a part of the key of the cache.
     """
     # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
-    if name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):
+    if function in (jnp.sum, jnp.prod) and dtype.name in ("int2", "int4", "uint2", "uint4"):
         dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
     operand = jax.ShapeDtypeStruct((1,), dtype)
-    fold = functools.partial(getattr(jnp, name), axis=0)
-    return np.dtype(jax.eval_shape(fold, operand).dtype)
+    return np.dtype(jax.eval_shape(functools.partial(function, axis=0), operand).dtype)
 
 
 # --- derivatives
@@ -475,7 +480,11 @@ REDUCTIONS: dict[str, Reduction] = {
 }  # fmt: skip
 """The reductions by name."""
 
-BY_KEY = [name for name, each in REDUCTIONS.items() if not isinstance(each, Choice)]
+BY_KEY = [
+    name
+    for name, each in REDUCTIONS.items()
+    if isinstance(each, Reducer) or (isinstance(each, Fold) and each.of_sums)
+]
 """The names of those that `reduce_by_key` does."""
 
 REDUCERS = {name: each for name, each in REDUCTIONS.items() if isinstance(each, Reducer)}

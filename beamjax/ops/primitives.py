@@ -260,7 +260,7 @@ _compat.register_lowering(size_p, _size_array)
 
 
 def _define_reduction(op: str) -> None:
-    primitive, function = REDUCE_PRIMITIVES[op], getattr(jnp, op)
+    primitive, function = REDUCE_PRIMITIVES[op], REDUCTIONS[op].function
 
     def abstract_eval(x: Any, *, placement: str) -> Any:
         members = jax.ShapeDtypeStruct((1,), x.dtype, weak_type=x.weak_type)

@@ -201,6 +201,7 @@ class _Members:
             cast = [in_wide_dtype(fold, x) for x in member]
             return [key, *cast, *(weight.astype(x.real.dtype) for x in cast)]
 
+        assert fold.of_sums is not None
         placed = values if weights is None else [weights, *values]
         keys, *found = self._mapped(fold.name, prepare, placed)
         add = functools.partial(jax.ops.segment_sum, segment_ids=keys, num_segments=self.num_keys)
