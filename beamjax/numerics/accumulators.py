@@ -54,10 +54,6 @@ class Accumulator(abc.ABC):
     name: ClassVar[str]
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
-        """
-        Raises:
-            StructureError: the reduction does not take the dtype.
-        """
         self.reducer, self.dtype, self.size = reducer, np.dtype(dtype), size
         self.left_out = 0
         self.provenance: Provenance = UNKNOWN
@@ -68,17 +64,7 @@ class Accumulator(abc.ABC):
         """Bytes of memory of the state."""
 
     def add(self, partial: np.ndarray, shard: int = 0) -> None:
-        """Adds the partial of a shard.
-
-        Args:
-            partial: (size,) in `dtype`. It is not changed. The accumulator holds a reference to it
-                only if it is read-only, as arrays from JAX are.
-            shard: the number of the shard.
-
-        Raises:
-            StructureError: `partial` has another shape or dtype.
-            WorkerError: the shard was added before, as far as this is noticed.
-        """
+        """Adds the partial of a shard, to which it holds a reference only if it is read-only."""
         if partial.shape != (self.size,) or partial.dtype != self.dtype:
             raise StructureError(
                 f"accumulator {self.name!r}: found a partial {partial.dtype}"
@@ -87,12 +73,7 @@ class Accumulator(abc.ABC):
         self._add(partial, shard)
 
     def merge(self, other: Self) -> None:
-        """Adds the shards of `other`, which does not change.
-
-        Raises:
-            StructureError: `other` has another kind, reduction, dtype or size.
-            WorkerError: a shard is in both, as far as this is noticed.
-        """
+        """Adds the shards of `other`, which does not change."""
         mine, theirs = (
             (type(each).__name__, each.reducer.name, each.dtype, each.size)
             for each in (self, other)
@@ -127,11 +108,7 @@ class Accumulator(abc.ABC):
     def decode(
         cls, reducer: Reducer, dtype: np.dtype, arrays: list[np.ndarray], meta: dict[str, Any]
     ) -> Self:
-        """The accumulator from the arrays and the metadata that `encode` wrote.
-
-        Raises:
-            ArrayFormatError, StructureError: there is no such accumulator.
-        """
+        """The accumulator from the arrays and the metadata that `encode` wrote."""
         same = cls(reducer, dtype, _count(meta, "size"))
         same.left_out = _count(meta, "left_out", 0)
         same.provenance = Provenance.from_json(meta.get("provenance"))
@@ -143,9 +120,6 @@ class Accumulator(abc.ABC):
         """The result at the coordinates [lo, hi), a vector of `dtype`.
 
         Without any shards, this is the identity of the reduction.
-
-        Raises:
-            WorkerError: a shard of an ordered product was added twice.
         """
 
     @staticmethod
@@ -455,11 +429,7 @@ class Extreme(Accumulator):
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether a dtype is a float of NumPy or ml_dtypes.
-
-    Raises:
-        StructureError: it is no bool, integer, float or complex dtype.
-    """
+    """Whether a dtype is a float of NumPy or ml_dtypes."""
     dtype_name(dtype)
     if dtype.kind in "fbiuc":
         return dtype.kind == "f"
@@ -495,11 +465,7 @@ def lowest_value(reduction: str, dtype: np.dtype) -> Any:
 
 
 def _key_dtype(dtype: np.dtype) -> np.dtype:
-    """The integers as which numbers of a dtype are compared.
-
-    Raises:
-        StructureError: it is no bool, integer, float or complex dtype.
-    """
+    """The integers as which numbers of a dtype are compared."""
     if is_float(dtype):
         return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
     if dtype.kind == "c":
@@ -511,15 +477,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
-    """Integers in the order of the values ("max"), or in the reverse order ("min").
-
-    Args:
-        values: a vector (size,).
-        reduction: "max" or "min".
-
-    Returns:
-        (1, size), or (2, size) of the real and imaginary parts; it may share memory with `values`.
-    """
+    """Integers (parts, size) in the order of the values ("max"), or in reverse order ("min")."""
     keys = _key_dtype(values.dtype)
     if values.dtype.kind == "c":
         # -0 + 0 is +0, so zeros of either sign are equal.

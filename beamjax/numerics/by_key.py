@@ -274,9 +274,6 @@ def key_codes(keys: np.ndarray) -> np.ndarray:
     """Keys as uint64, or bytes for texts, which have the same order and are equal for equal keys.
 
     -0 and 0 are one key, and so are all NaN, which come last.
-
-    Args:
-      keys: ints, bools or floats (n,); or texts, uint8 (n, width).
     """
     if keys.ndim == 2:
         width = max(keys.shape[1], 1)

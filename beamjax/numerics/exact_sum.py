@@ -59,12 +59,7 @@ pages of 2 MiB, which are first touched in a tenth of the time of small pages.""
 
 
 def check_subnormals() -> None:
-    """Checks that this thread computes with subnormal numbers.
-
-    Raises:
-        WorkerError: a library has switched on "flush to zero" or "denormals are zero". Then small
-            numbers vanish, and exact sums are not exact.
-    """
+    """Checks that this thread computes with subnormal numbers."""
     if _flushes_subnormals():
         raise WorkerError(
             "exact sums: found that 1e-40 + 0 is 0 in float32 on this thread, expected 1e-40. A "
@@ -116,11 +111,6 @@ class ExactSum(Accumulator):
     name = "exact_sum"
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
-        """
-        Raises:
-            StructureError: the dtype is not float32, float64, complex64 or complex128.
-            WorkerError: this thread flushes subnormal numbers to zero.
-        """
         check_subnormals()
         super().__init__(reducer, dtype, size)
         self._check_exact()
@@ -175,17 +165,7 @@ class ExactSum(Accumulator):
             self._deposit(other._rows())
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
-        """The sums of the coordinates [lo, hi), correctly rounded.
-
-        Args:
-            lo, hi: a range of coordinates.
-            dtype: dtype of the result: complex for complex partials, else any float of NumPy or
-                ml_dtypes.
-
-        Returns:
-            (hi - lo,) in `dtype`. NaN is the canonical quiet NaN, and an exact zero is +0. Sums
-            past the range of `dtype` become what a cast from float32 gives.
-        """
+        """The sums of the coordinates [lo, hi), correctly rounded."""
         return self._rounded(lo, hi, dtype, 1)
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:

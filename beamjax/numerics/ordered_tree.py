@@ -36,16 +36,7 @@ class DyadicTree(Generic[Value]):
         return self._nodes
 
     def add(self, value: Value, index: int, level: int = 0) -> None:
-        """Adds the value of a range of shards.
-
-        Args:
-            value: the tree keeps a reference to it.
-            index: index of the range; at level 0, the shard number.
-            level: log2 of the number of shards in the range.
-
-        Raises:
-            WorkerError: the range was added before. Other overlaps are found by `fold`.
-        """
+        """Adds the value of a range of shards."""
         while True:
             if (level, index) in self._nodes:
                 self._fail(level, index)
@@ -67,11 +58,7 @@ class DyadicTree(Generic[Value]):
             yield level, index, self._nodes[level, index]
 
     def fold(self) -> Value | None:
-        """The value of all shards; None if there are none.
-
-        Raises:
-            WorkerError: two ranges overlap, so a shard was added twice.
-        """
+        """The value of all shards; None if there are none."""
         end = 0
         values: list[Value] = []
         for level, index, value in self.in_order():

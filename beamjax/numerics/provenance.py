@@ -64,11 +64,7 @@ class Provenance:
 
     @classmethod
     def from_json(cls, found: Any) -> Provenance:
-        """Undoes `to_json`; None gives the empty provenance.
-
-        Raises:
-          ArrayFormatError: it is something else.
-        """
+        """Undoes `to_json`; None gives the empty provenance."""
         if found is None:
             return UNKNOWN
         if not (

@@ -74,9 +74,6 @@ class Reduction:
         """The dtype that the `jnp` function gives for operands of `dtype`.
 
         It depends on whether 64-bit numbers are enabled in JAX at the moment of the call.
-
-        Raises:
-            ValueError, TypeError: `jnp` does not reduce this dtype.
         """
         return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
 
@@ -163,15 +160,7 @@ class Reducer(Reduction):
         return x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
 
     def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Reduces a shard on the device.
-
-        Args:
-            x: (members, ...), the members of the shard, padded to its fixed size.
-            mask: bool (members,), False for padding, whose values have no effect.
-
-        Returns:
-            (...) in `partial_dtype(x.dtype)`; the identity if there are no members.
-        """
+        """Reduces the members (members, ...) of a shard that `mask` (members,) marks."""
         x = self.prepared(x)
         dtype = np.dtype(x.dtype)
         rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
@@ -190,17 +179,7 @@ class Reducer(Reduction):
     def finish(
         self, accumulator: Accumulator, lo: int, hi: int, count: int, dtype: Any
     ) -> np.ndarray:
-        """The result at the coordinates [lo, hi) of an accumulator.
-
-        Args:
-            accumulator: the accumulator with the partials of all shards.
-            lo, hi: a range of its coordinates.
-            count: the number of members, without padding.
-            dtype: dtype of the operands, before the reduction.
-
-        Returns:
-            (hi - lo,) in `result_dtype(dtype)`.
-        """
+        """The result at the coordinates [lo, hi) of an accumulator."""
         result = self.result_dtype(dtype)
         if self.divides:
             return accumulator.mean(lo, hi, count, result)
@@ -521,20 +500,7 @@ def accumulator_kind(reduction: str, dtype: np.dtype, mode: str = "exact") -> ty
 def make_accumulator(
     reduction: str, dtype: np.dtype, size: int, *, mode: str = "exact"
 ) -> Accumulator:
-    """A new accumulator of a reduction, without any partials.
-
-    Args:
-        reduction: the `operation` of a reduction.
-        dtype: dtype of the partials.
-        size: length of the partials.
-        mode: "exact", or "fast" for float sums and products in one float64 vector, whose last bits
-            depend on the order.
-
-    Raises:
-        OptionsError: the reduction or the mode is unknown.
-        StructureError: the reduction does not take the dtype.
-        WorkerError: this thread flushes subnormal numbers to zero, and sums must be exact.
-    """
+    """A new accumulator of a reduction, without any partials."""
     dtype = np.dtype(dtype)
     if reduction not in _OPERATIONS or mode not in MODES:
         raise OptionsError(
@@ -548,11 +514,7 @@ _OPERATIONS = [reducer.name for reducer in REDUCERS.values() if not reducer.divi
 
 
 def decode_accumulator(data: Buffer) -> Accumulator:
-    """The accumulator that `Accumulator.encode` wrote.
-
-    Raises:
-        ArrayFormatError: the bytes were not written by an accumulator.
-    """
+    """The accumulator that `Accumulator.encode` wrote."""
     arrays, meta = decode_arrays(data)
     reduction, name = meta.get("reduction"), meta.get("accumulator")
     if reduction not in _OPERATIONS:

@@ -17,13 +17,7 @@ MAX_THREADS = 4
 
 
 def in_parts(count: int, values: int, work: Callable[[int, int], None]) -> None:
-    """Calls `work(first, last)` on ranges that cover range(count), in several threads.
-
-    Args:
-      count: the number of parts that may be divided among threads.
-      values: length of the vector; this thread computes a short one alone.
-      work: may be called in several threads at once; its first error is raised here.
-    """
+    """Calls `work(first, last)` on ranges that cover range(count), in several threads."""
     alone = values < LONG or getattr(_local, "divided", False)
     threads = 1 if alone else min(_threads(), count)
     if threads < 2:

@@ -38,13 +38,6 @@ def depends(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
 
     Equations with effects count as dependent, since they may read a reference, or the index of an
     axis that only the caller knows.
-
-    Args:
-      jaxpr: the jaxpr.
-      inputs: a mark for each of its inputs.
-
-    Returns:
-      A mark for each of its outputs.
     """
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
     is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
@@ -78,11 +71,7 @@ def _map_linear(
     is_linear: Sequence[bool],
     params: dict[str, Any],
 ) -> list[Any]:
-    """Maps a traced body for the outputs that depend on its linear operands.
-
-    Returns:
-      The placed outputs, with None for the other outputs, which are zero.
-    """
+    """Maps a traced body for the outputs that depend on its linear operands."""
     nonzero = depends(jaxpr, [*[False] * len(consts), *is_linear])
     if not any(nonzero):
         return [None] * len(nonzero)
@@ -102,9 +91,6 @@ def _map_jvp(
 
     The second map recomputes from the primal operands. Residuals of the first map would each be a
     placed value that has to be stored.
-
-    Returns:
-      The results, and their tangents.
     """
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
@@ -139,9 +125,6 @@ def _jvp_jaxpr(
     """Traces the tangents of the outputs `moving_out`, for inputs `moving`.
 
     Its inputs are the primals, then the tangents of those that `is_tangent` marks.
-
-    Returns:
-      A closed jaxpr without consts, and the values of its leading inputs.
     """
     body = jex.jaxpr_as_fun(jaxpr)
     is_primal = [not mark for mark in is_tangent]
@@ -200,9 +183,6 @@ def _transposed_jaxpr(
     """Traces the cotangents of the inputs `linear`.
 
     Its inputs are the other inputs and the cotangents of the outputs `used`.
-
-    Returns:
-      A closed jaxpr without consts, and the values of its leading inputs.
     """
     body = jex.jaxpr_as_fun(jaxpr)
     linear_avals = _take(jaxpr.in_avals, linear)

@@ -60,17 +60,7 @@ def bind_reduce(
 
 
 def fold_members(combine: Combine, leaves: Leaves, count: Any = None) -> list[jax.Array]:
-    """Combines along axis 0, in the order of calls that the head of this file describes.
-
-    Args:
-      combine: combines two lists of leaves of one member into such a list.
-      leaves: arrays of shapes (size, ...).
-      count: the number of members, >= 1; the rows after them are padding without influence on the
-        result. None means `size`.
-
-    Returns:
-      The leaves without their first axis.
-    """
+    """Combines the first `count` rows, in the order that the head of this file describes."""
     both = jax.vmap(lambda left, right: list(combine(left, right)))
     leaves, size = list(leaves), leaves[0].shape[0]
     while size > 1:
@@ -146,9 +136,6 @@ def _reduce_jvp(
 
     Because they are separate, partial evaluation keeps the first and records the second. The primal
     results of the second are not used.
-
-    Returns:
-      The results, and their tangents.
     """
     num_served = params["num_served"]
     outs = reduce_p.bind(*primals, **params)
@@ -181,15 +168,8 @@ def _pair_jaxpr(
 ) -> tuple[jex.ClosedJaxpr, list[Any]]:
     """The function on pairs of a value and its tangent.
 
-    Args:
-      jaxpr: the function on values.
-      size: the number of leaves of a value.
-      moving: the numbers of its server values with a tangent.
-      floats: the numbers of the leaves with a tangent.
-
-    Returns:
-      From `[*served, *their tangents, *left, *its tangents, *right, *its tangents]` to a value and
-      its tangents.
+    It takes `[*served, *their tangents, *left, *its tangents, *right, *its tangents]`, where the
+    server values `moving` and the leaves `floats` have tangents.
     """
     function = jex.jaxpr_as_fun(jaxpr)
     num_served = len(jaxpr.in_avals) - 2 * size
@@ -231,9 +211,6 @@ def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any
     It needs the reduction of all members before the member and of all members after it. In a pass a
     shard has only its own members and server values, so a plan can't compute this as a pass. It
     gathers the leaves on which the derivative depends: none if the function is linear.
-
-    Returns:
-      The cotangents of the linear operands, and None for the others.
     """
     linear = [ad.is_undefined_primal(arg) for arg in args]
     avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]

@@ -42,14 +42,6 @@ def _of_members(
     """Merges the errors of all members into one, as if all members ran each check together.
 
     It is the earliest check that failed for any member, with the message of the last such member.
-
-    Args:
-      failed: bool[n], whether a check failed.
-      codes: int[n], the number of the first check that failed, in the order of the checks.
-      payload: arrays (n, ...) for the message.
-
-    Returns:
-      The same for the merged error, without the axis of members.
     """
     none = np.asarray(np.iinfo(codes.dtype).max, codes.dtype)
     code = jnp.min(jnp.where(failed, codes, none), axis=0)

@@ -18,19 +18,7 @@ from beamjax.ops.primitives import default_promotion, map_members, reduce_sum_p,
 def folded(
     fold: Fold, x: jax.Array, weights: jax.Array | None, placement: str, n: Any, **how: Any
 ) -> jax.Array:
-    """Reduces one placed array (n, ...).
-
-    Args:
-      fold: the reduction.
-      x: the array.
-      weights: a placed array (n,) of the weights of its members; None for 1.
-      placement: the placement of the members.
-      n: its number of members.
-      **how: the parameters of the operator.
-
-    Returns:
-      An array in the dtype that the `jnp` function gives.
-    """
+    """Reduces one placed array (n, ...)."""
     result = fold.result_dtype(x.dtype)
     x = in_wide_dtype(fold, x)
     if isinstance(n, int) and n == 0:

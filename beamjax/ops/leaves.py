@@ -15,20 +15,7 @@ from beamjax.ops.placements import SizeFound, is_looked_for
 
 
 def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
-    """Converts a leaf to an array.
-
-    Args:
-      op: the operator, for messages.
-      where: the argument that holds `leaf`, for messages.
-      path: the path of `leaf` in that argument, for messages.
-      leaf: an array or a scalar.
-
-    Returns:
-      The array.
-
-    Raises:
-      StructureError: the leaf is neither an array nor a scalar.
-    """
+    """Converts a leaf to an array."""
     if isinstance(leaf, jax.Array):
         return leaf
     try:
@@ -41,24 +28,7 @@ def as_array(op: str, where: str, path: Any, leaf: Any) -> jax.Array:
 
 
 def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any) -> jax.Array:
-    """Converts a leaf to an array, and checks that it has n members along axis 0.
-
-    Args:
-      op: as for `as_array`.
-      where: as for `as_array`.
-      path: as for `as_array`.
-      leaf: as for `as_array`.
-      placement: the placement of the members.
-      n: its number of members.
-
-    Returns:
-      The array, of shape (n, ...).
-
-    Raises:
-      PlacementError: the leaf has another number of members.
-      StructureError: the leaf is neither an array nor a scalar.
-      SizeFound: the current trace looks for the size of the placement: the length of this leaf.
-    """
+    """Converts a leaf to an array, and checks that it has n members along axis 0."""
     array = as_array(op, where, path, leaf)
     if not array.ndim or array.shape[0] != n:
         if array.ndim and is_looked_for(placement, n):
@@ -72,15 +42,7 @@ def as_placed(op: str, where: str, path: Any, leaf: Any, placement: str, n: Any)
 
 
 def hint_for_list(path: Sequence[Any], shape: Sequence[Any]) -> str:
-    """Explains lists of numbers in the message about a leaf without an axis of members.
-
-    Args:
-      path: the path of the leaf in its tree.
-      shape: the shape of the leaf.
-
-    Returns:
-      A sentence if the leaf is a scalar in a list or tuple; otherwise "".
-    """
+    """Explains lists of numbers in the message about a leaf without an axis of members."""
     if shape or not path or not isinstance(path[-1], tree_util.SequenceKey):
         return ""
     return " A list of numbers is a tree of scalars; numpy.asarray(...) makes one array of it."

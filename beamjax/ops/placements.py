@@ -33,18 +33,7 @@ _active = jax.make_user_context(())
 
 
 def check_placements(placements: Mapping[str, Any]) -> Placements:
-    """Checks the placements that a user gave.
-
-    Args:
-      placements: the size of each placement, by name.
-
-    Returns:
-      The placements as a tuple of pairs.
-
-    Raises:
-      PlacementError: there is no placement, a name is not a string, or a size is none of an
-        int >= 0, the name of a parameter and None.
-    """
+    """Checks the placements that a user gave."""
     if not isinstance(placements, Mapping):
         raise PlacementError(
             f"program: expected placements as a dict such as {{'clients': 10}}, found "
@@ -94,11 +83,7 @@ def check_limit(name: str, n: Size) -> None:
 
 @contextmanager
 def activate(placements: Placements) -> Iterator[None]:
-    """Makes `placements` the innermost program for the duration of a `with` block.
-
-    Raises:
-      PlacementError: a placement has more than `MAX_MEMBERS` members.
-    """
+    """Makes `placements` the innermost program for the duration of a `with` block."""
     for name, n in placements:
         check_limit(name, n)
     observed = _observed.get()
@@ -161,9 +146,6 @@ def size_looked_for(placement: str) -> Size:
     """The symbolic dimension that stands for the size of a placement while a trace looks for it.
 
     All traces use the same one, so that they share the caches of JAX.
-
-    Returns:
-      The dimension.
     """
     (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
     return n
@@ -193,19 +175,7 @@ def has_members(leaves: Sequence[Any]) -> bool:
 
 
 def resolve(name: str, placement: str | None) -> tuple[str, Size]:
-    """Finds the placement that an operator works on.
-
-    Args:
-      name: the operator, for messages.
-      placement: the user's argument; None means the only placement of the innermost program.
-
-    Returns:
-      The placement and its number of members.
-
-    Raises:
-      OutsideProgramError: no program is running.
-      PlacementError: the placement is unknown, or None does not say which.
-    """
+    """Finds the placement that an operator works on."""
     programs = _active.value
     if not programs:
         raise OutsideProgramError(

@@ -69,21 +69,10 @@ def trace_body(
     avals: Sequence[Any],
     what: str = "map_fn: the mapped function",
 ) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
-    """Traces `fn` on values of types `avals`.
+    """The jaxpr of `fn` on values of types `avals`, and the values of its leading inputs.
 
-    Args:
-      fn: takes one value per type and returns a flat list. It must be a new function object in each
-        call, since JAX caches the trace of a function object.
-      avals: the types, or trees of types.
-      what: the operator and the role of `fn` in it, for messages.
-
-    Returns:
-      A closed jaxpr without consts, and the values that `fn` closes over, tracers or arrays. These
-      values are the leading inputs of the jaxpr, in order.
-
-    Raises:
-      StructureError: `fn` closes over a mutable reference, which members can't share.
-      Exception: any error of `fn`, with a note on the line if it needs a value.
+    These are the values that `fn` closes over. `fn` must be a new function object in each call,
+    since JAX caches the trace of a function object.
     """
     try:
         with placements.body():
@@ -138,9 +127,6 @@ def map_members(
     """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
 
     What `fn` closes over becomes further broadcast operands, before the given ones.
-
-    Returns:
-      The placed results.
     """
     avals = [jax.typeof(x) for x in broadcast]
     avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]

@@ -49,15 +49,7 @@ class PythonCall:
     closed_over: tuple[Any, ...] = ()
 
     def mapped(self, jaxpr: jex.ClosedJaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
-        """The body to map: one that calls the function if `keeping` is active.
-
-        Args:
-          jaxpr: the traced body, from `[*consts, *member]` to flat results.
-          consts: the values that the function closes over.
-
-        Returns:
-          A body with the same types; `jaxpr` if `keeping` is not active.
-        """
+        """The body to map: one that calls the function if `keeping` is active."""
         if not _KEEPING.get():
             return jaxpr
         call = replace(self, closed_over=tuple(consts))

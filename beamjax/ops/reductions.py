@@ -160,17 +160,7 @@ class _Members:
     def reduced(
         self, op: str, values: Sequence[jax.Array], tree: Any, dtypes: Sequence[Any] | None = None
     ) -> Any:
-        """Reduces a tree of members by key.
-
-        Args:
-          op: as for `reduce_by_key`.
-          values: the leaves, placed arrays (n, ...).
-          tree: the structure of the leaves.
-          dtypes: the dtypes of the results; by default those of `reduce_by_key`.
-
-        Returns:
-          As for `reduce_by_key`.
-        """
+        """Reduces a tree of members by key."""
         reduction = REDUCTIONS[op]
         results = dtypes or [reduction.result_dtype(value.dtype) for value in values]
         if self.num_keys is None:
@@ -358,21 +348,7 @@ def reduce(
 def _like_member(
     what: str, value: Any, x: Any, members: list[Any], cast: bool = False
 ) -> list[jax.Array]:
-    """Checks that a tree is like one member of `x`, and returns its leaves.
-
-    Args:
-      what: the tree, for messages.
-      value: the tree.
-      x: the placed tree.
-      members: the types of the leaves of a member.
-      cast: whether Python scalars are converted to the dtype of the member.
-
-    Returns:
-      The leaves as arrays.
-
-    Raises:
-      StructureError: the structure, or the type of a leaf, differs.
-    """
+    """Checks that a tree is like one member of `x`, and returns its leaves."""
     paths, tree = tree_util.tree_flatten_with_path(value)
     expected: Any = tree_util.tree_structure(x)
     if tree != expected:

@@ -18,21 +18,7 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 def mesh_for(name: str, placement: str, n: Any, mesh: AnyMesh | None) -> AnyMesh | None:
-    """The mesh along which the operator `name` lays out the members of `placement`.
-
-    Args:
-      name: the operator, for messages.
-      placement: the placement, and the mesh axis to look for.
-      n: its number of members.
-      mesh: the user's mesh; None means the one set by `jax.set_mesh`, if any.
-
-    Returns:
-      The mesh if it has the axis, as type Auto or Explicit; otherwise None, and the mesh is the
-      user's own business.
-
-    Raises:
-      PlacementError: the mesh axis is Explicit, and does not divide the n members.
-    """
+    """The mesh along which an operator lays out members; None if it has no such axis."""
     found = active_mesh(placement, mesh)
     if found is None:
         return None
@@ -87,9 +73,6 @@ def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = Fa
     """Lays the first axis of `x` along the mesh axis `placement`, if there is a mesh.
 
     On an Explicit mesh axis, `whole` keeps the first axis whole on each device instead.
-
-    Returns:
-      The array in this layout.
     """
     if mesh is None:
         return x
@@ -115,16 +98,7 @@ def whole(x: jax.Array) -> jax.Array:
 
 
 def check_shared(x: jax.Array, placement: str, mesh: AnyMesh | None) -> None:
-    """Checks that the members can share `x`, which the mapped function closes over.
-
-    Args:
-      x: the value.
-      placement: the placement of the members.
-      mesh: the mesh on which they are laid out, if any.
-
-    Raises:
-      PlacementError: `x` lies along the Explicit mesh axis of the members.
-    """
+    """Checks that the members can share `x`, which the mapped function closes over."""
     spec = jax.typeof(x).sharding.spec
     if is_explicit(mesh, placement) and spec != P(*_without(placement, spec)):
         raise PlacementError(

@@ -25,15 +25,7 @@ from beamjax.ops.placements import (
 
 
 def check_parameters(placements: Placements, fn: Callable[..., Any]) -> None:
-    """Checks that `fn` has the parameters that placements name.
-
-    Args:
-      placements: the placements of the program.
-      fn: the function of the program.
-
-    Raises:
-      PlacementError: it has no such parameter.
-    """
+    """Checks that `fn` has the parameters that placements name."""
     for name, parameter in placements:
         if not isinstance(parameter, str):
             continue
@@ -61,20 +53,7 @@ def find_sizes(
     None stands for the size of the placement of the same name in an enclosing program, if there is
     one. Otherwise it is the length of the first axis of the arguments, or, if these lengths differ,
     of the first value that the program gives to an operator of the placement.
-
-    Args:
-      placements: the placements of the program.
-      fn: the function of the program.
-      args: the arguments of the call.
-      kwargs: the keyword arguments of the call.
-
-    Returns:
-      The placements with their sizes.
-
-    Raises:
-      PlacementError: the arguments do not give a size.
-      Exception: any error of `fn` in a trace that looks for a size.
-    """  # noqa: DOC501
+    """
     sizes = dict(placements)
     for name, n in placements:
         if isinstance(n, str):
@@ -146,11 +125,7 @@ def _find_in_use(
     """Gives each placement without a size the length of the first value used as its members.
 
     A trace ends when it finds one size, so there are as many traces as unknown sizes.
-
-    Raises:
-      PlacementError: no value is used as the members of a placement.
-      SizeFound: the trace found the size of a placement of an enclosing program.
-    """  # noqa: DOC501
+    """
     while opened := [name for name, n in sizes.items() if n is None]:
         known = ((name, size_looked_for(name) if n is None else n) for name, n in sizes.items())
         try:

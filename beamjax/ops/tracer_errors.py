@@ -35,12 +35,7 @@ _MARK = ", and the values are not known yet"
 
 
 def add_advice(error: BaseException, traced: str) -> None:
-    """Adds a note to an error of JAX on a traced value, unless it has one.
-
-    Args:
-      error: any error; a note is added only to one of `_INSTEAD`.
-      traced: the function that is traced, and with what.
-    """
+    """Adds a note to an error of JAX on a traced value, unless it has one."""
     advice = next((text for kind, text in _INSTEAD.items() if isinstance(error, kind)), None)
     # JAX may have added notes of its own.
     if advice is not None and not any(_MARK in note for note in getattr(error, "__notes__", ())):

@@ -9,8 +9,9 @@ from typing import Any
 from beamjax.errors import StagingError
 from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.program import Eqn, FlatProgram, Var, aval_of
+from beamjax.interpreters.rules.ordered import SCANS
 
-_ORDERED = frozenset("cumlogsumexp cummax cummin cumprod cumsum sort".split())
+_ORDERED = frozenset([*SCANS, "cumlogsumexp", "sort"])
 """Primitives whose result has a row for each member, which depends on other members."""
 _SELECTING = frozenset("dynamic_slice gather slice".split())
 
