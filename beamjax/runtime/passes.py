@@ -37,7 +37,7 @@ class Partials:
     Args:
       step: the pass.
       mode: the mode of the accumulators, "exact" or "fast".
-      trees: an empty tree for each combine of the pass.
+      trees: an empty tree for each combine of the pass; none if only accumulators are merged.
     """
 
     def __init__(self, step: Map, mode: Any, trees: Sequence[DyadicTree[list[np.ndarray]]] = ()):
@@ -91,7 +91,7 @@ class Partials:
             )
             for name, arrays in parts.items()
         }
-        for combine, tree in zip(self.step.combines, self.trees, strict=True):
+        for combine, tree in zip(self.step.combines if self.trees else (), self.trees, strict=True):
             whole.update(finish_tree(combine, tree))
         return whole
 

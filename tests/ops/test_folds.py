@@ -87,6 +87,24 @@ def test_shards_and_runners_give_the_same_bits():
     assert_same_bits(bj.run(fn, x, runner="DirectRunner", options={"shard_size": 64}), expected)
 
 
+@pytest.mark.parametrize("name", ["reduce_var", "reduce_argmax"])
+def test_rounds_that_sum_in_the_same_pass(name):
+    """A pass of a round has accumulators and a function reduction, which merge apart on Beam."""
+
+    @bj.program(m=N)
+    def rounds(x):
+        def one(c, _):
+            y = bj.map_fn(lambda v: jnp.sin(v * c), x)
+            return c + bj.reduce_mean(y)[0], getattr(bj, name)(y)
+
+        return jax.lax.scan(one, jnp.float32(1), None, 2)
+
+    expected = local(rounds, X)
+    assert_close(expected, jax.jit(rounds)(X), 1e-5, 1e-5)
+    found = bj.run(rounds, X, runner="DirectRunner", options={"shard_size": 8})
+    assert_same_bits(found, expected)
+
+
 def test_one_pass_and_nothing_gathered():
     plan = str(bj.explain(program(spread), X))
     assert "1 pass over members" in plan
