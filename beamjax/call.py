@@ -47,6 +47,7 @@ class Call:
       results: the folders of results that stay in files.
       files: closes, when the run is over, the temporary files of streams that were counted.
       workers: the resident workers of a session; None if the run starts its own.
+      planning: seconds of staging and planning.
     """
 
     flat: FlatCall
@@ -59,6 +60,7 @@ class Call:
     results: MaterializedOutputs = field(default_factory=MaterializedOutputs)
     files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     workers: SessionWorkers | None = None
+    planning: float = 0.0
 
     @property
     def values(self) -> Inputs:

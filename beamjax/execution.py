@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -214,6 +215,7 @@ def prepare(
     Returns:
       The call, ready for `execute`.
     """
+    began = time.perf_counter()
     with contextlib.ExitStack() as files:
         files.enter_context(claimed(options))
         flat = stage("run", fn, args)
@@ -225,6 +227,7 @@ def prepare(
         return replace(
             call, backend=backend, options=options, inputs=inputs, results=results,
             can_replay=not flat.has_streams, files=files.pop_all(), workers=workers,
+            planning=time.perf_counter() - began,
         )  # fmt: skip
 
 

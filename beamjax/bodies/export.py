@@ -11,6 +11,7 @@ import functools
 import hashlib
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,14 +24,13 @@ from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax._text import as_cause, described
-from beamjax.bodies.compile_time import loaded_from_disk
-from beamjax.bodies.counts import counts
 from beamjax.bodies.jaxprs import equations, working_bytes
 from beamjax.bodies.python_bodies import python_function
-from beamjax.bodies.transfer_time import from_device
+from beamjax.bodies.transfers import from_device
 from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan.steps import Body, Plan, Server, ValueType
+from beamjax.spans import book_first_call, count, loaded_from_disk
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -232,9 +232,10 @@ def load_body(
     loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)
     with _loading:
         if loaded in _loaded:
-            counts().bodies_reused += 1
+            count("bodies_reused")
         else:
-            counts().bodies_loaded += 1
+            began = time.perf_counter()
+            count("bodies_loaded")
             if platform not in body.artefacts:
                 raise WorkerError(
                     f"{body.name}: this process computes on {platform!r}, but the body was "
@@ -253,6 +254,7 @@ def load_body(
             call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
             several = body.devices > 1
             _loaded[loaded] = _on_mesh(call, body, device) if several else jax.jit(call)
+            count("compile", time.perf_counter() - began)
         return _loaded[loaded]
 
 
@@ -341,7 +343,10 @@ def run_server(
     call = load_body(step.body, plan.bodies[step.body], device=device)
     try:
         with with_x64(plan.x64), on_device(device):
-            outs = from_device(call(*(known[name] for name in step.inputs)))
+            began = time.perf_counter()
+            found = call(*(known[name] for name in step.inputs))
+            book_first_call(began)
+            outs = from_device(found)
     except Exception as error:
         failed = WorkerError(f"step {step.name!r}: {described(error)}")
         failed.failure = Failure(step.name)

@@ -10,7 +10,7 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
-from beamjax.telemetry.progress import Progress, Tally, in_words
+from beamjax.telemetry.progress import Progress, Totals, in_words
 
 DELAY = 2.0
 """Seconds of a run after which the bar appears by default."""
@@ -174,7 +174,7 @@ class NotebookBar(Bar):
             self._handle.update(shown, raw=True)
 
 
-def made_in_words(done: Tally) -> str:
+def made_in_words(done: Totals) -> str:
     """A line on executables, bodies and broadcasts; "" if there are none."""
     parts = []
     if done.executables:

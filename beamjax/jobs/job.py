@@ -319,7 +319,7 @@ class JobRun:
         elif reports or display is not None:
             self._folder = JobFolder(temporary.new_name(options.work_folder, "job"))
         letters = DeadLetters(options.drop_limit, options.dead_letters)
-        self.monitor = Monitor(call.plan, self._folder, letters)
+        self.monitor = Monitor(call.plan, self._folder, letters, call.planning)
         self._recording: Recording | None = None
         self._ending, self._has_begun = threading.Lock(), False
         if self._folder is not None:

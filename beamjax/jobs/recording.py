@@ -22,15 +22,24 @@ from beamjax.call import Call
 from beamjax.diagnostics.memory import machine_bytes
 from beamjax.diagnostics.plan_json import Json
 from beamjax.jobs.display import Display
-from beamjax.jobs.report import HISTORY, SETUP, Curve, History, Setup, read_report
+from beamjax.jobs.report import (
+    COLUMNS,
+    HISTORY,
+    MAX_SAMPLES,
+    SETUP,
+    Curve,
+    History,
+    Setup,
+    read_report,
+)
 from beamjax.options import OWN, Options, beam_flags
 from beamjax.plan.steps import Loop, Plan
 from beamjax.runtime.fingerprints import Fingerprint, plan_fingerprint
+from beamjax.spans import Thinned
 from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
-from beamjax.telemetry.timeline import MOST, Timeline
 
 LOOK = 0.5
 """Seconds between two reads of the records of workers."""
@@ -68,8 +77,9 @@ class Recording:
         self._call = call
         self._display = display
         self._reports = reports
-        self._timeline = Timeline()
-        self._timeline.add(Progress())
+        self._samples: Thinned[tuple[float, ...]] = Thinned(MAX_SAMPLES)
+        self._last = sample(Progress())
+        self._samples.add(self._last)
         self._curves: tuple[Curve, ...] = ()
         self._heard = _Heard()
         self._written = -FIRST
@@ -120,7 +130,8 @@ class Recording:
 
     def _sample(self, progress: Progress) -> None:
         """Adds a sample, and writes the history if the last record is old enough."""
-        self._timeline.add(progress)
+        self._last = sample(progress)
+        self._samples.add(self._last)
         pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
         if progress.seconds - self._written >= pause:
             self._written = progress.seconds
@@ -135,9 +146,9 @@ class Recording:
     def _write(self) -> None:
         monitor = self._monitor
         history = History(
-            provenance=monitor.provenance, samples=self._timeline.samples,
-            round_ends=monitor.round_ends.times, checkpoints=monitor.checkpoints.times,
-            events=monitor.events.times, curves=self._curves,
+            provenance=monitor.provenance, samples=columns([*self._samples.entries, self._last]),
+            round_ends=monitor.moments("round"), checkpoints=monitor.moments("checkpoint"),
+            spans=monitor.trace, curves=self._curves,
             warnings=tuple(self._heard.messages),
         )  # fmt: skip
         with contextlib.suppress(Exception):
@@ -152,6 +163,19 @@ class Recording:
             fingerprint = plan_fingerprint(self._call.plan, self._call.options)
         options = shown_options(self._call.options)
         return Setup(options=options, machine=machine(), plan=plan, fingerprint=fingerprint)
+
+
+def sample(progress: Progress) -> tuple[float, ...]:
+    """The numbers of a sample, in the order of `COLUMNS`."""
+    done = progress.done
+    found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
+    return tuple(round(value, 4) for value in found)
+
+
+def columns(samples: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+    """Samples by column; the last one may be in the list twice."""
+    rows = samples[:-1] if samples[-2:-1] == samples[-1:] else samples
+    return {name: tuple(row[i] for row in rows) for i, name in enumerate(COLUMNS)}
 
 
 class _Heard(logging.Handler):
@@ -226,7 +250,7 @@ def curves(plan: Plan, result: Any) -> Iterator[Curve]:
         if leaf.shape[0] not in lengths or not jax.numpy.issubdtype(leaf.dtype, np.floating):
             continue
         count = leaf.shape[0]
-        rounds = np.linspace(0, count - 1, min(count, MOST)).round().astype(int)
+        rounds = np.linspace(0, count - 1, min(count, MAX_SAMPLES)).round().astype(int)
         values = np.asarray(leaf)[rounds].astype(np.float64).tolist()
         where = f"result{jax.tree_util.keystr(path)}"
         known = tuple(value if math.isfinite(value) else None for value in values)

@@ -14,16 +14,23 @@ from beamjax.errors import OptionsError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.options import RULES
 from beamjax.plan.dropping import Dropped
+from beamjax.spans import KINDS, Span
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, ShardEvent, step_name
-from beamjax.telemetry.timeline import COLUMNS, Samples
+from beamjax.telemetry.progress import Progress, step_name
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
 
 SETUP, HISTORY = "about", "course"
 """Names of the records in the folder of a job: a `Setup` and a `History`."""
+MAX_SAMPLES = 400
+"""Largest number of samples of a run."""
+COLUMNS = (
+    "seconds", "members", "shards", "retries", "bytes_read", "rounds", "dropped", "workers",
+    *KINDS,
+)  # fmt: skip
+"""The numbers of a sample: seconds since the job began, and fields of `Progress` and `Totals`."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,10 @@ class History:
     """The fields of a `Report` that grow during a run, and that its process writes every second."""
 
     provenance: Provenance = UNKNOWN
-    samples: Samples = field(default_factory=dict)
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     round_ends: tuple[float, ...] = ()
     checkpoints: tuple[float, ...] = ()
-    events: tuple[ShardEvent, ...] = ()
+    spans: tuple[tuple[str, Span], ...] = ()
     curves: tuple[Curve, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -82,7 +89,7 @@ class Report(Setup, History):
       state: "running", "done", "failed", "cancelled" or "lost".
       began: seconds since the epoch at which the run began.
       progress: the progress at the end, or now.
-      samples: the progress over time, a column for each of `beamjax.telemetry.timeline.COLUMNS`.
+      samples: the progress over time, a column for each of `COLUMNS`.
       round_ends: the ends of rounds in seconds since the beginning; if they are many, a sample of
         them at even distances.
       checkpoints: the times of checkpoints, like `round_ends`.
@@ -96,8 +103,8 @@ class Report(Setup, History):
       fingerprint: hashes of the parts of the plan. Equal plans have equal hashes.
       provenance: the processors, versions and numbers of threads that computed the results. The
         same fingerprint, inputs and provenance give the same bits, unless `provenance.is_mixed`.
-      events: the shards that were computed, with their times; if they are many, a sample of them at
-        even distances.
+      spans: the work of each thread, as pairs of a worker and a `beamjax.spans.Span`; if they are
+        many, a sample of them at even distances.
     """
 
     program: str
@@ -138,7 +145,7 @@ class Report(Setup, History):
         Args:
           path: the path or URL of the file. A name that ends in `.html` or `.htm` gets the page. A
             name that ends in `.json` gets a trace in the JSON format of Chrome, which
-            https://ui.perfetto.dev and chrome://tracing open: the shards of each worker over time,
+            https://ui.perfetto.dev and chrome://tracing open: the spans of each worker over time,
             ends of rounds and checkpoints.
 
         Raises:
@@ -173,6 +180,7 @@ def _lines(report: Report) -> Iterator[str]:
     done = progress.done
     yield f"run of {report.program} on {report.runner}: {report.state}"
     yield f"  began {report.started}, took {progress.seconds:.2f} s"
+    yield f"  planning {progress.planning:.2f} s, starting {progress.starting:.2f} s"
     yield f"  {done.members:,} members, {progress.members_per_second:,.0f}/s"
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     if shares:
@@ -224,7 +232,7 @@ def chrome_trace(report: Report) -> dict[str, Any]:
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
     return {
-        "traceEvents": [*_run(report), *_shards(report)],
+        "traceEvents": [*_run(report), *_spans(report)],
         "displayTimeUnit": "ms",
         "otherData": {
             "program": report.program,
@@ -238,10 +246,16 @@ def chrome_trace(report: Report) -> dict[str, Any]:
 def _run(report: Report) -> Iterator[dict[str, Any]]:
     """Events of the run, the ends of its rounds, its checkpoints and its members over time."""
     yield _process(LAUNCHER, f"run on {report.runner}")
-    yield {
-        "ph": "X", "name": report.program, "pid": LAUNCHER, "tid": 0, "ts": 0,
-        "dur": _micro(report.progress.seconds),
-    }  # fmt: skip
+    progress = report.progress
+    for name, start, seconds in (
+        (report.program, 0.0, progress.seconds),
+        ("planning", -progress.planning, progress.planning),
+        ("starting", 0.0, progress.starting),
+    ):
+        yield {
+            "ph": "X", "name": name, "pid": LAUNCHER, "tid": 0, "ts": _micro(start),
+            "dur": _micro(seconds),
+        }  # fmt: skip
     moments = {"end of a round": report.round_ends, "checkpoint": report.checkpoints}
     for name, times in moments.items():
         for at in times:
@@ -252,22 +266,22 @@ def _run(report: Report) -> Iterator[dict[str, Any]]:
         yield {"ph": "C", "name": "members", "pid": LAUNCHER, "ts": _micro(at), "args": args}
 
 
-def _shards(report: Report) -> Iterator[dict[str, Any]]:
-    """Events of the shards of each worker. Shards that overlap in time are on different tracks."""
-    workers = list(dict.fromkeys(event.worker for event in report.events))
+def _spans(report: Report) -> Iterator[dict[str, Any]]:
+    """Events of the spans of each worker. Spans that overlap in time are on different tracks."""
+    workers = list(dict.fromkeys(worker for worker, _ in report.spans))
     for pid, worker in enumerate(workers, 1):
         yield _process(pid, worker)
-        ends: list[float] = []  # when the last shard of each track ends
-        events = [event for event in report.events if event.worker == worker]
-        for event in sorted(events, key=lambda event: event.time - event.seconds):
-            start = max(event.time - event.seconds - report.began, 0.0)
+        ends: list[float] = []  # when the last span of each track ends
+        spans = [span for of, span in report.spans if of == worker]
+        for span in sorted(spans, key=lambda span: span.start):
+            start = max(span.start - report.began, 0.0)
             free = (i for i, end in enumerate(ends) if end <= start)
             track = next(free, len(ends))
-            ends[track : track + 1] = [start + event.seconds]
+            ends[track : track + 1] = [start + span.seconds]
             yield {
-                "ph": "X", "name": step_name(event.step), "cat": "shard", "pid": pid, "tid": track,
-                "ts": _micro(start), "dur": _micro(event.seconds),
-                "args": {"first member": event.start, "members": event.members},
+                "ph": "X", "name": f"{span.kind} {step_name(span.step)}", "cat": span.kind,
+                "pid": pid, "tid": track, "ts": _micro(start), "dur": _micro(span.seconds),
+                "args": {"step": span.step, "shard": span.shard, "bytes": span.nbytes},
             }  # fmt: skip
 
 

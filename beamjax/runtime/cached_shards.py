@@ -11,7 +11,6 @@ import numpy as np
 from jax import export
 
 from beamjax._text import human_bytes
-from beamjax.bodies.counts import counts
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.options import Options
 from beamjax.plan.shard import Shard
@@ -22,6 +21,7 @@ from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.source_base import members_bytes
+from beamjax.spans import count
 from beamjax.storage.partial_cache import PartialCache
 
 _FORM = "2"
@@ -161,7 +161,7 @@ class CachedShards:
         if types != self._types or type(meta.get("left_out")) is not int:
             _log.warning("cache: the arrays in %s are not of the types of this pass", address)
             return None
-        counts().shards_cached += 1
+        count("shards_cached")
         return Computed([], partials_of(self._step, arrays), meta["left_out"])
 
     @property

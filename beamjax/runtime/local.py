@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +15,13 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.plan.shard import Shard
 from beamjax.plan.steps import (
     Gather,
     Map,
     Plan,
     Server,
     Step,
+    walk,
 )
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.driver import Checkpointer, Driver, starts_anew
@@ -35,11 +34,11 @@ from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.runtime.values import Ref, Values, placed, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
+from beamjax.spans import timed
 from beamjax.storage.block_cache import block_budget
 from beamjax.storage.scratch import file_array
-from beamjax.telemetry.meters import Meter
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.watchdog import WorkTable, bounded
+from beamjax.telemetry.watchdog import Watchdog, bounded
 
 
 def evaluate(
@@ -77,7 +76,11 @@ def evaluate(
     threads = Threads(plan, options, monitor, results)
     values = inputs.refs() if values is None else values
     driver = Driver(plan, values, threads, monitor, checkpointer)
-    found = driver.run() if options.shard_timeout is None else bounded(driver.run, threads.table)
+    if options.shard_timeout is None:
+        found = driver.run()
+    else:
+        watchdog = monitor.spans.watch = Watchdog(walk(plan.steps), options.shard_timeout)
+        found = bounded(driver.run, watchdog)
     return {name: threads.result(name, value) for name, value in found.items()}
 
 
@@ -134,7 +137,7 @@ class Threads:
         # The results whose array is a mapped file of `results`.
         self.mapped: dict[str, np.ndarray] = {}
         self.results = results
-        self.table = WorkTable()
+        self.spans = monitor.spans
         self.device = compute_device(options.xla_threads)
         self.outputs = set(plan.returned())
 
@@ -172,22 +175,15 @@ class Threads:
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
-    def at_work(self, step: Map | Server, doing: str, shard: Shard | None = None) -> Any:
-        """A context in which the work must end within `shard_timeout`."""
-        return self.table.at(doing, step, shard, self.options.shard_timeout)
-
     def computes(self) -> None:
         """Records that this process computes values of the run."""
         self.monitor.computed(provenance_here(self.options.xla_threads))
 
     def _server(self, step: Server, values: Values) -> Values:
         self.computes()
-        meter = Meter(step.name, self.monitor)
-        known = {name: value.array() for name, value in values.items()}
-        with self.at_work(step, "computing"):
+        with timed(self.spans, step.name, "compute"):
+            known = {name: value.array() for name, value in values.items()}
             found = run_server(self.plan, step, known, self.device)
-        meter.lap("compute")
-        meter.apart()
         return {name: server(array) for name, array in found.items()}
 
     def _map(self, step: Map, values: Values) -> Values:
@@ -197,42 +193,34 @@ class Threads:
         rooms = {name: self.room(name, n) for name in step.results}
         partials = Partials(step, self.options.reduction, execute.trees())
         reader = Reader.of({name: values[name] for name in step.operands}, self.plan.x64)
-        at_work = functools.partial(self.at_work, step)
-        work = ShardPass(
-            self.plan, step, [execute], reader, partials, self.monitor, at_work
-        )  # fmt: skip
+        work = ShardPass(self.plan, step, [execute], reader, partials, self.spans)
         letters = DeadLetters(self.options.drop_limit)
         for done in self._computed(work, execute):
             shard = done.shard
-            done.meter.resume()
             if done.found.dropped:
                 self.add_dropped(letters, done.found.dropped)
             for room, array in zip(rooms.values(), done.found.results, strict=True):
                 room[shard.start : shard.start + len(array)] = array
             work.add(done)
-        self.monitor.drop(letters.dropped, self.plan.sizes)
-        meter = Meter(step.name, self.monitor)
-        with self.at_work(step, "merging"):
+        if letters.dropped:
+            self.monitor.drop(letters.dropped, self.plan.sizes)
+        with timed(self.spans, step.name, "merge"):
             reduced = partials.results(self.plan)
-        meter.lap("merge")
-        meter.apart()
         made = {name: server(array) for name, array in reduced.items()}
         return made | {name: placed(room) for name, room in rooms.items()}
 
     def executor(self, step: Map, values: Values) -> ShardExecutor:
         """The executor of a pass; server values that are on the device are not copied again."""
-        meter = Meter(step.name, self.monitor)
         on_device, known = self.on_device, dict[str, np.ndarray | jax.Array]()
         for name in step.broadcasts:
             copy = on_device.get(values[name])
             known[name] = values[name].array() if copy is None else copy
         options = self.options
-        cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
-        execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
+        with timed(self.spans, step.name, "transfer"):
+            cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
+            execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
         for name, copy in execute.broadcasts.items():
             on_device[values[name]] = copy
-        meter.lap("transfer")
-        meter.apart()
         return execute
 
     def _computed(self, work: ShardPass, execute: ShardExecutor) -> Iterator[Done]:
@@ -247,7 +235,8 @@ class Threads:
     def check(self) -> None:
         """Raises an error if the job was cancelled, or if a shard takes too long."""
         self.monitor.tick()
-        self.table.check()
+        if self.spans.watch is not None:
+            self.spans.watch.check()
 
     def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
         """Adds members that a pass drops; reports all of them if they exceed the limit."""

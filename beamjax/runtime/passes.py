@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from beamjax.runtime.shard_executor import (
     new_accumulator,
     read_shard,
 )
-from beamjax.telemetry.meters import Listener, Meter
+from beamjax.spans import Spans, timed
 
 
 class Partials:
@@ -98,16 +97,12 @@ class Partials:
 
 @dataclass(frozen=True)
 class Done:
-    """A shard, its operands and its results."""
+    """A shard, its results and operands, and the span that computed it, if it was not cached."""
 
     shard: Shard
     found: Computed
-    meter: Meter
+    span: timed | None = None
     operands: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-
-AtWork = Callable[[str, Shard], contextlib.AbstractContextManager[Any]]
-"""A context for "reading", "computing" or "merging" a shard, which must end within a limit."""
 
 
 class ShardPass:
@@ -119,8 +114,7 @@ class ShardPass:
       executors: compute its shards, one for each device.
       reader: reads its operands.
       partials: the reduction so far.
-      listener: receives the work on each shard.
-      at_work: surrounds the work on a shard.
+      spans: receives the work on each shard.
     """
 
     def __init__(
@@ -130,16 +124,14 @@ class ShardPass:
         executors: Sequence[ShardExecutor],
         reader: Reader,
         partials: Partials,
-        listener: Listener | None,
-        at_work: AtWork,
+        spans: Spans,
     ):
         self.plan = plan
         self.step = step
         self.executors = executors
         self.reader = reader
         self.partials = partials
-        self.listener = listener
-        self.at_work = at_work
+        self.spans = spans
 
     def read(
         self, shard: Shard, known: Mapping[str, np.ndarray] | None = None
@@ -154,42 +146,36 @@ class ShardPass:
           A function that computes the shard, in any thread. Its argument is the index of a device.
         """
         step, known = self.step, known or {}
-        meter = Meter(step.name, self.listener, step.partial_bytes)
-        with self.at_work("reading", shard), shard_errors(step, shard):
+        with timed(self.spans, step.name, "read", shard) as span, shard_errors(step, shard):
             # The cache knows a shard by its files only if all operands are in files.
             found = None if known else self.executors[0].unread(shard, self.reader)
             if found is None:
                 names = [name for name in step.operands if name not in known]
                 read, lost = read_shard(self.plan, step, self.reader, names, shard)
+                span.nbytes = self.reader.bytes_from_sources(read)
         if found is not None:
-            meter.lap("read")
-            done = Done(shard, found, meter)
+            done = Done(shard, found)
             return lambda _: done
-        meter.lap("read", self.reader.bytes_from_sources(read))
-        return functools.partial(self._compute, shard, {**known, **read}, lost, meter)
+        return functools.partial(self._compute, shard, {**known, **read}, lost)
 
     def _compute(
         self,
         shard: Shard,
         operands: Mapping[str, np.ndarray],
         lost: Mapping[int, str],
-        meter: Meter,
         device: int = 0,
     ) -> Done:
-        meter.resume()
         arrays = [operands[name] for name in self.step.operands]
-        with self.at_work("computing", shard):
+        with timed(self.spans, self.step.name, "compute", shard) as span:
             # All threads of a CPU share its one executor.
             found = self.executors[device % len(self.executors)](shard, arrays, lost)
-        meter.lap("compute")
-        return Done(shard, found, meter, operands)
+        return Done(shard, found, span, operands)
 
     def add(self, done: Done) -> None:
         """Adds the results of a shard to the partials, and to the work on the step."""
-        with self.at_work("merging", done.shard):
+        step = self.step
+        with timed(self.spans, step.name, "merge", done.shard, step.partial_bytes):
             self.partials.add(done.shard, done.found)
-        done.meter.lap("merge")
-        done.meter.shard(done.shard)
 
 
 def computed(
@@ -228,7 +214,8 @@ def computed(
             return
         begun = time.process_time()
         done = first()
-        shard_times.learn(body, done.meter, begun)
+        if done.span is not None:
+            shard_times.learn(body, done.span, begun)
         yield done
         left = None if left is None else left - 1
     threads = shard_times.threads(body, threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,8 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.bodies.counts import counts
 from beamjax.bodies.export import load_body, loaded_elsewhere, on_device, with_x64
-from beamjax.bodies.transfer_time import from_device, is_copied, to_device, transferring
+from beamjax.bodies.transfers import from_device, is_copied, to_device
 from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
 from beamjax.numerics.accumulators import Accumulator
@@ -35,6 +35,7 @@ from beamjax.runtime.failing_members import (
 )
 from beamjax.runtime.inputs import Reader
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
+from beamjax.spans import book_first_call, count
 from beamjax.storage import aligned
 
 
@@ -94,7 +95,7 @@ class ShardExecutor:
         # Bodies that call back to the host, or that hold a mesh, stay on the first client.
         self._clients = clients_of(device) if self._pads else None
         self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
-        with with_x64(self._x64), transferring():
+        with with_x64(self._x64):
             self.broadcasts = {
                 name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
             }
@@ -223,7 +224,9 @@ class ShardExecutor:
                     return from_device(self._on_client(device, call, [first, *heads], arrays))
             inputs = to_device(arrays, self.device) if self.copies else arrays
             with self._turn:
+                began = time.perf_counter()
                 outs = call(first, *heads, *self._broadcasts, *inputs)
+                book_first_call(began)
                 if self.copies:
                     jax.block_until_ready(outs)
             return from_device(outs)
@@ -237,8 +240,10 @@ class ShardExecutor:
     ) -> Sequence[jax.Array]:
         """Calls the body on a device of another CPU client than that of `self.device`, or on it."""
         args = *heads, *self._broadcasts, *arrays
+        began = time.perf_counter()
         if device is self.device:
             outs: Sequence[jax.Array] = call(*args)
+            book_first_call(began)
             return outs
         if device not in self._elsewhere:
             served = map(np.asarray, self._broadcasts)  # in the memory that they have
@@ -246,6 +251,7 @@ class ShardExecutor:
         moved = loaded_elsewhere(call, args, device)
         with on_device(device):
             outs = moved(*heads, *self._elsewhere[device], *arrays)
+        book_first_call(began)
         return outs
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
@@ -329,7 +335,7 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
     """Puts a server value on a device; a `jax.Array` is returned as it is."""
     if isinstance(value, jax.Array):
         return value
-    counts().broadcasts += 1
+    count("broadcasts")
     return _compat.device_array(value, device)
 
 

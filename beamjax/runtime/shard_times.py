@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from beamjax.telemetry.meters import Meter
+from beamjax.spans import timed
 
 LONG = 2e-4
 """Seconds of a shard from which threads are faster: several times the cost of passing it to one."""
@@ -45,24 +45,24 @@ class _ShardTime:
 _times: dict[Hashable, _ShardTime] = {}
 
 
-def learn(body: Hashable, meter: Meter, begun: float) -> None:
-    """Records the time of a shard that was read and computed in one thread.
+def learn(body: Hashable, span: timed, begun: float) -> None:
+    """Records the time of a shard that was computed in one thread.
 
     Args:
       body: the key of its body. If its time is known already, nothing is recorded.
-      meter: the meter that measured the shard.
+      span: the span in which the shard was computed.
       begun: `time.process_time()` before it was computed.
     """
     before = _times.get(body)
     if before is not None and before.known:
         return
-    seconds = max(meter.seconds, 1e-6)
+    seconds = max(span.seconds, 1e-6)
     cores = (time.process_time() - begun) / seconds
     if before is None:
         if len(_times) >= _MAX_KNOWN:
             _times.pop(next(iter(_times)))
         # Compilation uses all cores, so the CPU time of the process says nothing about the body.
-        _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not meter.compiling)
+        _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not span.compiling)
     else:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
 

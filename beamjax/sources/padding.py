@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from beamjax._text import human_bytes
-from beamjax.bodies.counts import counts
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
 from beamjax.sources.source_base import MASK, LeafSpec, Source
 from beamjax.sources.source_kinds import RaggedMembers, buckets_of
+from beamjax.spans import count
 
 MORE_PADDING = 2
 """The check pads members to this multiple of the longest one. A mean over the padding then halves,
@@ -174,7 +174,7 @@ def count_padding(
     short = rows.size - int(np.count_nonzero(rows))
     for number in used:
         if leaves[number].ragged and short:
-            counts().bytes_padding += arrays[number].nbytes * short // rows.size
+            count("bytes_padding", arrays[number].nbytes * short // rows.size)
 
 
 def mask_of(source: Source) -> int | None:

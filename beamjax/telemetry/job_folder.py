@@ -32,11 +32,12 @@ import numpy as np
 from beamjax._text import printable
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.plan.dropping import Dropped, decode_file, encode_file, encode_lines
+from beamjax.spans import Work
 from beamjax.storage import files, records, temporary, trust
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry import process_ids
-from beamjax.telemetry.progress import Progress, WorkerRecord
+from beamjax.telemetry.progress import Progress
 
 FORMAT = 1
 """Version of the layout of a folder."""
@@ -287,22 +288,25 @@ class JobFolder:
         """Whether a process has requested the end of the job."""
         return self._has("cancel")
 
-    def write_worker(self, pipeline: str, record: WorkerRecord) -> None:
-        """Writes the record of a worker in a pipeline."""
-        name = f"{pipeline}.{record.worker}{records.SUFFIX}"
-        path = files.join(files.join(self.path, _RECORDS), name)
-        self._write(path, records.encode(to_plain(record)), make=False)
+    def write_worker(self, pipeline: str, worker: str, work: Work) -> None:
+        """Writes the work of a worker in a pipeline."""
+        path = files.join(files.join(self.path, _RECORDS), f"{pipeline}.{worker}{records.SUFFIX}")
+        record = {"time": time.time(), "work": to_plain(work)}
+        self._write(path, records.encode(record), make=False)
 
-    def workers(self, pipeline: str) -> list[WorkerRecord]:
-        """The records of the workers in a pipeline, without those that can't be read."""
+    def workers(self, pipeline: str) -> dict[str, Work]:
+        """The work in a pipeline by worker, from the oldest record; without unreadable records."""
         folder = files.join(self.path, _RECORDS)
-        found = []
+        found = {}
         for name in self._worker_files(pipeline):
             path = files.join(folder, name)
+            worker = name.removeprefix(f"{pipeline}.").removesuffix(records.SUFFIX)
             with contextlib.suppress(Exception):
                 record = records.decode(files.read(path), path)
-                found.append(from_plain(WorkerRecord, record, path))
-        return found
+                work = from_plain(Work, record["work"], path)
+                found[worker] = float(record["time"]), work
+        ordered = sorted(found.items(), key=lambda item: item[1][0])
+        return {worker: work for worker, (_, work) in ordered}
 
     def forget_workers(self, pipeline: str) -> None:
         """Removes the records of a pipeline that is over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,40 +15,31 @@ from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan, Step
+from beamjax.spans import MAX_SPANS, Span, Spans, Thinned, Work, add_sums
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.meters import Listener, Reports
-from beamjax.telemetry.progress import (
-    Progress,
-    ShardEvent,
-    Tally,
-    WorkerRecord,
-    expected,
-    step_name,
-    tallies,
-)
-from beamjax.telemetry.timeline import Moments
+from beamjax.telemetry.progress import Progress, Sums, Totals, expected, folded, step_name
+from beamjax.telemetry.worker_records import Reports
 
 _log = logging.getLogger("beamjax")
 HERE = "launching process"
-"""The name of this process in events."""
+"""The name of this process in a trace."""
+MAX_MOMENTS = 400
+"""Largest number of the ends of rounds, and of the times of checkpoints, in a report."""
 
 
-class Monitor(Listener):
-    """Adds up the work of all workers on a plan.
-
-    Work in this process is added directly. Other workers write records to the folder.
+class Monitor:
+    """Adds up the spans of all workers on a plan.
 
     Args:
       plan: the plan of the run.
       folder: the folder of the job, through which other processes follow it, or None.
       letters: records the members that are dropped.
+      planning: seconds that it took to make the plan.
 
     Attributes:
+      spans: the spans of this process, and the sums of what workers have reported.
       provenance: the kinds of machine that computed the values of the run.
       folder, letters: as given.
-      round_ends: when rounds ended, in seconds since the job began.
-      checkpoints: when checkpoints were saved, in seconds since the job began.
-      events: the shards that were computed, in this process and in pipelines that have ended.
     """
 
     def __init__(
@@ -55,53 +47,47 @@ class Monitor(Listener):
         plan: Plan,
         folder: JobFolder | None = None,
         letters: DeadLetters | None = None,
+        planning: float = 0.0,
     ):
-        super().__init__(HERE, traces=folder is not None)  # nothing else reads the events
+        self.spans = Spans(traces=folder is not None)  # nothing else reads single spans
         self.provenance = UNKNOWN
         self.folder = folder
         self.letters = DeadLetters() if letters is None else letters
-        self.round_ends: Moments[float] = Moments()
-        self.checkpoints: Moments[float] = Moments()
+        self._moments: dict[str, Thinned[float]] = {}
         self._plan = plan
-        self._began = time.monotonic()
+        self._planning = planning
+        self._time, self._began = time.time(), time.monotonic()
         self._rounds = 0
         self._resumed: list[Step] = []
+        self._trace = Thinned[tuple[str, Span]](MAX_SPANS)
         self._workers: set[str] = set()
         self._pipeline: str | None = None
-        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
 
     # --- work in this process
 
-    def reported(
-        self, worker: str, spent: Mapping[str, Tally], events: Iterable[ShardEvent] = ()
-    ) -> None:
-        """Adds the work, by step, and the shards that a worker reported."""
+    def reported(self, worker: str, work: Work) -> None:
+        """Adds the work that a worker reported."""
         with self._lock:
             self._workers.add(worker)
-            for step, more in spent.items():
-                self._count(step, more)
-            for event in events:
-                self.events.add(event)
-                self.step = event.step
-
-    def _count(self, step: str, spent: Tally) -> None:
-        """Adds work to the sum of a step over all rounds. The caller holds the lock."""
-        super()._count(step_name(step), spent)
+            self.spans.add(replace(work, sums=_by_step(work.sums), spans=()))
+            for span in work.spans:
+                self._trace.add((worker, span))
 
     def tick(self) -> None:
-        """Called after each shard, to end a cancelled job.
+        """Ends a cancelled job.
 
         Raises:
           JobCancelledError: the job was cancelled.
         """
-        if self._cancelled.is_set():
+        if self.spans.cancelled:
             raise JobCancelledError("the job was cancelled")
 
     def round_ended(self) -> None:
         """Records that a round of a loop has ended."""
         with self._lock:
             self._rounds += 1
-            self.round_ends.add(round(time.monotonic() - self._began, 4))
+            self._note("round")
 
     def resumed(self, steps: Iterable[Step]) -> None:
         """Records that a checkpoint has the results of steps, which are not computed again."""
@@ -111,7 +97,16 @@ class Monitor(Listener):
     def saved(self) -> None:
         """Records that a checkpoint was saved."""
         with self._lock:
-            self.checkpoints.add(round(time.monotonic() - self._began, 4))
+            self._note("checkpoint")
+
+    def _note(self, what: str) -> None:
+        moments = self._moments.setdefault(what, Thinned(MAX_MOMENTS))
+        moments.add(round(time.monotonic() - self._began, 4))
+
+    def moments(self, what: str) -> tuple[float, ...]:
+        """When rounds ended ("round") or checkpoints were saved, in seconds since the job began."""
+        with self._lock:
+            return self._moments[what].entries if what in self._moments else ()
 
     def computed(self, provenance: Provenance) -> None:
         """Merges the provenance of values, and warns once if they may have different last bits."""
@@ -153,69 +148,94 @@ class Monitor(Listener):
         self.tick()
 
     def _fold(self, name: str) -> None:
-        found = self.folder.workers(name) if self.folder is not None else []
+        found = self._read(name)
         with self._lock:
             self._pipeline = None
-            for step, spent in tallies(found).items():
-                self._count(step, spent)
-            self.step = _last_step(found, self.step)
-            self._workers.update(record.worker for record in found)
-            for event in sorted(
-                (e for record in found for e in record.events), key=lambda event: event.time
-            ):
-                self.events.add(event)
+            self._workers.update(found)
+            began = [work.began for work in found.values() if work.began is not None]
+            sums = folded(found.values(), self._plan)
+            last = _last_step(found.values())
+            self.spans.add(Work(sums, step=last, began=min(began, default=None)))
+            spans = [(worker, span) for worker, work in found.items() for span in work.spans]
+            for entry in sorted(spans, key=lambda entry: entry[1].start):
+                self._trace.add(entry)
         if found and self.folder is not None:
             self.folder.forget_workers(name)
+
+    def _read(self, pipeline: str | None) -> dict[str, Work]:
+        """The work in a pipeline that runs, by worker; those that worked last come last."""
+        if self.folder is None or pipeline is None:
+            return {}
+        return self.folder.workers(pipeline)
 
     # --- for other threads
 
     def cancel(self) -> None:
         """Cancels the job, which ends when it next calls `tick`."""
-        self._cancelled.set()
+        self.spans.cancelled = True
 
     @property
     def is_cancelled(self) -> bool:
         """Whether this or another process has cancelled the job."""
-        if not self._cancelled.is_set() and self.folder is not None:
+        if not self.spans.cancelled and self.folder is not None:
             with contextlib.suppress(Exception):
                 if self.folder.cancel_requested():  # workers may see it first
-                    self._cancelled.set()
-        return self._cancelled.is_set()
+                    self.spans.cancelled = True
+        return self.spans.cancelled
 
     @functools.cached_property
     def _expected(self) -> Progress:
         return expected(self._plan, self._plan.steps)
 
+    @property
+    def trace(self) -> tuple[tuple[str, Span], ...]:
+        """Spans of this process, and of workers whose pipelines have ended, with their workers."""
+        here = [(HERE, span) for span in self.spans.work().spans]
+        with self._lock:
+            return (*here, *self._trace.entries)
+
     def progress(self) -> Progress:
         """The progress of the job."""
         with self._lock:
             name = self._pipeline
-        found = self.folder.workers(name) if self.folder is not None and name is not None else []
+        found = self._read(name)
         with self._lock:
+            own = self.spans.work()
             if name != self._pipeline:  # the pipeline ended meanwhile and is counted already
-                found = []
-            steps = dict(self.spent)
-            for step, spent in tallies(found).items():
-                steps[step] = steps.get(step, Tally()) + spent
+                found = {}
+            works = [own, *found.values()]
+            sums = _by_step(own.sums)
+            add_sums(sums, folded(found.values(), self._plan))
             whole, resumed = self._expected, expected(self._plan, self._resumed)
+            seconds = time.monotonic() - self._began
+            began = min((work.began for work in works if work.began is not None), default=math.inf)
             return replace(
                 whole,
                 shards=_less(whole.shards, resumed.shards),
-                done=sum(steps.values(), Tally()),
-                steps=steps,
+                done=Totals.of(sums.values()),
+                steps={step: Totals.of([amounts]) for step, amounts in sums.items()},
                 rounds=self._rounds + (resumed.rounds_total or 0),
                 rounds_resumed=resumed.rounds_total or 0,
                 dropped=len(self.letters),
-                step=_last_step(found, self.step),
-                workers=len(self._workers.union(record.worker for record in found)),
-                seconds=time.monotonic() - self._began,
+                step=_last_step(works),
+                workers=len(self._workers | found.keys()),
+                seconds=seconds,
+                planning=self._planning,
+                starting=min(max(began - self._time, 0.0), seconds),
             )
+
+
+def _last_step(works: Iterable[Work]) -> str:
+    return next((work.step for work in reversed([*works]) if work.step), "")
+
+
+def _by_step(sums: Mapping[str, Mapping[str, float]]) -> Sums:
+    """Sums of all rounds and branches by the name of the step in the plan."""
+    found: Sums = {}
+    for step, amounts in sums.items():
+        add_sums(found, {step_name(step): amounts})
+    return found
 
 
 def _less(whole: int | None, part: int | None) -> int | None:
     return None if whole is None else whole - (part or 0)
-
-
-def _last_step(found: Sequence[WorkerRecord], before: str) -> str:
-    last = max(found, key=lambda record: record.time, default=None)
-    return last.step if last is not None and last.step else before

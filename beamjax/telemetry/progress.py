@@ -1,24 +1,25 @@
-"""The progress of a job: the sum of what workers count, in which no shard counts twice."""
+"""The progress of a job: the sum of the spans of all workers, in which no shard counts twice."""
 
 from __future__ import annotations
 
+import collections
 import html
-import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from beamjax.plan.steps import Branch, Loop, Map, Plan, Step
+from beamjax.plan.shard import Shards
+from beamjax.plan.steps import Branch, Loop, Map, Plan, Step, walk
+from beamjax.spans import KINDS, Range, Work, add_sums, merged
 from beamjax.storage.schema import to_plain
 
-Range = tuple[int, int, int]
-"""Members [start, stop), and how often they were computed."""
+Sums = dict[str, dict[str, float]]
+"""Seconds, bytes and counts, by step and name."""
 
 
-# Not frozen, as one is made for each shard, and a frozen class takes three times as long to make.
-@dataclass
-class Tally:
-    """The work of all workers together. Tallies are added.
+@dataclass(frozen=True)
+class Totals:
+    """The work of all workers together.
 
     Seconds are those of threads. Where a worker reads one shard while it computes another, both
     count, so that together they may be more than have passed; what a thread waits for another is
@@ -71,12 +72,15 @@ class Tally:
     compute: float = 0.0
     merge: float = 0.0
 
-    def __add__(self, other: Tally) -> Tally:
-        # The fields of both are in the order of the class.
-        return Tally(*map(operator.add, vars(self).values(), vars(other).values()))
-
-
-SECONDS = ("read", "transfer", "compile", "compute", "merge")
+    @classmethod
+    def of(cls, sums: Iterable[Mapping[str, float]]) -> Totals:
+        """The total of sums by name."""
+        total: Sums = {"": {}}
+        for amounts in sums:
+            add_sums(total, {"": amounts})
+        found = total[""]
+        counts: Any = {name: int(found.get(name, 0)) for name in cls.__annotations__}
+        return cls(**(counts | {kind: float(found.get(kind, 0.0)) for kind in KINDS}))
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,10 +101,12 @@ class Progress:
       step: the name of the step on which a worker has last worked.
       workers: the number of processes that have written records.
       seconds: seconds since the job began.
+      planning: seconds of tracing and planning, before the job began.
+      starting: seconds until the first worker began to work, or until now if none has.
       steps: the work so far for each step, by name, in all of its rounds together.
     """
 
-    done: Tally = field(default_factory=Tally)
+    done: Totals = field(default_factory=Totals)
     members: int | None = None
     shards: int | None = None
     rounds: int = 0
@@ -110,7 +116,9 @@ class Progress:
     step: str = ""
     workers: int = 0
     seconds: float = 0.0
-    steps: Mapping[str, Tally] = field(default_factory=dict)
+    planning: float = 0.0
+    starting: float = 0.0
+    steps: Mapping[str, Totals] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Progress {in_words(self)}>"
@@ -134,8 +142,8 @@ class Progress:
     @property
     def shares(self) -> dict[str, float]:
         """The share of each kind of work in the measured time of the workers, from 0 to 1."""
-        total = sum(getattr(self.done, name) for name in SECONDS)
-        return {name: getattr(self.done, name) / total if total else 0.0 for name in SECONDS}
+        total = sum(getattr(self.done, name) for name in KINDS)
+        return {name: getattr(self.done, name) / total if total else 0.0 for name in KINDS}
 
     def to_json(self) -> dict[str, Any]:
         """Returns the progress as JSON values."""
@@ -211,117 +219,36 @@ def _alike(counts: Iterable[int | None]) -> int | None:
 # --- what was done
 
 
-MOST_EVENTS = 1000
-"""Largest number of events of a process and of a run, about 80 kB of JSON."""
-
-
-class ShardEvent(NamedTuple):
-    """A shard that a process computed, with its time, for a trace of a run.
-
-    Attributes:
-      worker: the name of the process.
-      step: the name of the step in the plan, with the round, as `loop_0[3]/map_rows_0`.
-      start: the first member of the shard.
-      members: the number of its members.
-      time: seconds since the epoch at which the shard was done, by the clock of the worker.
-      seconds: the measured time of the shard, from reading to merging.
-    """
-
-    worker: str
-    step: str
-    start: int
-    members: int
-    time: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StepCount:
-    """What one worker did of one step.
-
-    Attributes:
-      members: ranges of members, in any order; they may overlap.
-      shards: ranges of numbers of shards, likewise.
-      spent: bytes and seconds; its counts are not used.
-    """
-
-    members: tuple[Range, ...]
-    shards: tuple[Range, ...]
-    spent: Tally
-
-    def __post_init__(self) -> None:
-        for ranges in (self.members, self.shards):
-            if not all(0 <= start < stop and times >= 1 for start, stop, times in ranges):
-                raise ValueError(f"the ranges {ranges!r:.200}, expected (first, stop, times)")
-
-
-@dataclass(frozen=True)
-class WorkerRecord:
-    """What one worker process did in one pipeline.
-
-    Attributes:
-      worker: the name of the process.
-      time: the time of the record, in seconds since the epoch.
-      step: the name of the last step that it worked on.
-      counts: what it did of each step, by name.
-      events: the shards that it computed, evenly thinned if they are many.
-    """
-
-    worker: str
-    time: float
-    step: str
-    counts: Mapping[str, StepCount]
-    events: tuple[ShardEvent, ...] = ()
-
-
-def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same members in ordered, disjoint ranges, whose counts are sums of overlapping ones."""
-    changes: dict[int, int] = {}
-    for start, stop, times in ranges:
-        changes[start] = changes.get(start, 0) + times
-        changes[stop] = changes.get(stop, 0) - times
-    found: list[Range] = []
-    times, before = 0, 0
-    for position in sorted(changes):
-        if times:
-            if found and found[-1][1:] == (before, times):
-                found[-1] = found[-1][0], position, times
-            else:
-                found.append((before, position, times))
-        before = position
-        times += changes[position]
-    return found
-
-
-def tally(found: Iterable[WorkerRecord]) -> Tally:
-    """What was done in one pipeline: members of a step that several workers computed count once."""
-    return sum(tallies(found).values(), Tally())
-
-
 def step_name(name: str) -> str:
     """The name in the plan of a step of a round or a branch."""
     return name.rpartition("/")[2]
 
 
-def tallies(found: Iterable[WorkerRecord]) -> dict[str, Tally]:
-    """The same of each step, by its name in the plan."""
-    members: dict[str, list[Range]] = {}
-    shards: dict[str, list[Range]] = {}
-    total: dict[str, Tally] = {}
+def folded(works: Iterable[Work], plan: Plan) -> Sums:
+    """The work of a pipeline by step; a shard that several workers computed counts once."""
+    sums: Sums = {}
+    ranges: dict[str, list[Range]] = collections.defaultdict(list)
+    for work in works:
+        add_sums(sums, work.sums)
+        for step, more in work.shards.items():
+            ranges[step] += more
+    placements = {step.name: step.placement for step in walk(plan.steps) if isinstance(step, Map)}
+    for step, found in ranges.items():
+        if step in placements:
+            sums[step] = sums.get(step, {}) | _counted(plan.shards(placements[step]), found)
+    return sums
 
-    def add(name: str, spent: Tally) -> None:
-        total[step_name(name)] = total.get(step_name(name), Tally()) + spent
 
-    for record in found:
-        for name, count in record.counts.items():
-            members.setdefault(name, []).extend(count.members)
-            shards.setdefault(name, []).extend(count.shards)
-            add(name, replace(count.spent, members=0, shards=0, retries=0))
-    for name in members:
-        add(name, Tally(sum(stop - start for start, stop, _ in merged(members[name]))))
-        for start, stop, times in merged(shards[name]):
-            add(name, Tally(shards=stop - start, retries=(times - 1) * (stop - start)))
-    return total
+def _counted(shards: Shards, ranges: Iterable[Range]) -> dict[str, float]:
+    found: dict[str, float] = dict.fromkeys(("members", "shards", "retries"), 0)
+    for start, stop, times in merged(ranges):
+        if stop > len(shards):  # a record of another plan
+            continue
+        first, last = (next(shards.between(index, index + 1)) for index in (start, stop - 1))
+        found["members"] += last.start + last.count - first.start
+        found["shards"] += stop - start
+        found["retries"] += (times - 1) * (stop - start)
+    return found
 
 
 def in_words(progress: Progress) -> str:

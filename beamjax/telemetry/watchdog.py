@@ -14,41 +14,46 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from types import TracebackType
 from typing import TypeVar
 
 import jax
 
 from beamjax import _compat
-from beamjax.bodies import compile_time as _compile_time  # noqa: F401  (counts compilations)
-from beamjax.bodies.counts import counts
 from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
-from beamjax.plan.steps import Map, Server
+from beamjax.plan.steps import Map, Step
+from beamjax.spans import timed
+from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
 """Seconds to wait for a thread of this process to stop after a timeout."""
-
-_NOBODY_LOOKS = contextlib.nullcontext()
+DOING = {"read": "reading", "compute": "computing", "merge": "merging"}
+"""What messages call the kinds of spans that have a limit."""
 T = TypeVar("T")
 
 
-class WorkTable:
-    """A table of what the threads of this process do for one run.
+class Watchdog:
+    """Watches the spans of this process in one run; see `spans.Watch`.
 
     Args:
-      folder: the folder of the file; None, or a folder that does not exist, for no file.
+      steps: the steps of the run, for messages.
+      limit: largest number of seconds of a span, without compilation; None for no limit.
+      folder: the folder for the file of this process; None, or a folder without the mark of
+        `working_files.invite`, for no file.
       on_late: called with the error of work that takes too long.
     """
 
     def __init__(
-        self, folder: str | None = None, on_late: Callable[[BeamjaxError], None] | None = None
-    ):
+        self, steps: Iterable[Step] = (), limit: float | None = None, folder: str | None = None,
+        on_late: Callable[[BeamjaxError], None] | None = None,
+    ):  # fmt: skip
+        self.steps = {step.name: step for step in steps}
+        self.limit = limit
         self.late: BeamjaxError | None = None
         self._on_late = on_late
         self._given_up = False
@@ -57,29 +62,40 @@ class WorkTable:
             with contextlib.suppress(OSError):
                 self._file = WorkingFile(folder)
 
-    def at(
-        self, doing: str, step: Map | Server, shard: Shard | None = None, limit: float | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context for one activity of this thread.
+    def begin(self, span: timed) -> None:
+        """Watches a span until it ends.
 
-        Args:
-          doing: one of `DOING`.
-          step: the step of the plan.
-          shard: the shard of the step, if it has any.
-          limit: largest number of seconds, without compilation.
-
-        Raises at its start or end:
-          WorkerError: it took longer.
+        Raises:
           JobCancelledError: the run has ended.
         """
-        if limit is None and self._file is None:  # no process reads the file
-            if self._given_up or self.late is not None:
-                self.check()
-            return _NOBODY_LOOKS
-        return AtWork(self, doing, step, shard, limit)
+        self.check()
+        if span.kind not in DOING or (self.limit is None and self._file is None):
+            return
+        span.thread = threading.get_ident()
+        if self._file is not None:
+            span.slot = self._file.begin(_entry(span))
+        if self.limit is not None:
+            _watch(self, span)
+
+    def end(self, span: timed, error: BaseException | None) -> None:
+        """Ends to watch a span.
+
+        Raises:
+          WorkerError: it took longer than the limit.
+          JobCancelledError: the run has ended.
+        """
+        if span.kind not in DOING:
+            return
+        if self._file is not None:
+            self._file.end(span.slot)
+        if self.limit is not None:
+            _watched.pop(id(span), None)
+            self.check()
+            if error is None and self.is_late(span):
+                raise self.error(span)
 
     def give_up(self) -> None:
-        """Stops threads when they next begin or end an activity."""
+        """Stops threads when their next span begins or ends."""
         self._given_up = True
 
     def check(self) -> None:
@@ -89,7 +105,7 @@ class WorkTable:
 
     @property
     def has_file(self) -> bool:
-        """Whether other processes can read the table."""
+        """Whether other processes can read what this one does."""
         return self._file is not None
 
     def leave(self) -> None:
@@ -103,127 +119,83 @@ class WorkTable:
         if self._on_late is not None:
             self._on_late(error)
 
-    def begin(self, work: AtWork) -> int | None:
-        """Records the start of an activity; returns its slot in the file, if there is a file."""
-        if self._file is None:
-            return None
-        shard = work.shard
-        members = (shard.start, shard.start + shard.count - 1) if shard else None
-        entry = WorkEntry(
-            work.doing, work.thread, time.time(), work.step.name, work.number, members
-        )
-        return self._file.begin(entry)
+    def is_late(self, span: timed, share: float = 1.0) -> bool:
+        """Whether a span has taken longer than a share of its limit; any thread may call this."""
+        now, since = time.perf_counter(), span.compiles_since
+        compiling = span.inner.get("compile", 0.0) + (0.0 if since is None else now - since)
+        return now - span.start - compiling > share * (self.limit or 0.0)
 
-    def end(self, slot: int | None) -> None:
-        """Frees a slot."""
-        if self._file is not None:
-            self._file.end(slot)
-
-
-class AtWork:
-    """One activity of a thread, see `WorkTable.at`."""
-
-    def __init__(
-        self, table: WorkTable, doing: str, step: Map | Server, shard: Shard | None,
-        limit: float | None,
-    ):  # fmt: skip
-        self.table = table
-        self.doing = doing
-        self.step = step
-        self.shard = shard
-        self.limit = limit
-
-    def __enter__(self) -> None:
-        self.table.check()
-        self.thread = threading.get_ident()
-        self._slot = self.table.begin(self)
-        if self.limit is not None:
-            self._counts = counts()
-            self._counts.compiles_since = None
-            self._compiled = self._counts.compile
-            self._began = time.monotonic()
-            _watch(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.table.end(self._slot)
-        if self.limit is None:
-            return
-        _watched.pop(id(self), None)
-        self.table.check()
-        if error is None and self.is_late():
-            raise self.error()
-
-    def is_late(self, share: float = 1.0) -> bool:
-        """Whether this has taken longer than a share of its limit; any thread may call this."""
-        spent = time.monotonic() - self._began
-        return spent - (self._counts.compile_so_far() - self._compiled) > share * (
-            self.limit or 0.0
-        )
-
-    def error(self, others: Sequence[AtWork] = ()) -> BeamjaxError:
-        """The error that this takes too long, which also lists other activities."""
+    def error(self, span: timed, others: Sequence[timed] = ()) -> BeamjaxError:
+        """The error that a span takes too long, which also lists other spans."""
         waiting = ""
         if others:
-            listed = ", ".join(f"{other.step.name!r} shard {other.number}" for other in others[:8])
+            listed = ", ".join(f"{other.step!r} shard {_number(other)}" for other in others[:8])
             waiting = f" (at the same time, other threads of the process were at {listed})"
         timed_out = WorkerError(
-            f"{self.doing} took longer than {self.limit:g} s, the option shard_timeout{waiting}. "
-            "Does a loop not end, or a call wait for something? `error.failure.traceback` shows "
-            "where it was. If it only needs longer, give a larger shard_timeout, or a smaller "
-            "shard_size"
+            f"{DOING[span.kind]} took longer than {self.limit:g} s, the option shard_timeout"
+            f"{waiting}. Does a loop not end, or a call wait for something? "
+            "`error.failure.traceback` shows where it was. If it only needs longer, give a larger "
+            "shard_timeout, or a smaller shard_size"
         )
-        found = placed_error(self.step, self.shard, timed_out)
-        stacks = "\n".join(filter(None, (work.stack() for work in (*others, self))))
+        found = placed_error(self.steps.get(step_name(span.step)), span.step, span.shard, timed_out)
+        stacks = "\n".join(filter(None, map(_stack, (*others, span))))
         if found.failure is not None:
             found.failure = replace(found.failure, traceback=stacks, time=time.time())
         return found
 
-    @property
-    def number(self) -> int | None:
-        """The index of the shard."""
-        return self.shard.index if self.shard is not None else None
 
-    def stack(self) -> str:
-        """The stack of its thread now; "" if the thread has ended."""
-        frame = sys._current_frames().get(self.thread)
-        if frame is None:
-            return ""
-        lines = "".join(traceback.format_stack(frame))
-        what = f"{self.doing} {self.step.name!r}, shard {self.number}"
-        return f"{what} (most recent call last):\n{lines}"
-
-    def in_user_code(self) -> bool:
-        """Whether its thread runs Python code of the user, and does not wait for JAX."""
-        frame = sys._current_frames().get(self.thread)
-        return frame is not None and not frame.f_code.co_filename.startswith(_OURS)
+def _entry(span: timed) -> WorkEntry:
+    shard = span.shard
+    members = (shard.start, shard.start + shard.count - 1) if shard else None
+    doing = DOING[span.kind]
+    return WorkEntry(doing, span.thread, time.time(), span.step, _number(span), members)
 
 
-def placed_error(step: Map | Server, shard: Shard | None, error: BeamjaxError) -> BeamjaxError:
+def _number(span: timed) -> int | None:
+    return span.shard.index if span.shard is not None else None
+
+
+def _stack(span: timed) -> str:
+    """The stack of the thread of a span now; "" if the thread has ended."""
+    frame = sys._current_frames().get(span.thread)
+    if frame is None:
+        return ""
+    lines = "".join(traceback.format_stack(frame))
+    what = f"{DOING[span.kind]} {span.step!r}, shard {_number(span)}"
+    return f"{what} (most recent call last):\n{lines}"
+
+
+def _in_user_code(span: timed) -> bool:
+    """Whether the thread of a span runs Python code of the user, and does not wait for JAX."""
+    frame = sys._current_frames().get(span.thread)
+    return frame is not None and not frame.f_code.co_filename.startswith(_OURS)
+
+
+def placed_error(
+    step: Step | None, name: str, shard: Shard | None, error: BeamjaxError
+) -> BeamjaxError:
     """The error with the step and the shard in its message, and with its `failure`."""
     if isinstance(step, Map) and shard is not None:
         try:
-            with shard_errors(step, shard):
+            with shard_errors(replace(step, name=name), shard):
                 raise error
         except BeamjaxError as found:
             return found.with_traceback(None)
-    located = type(error)(f"step {step.name!r}: {error}")
-    located.failure = Failure(step.name)
+    located = type(error)(f"step {name!r}: {error}")
+    located.failure = Failure(name)
     return located
 
 
-def bounded(function: Callable[[], T], table: WorkTable) -> T:
-    """Calls a function in a thread, and gives up when an activity in its table takes too long.
+def bounded(function: Callable[[], T], watchdog: Watchdog) -> T:
+    """Calls a function in a thread, and gives up when a span takes too long.
 
     Args:
-      function: a function that records its activities in the table. It is called with the JAX
-        settings of this thread.
-      table: the table, which belongs to this call alone.
+      function: a function whose spans the watchdog sees. It is called with the JAX settings of this
+        thread.
+      watchdog: the watchdog, which belongs to this call alone.
 
     Raises:
-      WorkerError: an activity took too long. The thread is stopped when it next runs Python. Code
+      WorkerError: a span took too long. The thread is stopped when it next runs Python. Code
         in C can't be stopped, but it does not keep the process from ending.
       Exception: what the function raises.
     """
@@ -234,57 +206,54 @@ def bounded(function: Callable[[], T], table: WorkTable) -> T:
     try:
         while not outcome.done():
             wait([outcome], _LONGEST_PAUSE)
-            if table.late is not None:
+            if watchdog.late is not None:
                 thread.join(SECONDS_TO_STOP)
                 break
     except BaseException:
-        table.give_up()
+        watchdog.give_up()
         raise
-    if table.late is not None:
-        raise table.late
+    if watchdog.late is not None:
+        raise watchdog.late
     return outcome.result()
 
 
-# --- the watchdog
+# --- the thread that looks
 
-_watched: dict[int, AtWork] = {}
+_watched: dict[int, tuple[Watchdog, timed]] = {}
 _starting = threading.Lock()
-_watchdog: threading.Thread | None = None
+_looking: threading.Thread | None = None
 _LONGEST_PAUSE = 0.5
 _OURS = tuple(os.path.dirname(str(module)) for module in (_compat.__file__, jax.__file__))
 
 
-def _watch(work: AtWork) -> None:
-    global _watchdog
-    _watched[id(work)] = work
-    if _watchdog is None or not _watchdog.is_alive():
-        with _starting:
-            if _watchdog is None or not _watchdog.is_alive():
-                _watchdog = threading.Thread(target=_look, name="beamjax watchdog", daemon=True)
-                _watchdog.start()
+def _watch(watchdog: Watchdog, span: timed) -> None:
+    global _looking
+    _watched[id(span)] = watchdog, span
+    with _starting:
+        if _looking is None or not _looking.is_alive():
+            _looking = threading.Thread(target=_look, name="beamjax watchdog", daemon=True)
+            _looking.start()
 
 
 def _look() -> None:
     while True:
-        works = list(_watched.values())
-        limits = (work.limit or 0.0 for work in works)
+        watched = list(_watched.values())
+        limits = (watchdog.limit or 0.0 for watchdog, _ in watched)
         time.sleep(max(0.02, min(_LONGEST_PAUSE, *(limit / 4 for limit in limits), 1.0)))
-        for work in works:
-            if work.table.late is None and id(work) in _watched and work.is_late():
+        for watchdog, span in watched:
+            if watchdog.late is None and id(span) in _watched and watchdog.is_late(span):
                 with contextlib.suppress(Exception):
-                    _report(work, works)
+                    own = [other for of, other in watched if of is watchdog]
+                    _report(watchdog, span, own)
 
 
-def _report(late: AtWork, works: Sequence[AtWork]) -> None:
+def _report(watchdog: Watchdog, late: timed, spans: Sequence[timed]) -> None:
     """Records the error of work that is late, or of user code that it may wait for through JAX."""
-    suspects = [work for work in works if work.table is late.table and work.is_late(0.5)]
-    found = next((work for work in suspects if work.in_user_code()), late)
-    late.table.note_late(found.error([work for work in suspects if work is not found]))
-    _interrupt(found)
-
-
-def _interrupt(work: AtWork) -> None:
-    """Raises an error in the thread when it next runs Python; C code is not interrupted."""
-    if id(work) in _watched:
+    suspects = [span for span in spans if watchdog.is_late(span, 0.5)]
+    found = next(filter(_in_user_code, suspects), late)
+    others = [span for span in suspects if span is not found]
+    watchdog.note_late(watchdog.error(found, others))
+    # Raises an error in the thread when it next runs Python; C code is not interrupted.
+    if id(found) in _watched:
         error = ctypes.py_object(JobCancelledError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(work.thread), error)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(found.thread), error)

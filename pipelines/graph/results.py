@@ -14,12 +14,13 @@ from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.refs import SUFFIX, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import leaf_spec
-from beamjax.pipelines.worker.metrics import StepTimes
+from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.spans import timed
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
@@ -109,7 +110,7 @@ class WritePlaced(StepFn):
         self.stem = stem
         self.results = results
         self.cached = cached
-        self.times = StepTimes(f"write {name}", "transfer", store.reports)
+        self.spans = WorkerSpans(store.reports)
 
     def start_bundle(self) -> None:
         self.blocks: list[tuple[int, np.ndarray]] = []
@@ -118,7 +119,7 @@ class WritePlaced(StepFn):
 
     def process(self, block: MemberBlock) -> None:
         self.provenance |= block.provenance
-        with self.times.measured():
+        with timed(self.spans, f"write {self.name}", "transfer"):
             members = block.array(self.name, self.store)
         self.blocks.append((block.start, members))
         self.nbytes += members.nbytes
@@ -138,10 +139,10 @@ class WritePlaced(StepFn):
         if self.provenance:
             _write_provenance(self.store, self.stem, self.provenance)
         self.start_bundle()
-        self.times.report()
+        self.spans.report()
 
     def _write(self, run: list[tuple[int, np.ndarray]]) -> None:
-        with self.times.measured():
+        with timed(self.spans, f"write {self.name}", "transfer"):
             self._write_members(run)
 
     def _write_members(self, run: list[tuple[int, np.ndarray]]) -> None:

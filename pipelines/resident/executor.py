@@ -61,10 +61,11 @@ from beamjax.runtime.passes import Partials
 from beamjax.runtime.values import Leaf, Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import Source
+from beamjax.spans import timed
 from beamjax.storage import files
-from beamjax.telemetry.meters import Meter, collecting
 from beamjax.telemetry.progress import step_name
-from beamjax.telemetry.watchdog import WorkTable, bounded
+from beamjax.telemetry.watchdog import Watchdog, bounded
+from beamjax.telemetry.worker_records import collecting
 
 WORKER_MERGE_BYTES = 8 << 20
 """Total bytes of the partials of a pass above which workers, not this process, merge them."""
@@ -202,10 +203,7 @@ class Resident:
 
     def _run_server_here(self, step: Server, values: Values) -> Values:
         known = {name: value.array() for name, value in values.items()}
-        meter = Meter(step.name, self.monitor)
         found = self._run_server(step, known)
-        meter.lap("compute")
-        meter.apart()
         return {name: server(out) for name, out in found.items()}
 
     def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -213,15 +211,18 @@ class Resident:
         options = self._options
         self.monitor.computed(provenance_here(options.xla_threads))
         limit, device = options.shard_timeout, compute_device(options.xla_threads)
-        if limit is None:
-            return run_server(self.plan, step, known, device)
-        table = WorkTable()
 
         def run() -> dict[str, np.ndarray]:
-            with table.at("computing", step, None, limit):
+            with timed(self.monitor.spans, step_name(step.name), "compute"):
                 return run_server(self.plan, step, known, device)
 
-        return bounded(run, table)
+        if limit is None:
+            return run()
+        watchdog = self.monitor.spans.watch = Watchdog([step], limit)
+        try:
+            return bounded(run, watchdog)
+        finally:
+            self.monitor.spans.watch = None
 
     def _run_server_on_workers(self, step: Server, values: Values) -> Values:
         program = self._program(
@@ -265,14 +266,13 @@ class Resident:
         nbytes = self._tasks.fan_out(step).nbytes * len(partials) / len(accumulator_ranges(step))
         if nbytes > WORKER_MERGE_BYTES and not self._is_here:
             return self._reduce_on_workers(step, partials)
-        meter, merged = Meter(step.name, self.monitor), Partials(step, self._options.reduction)
-        for key, data in partials:
-            accumulator = receive(self.store, data) if isinstance(data, bytes) else data
-            self.monitor.computed(accumulator.provenance)
-            merged.merge(ValueRange.from_key(key), accumulator)
-        found = merged.results(self.plan)
-        meter.lap("merge")
-        meter.apart()
+        merged = Partials(step, self._options.reduction)
+        with timed(self.monitor.spans, step_name(step.name), "merge"):
+            for key, data in partials:
+                accumulator = receive(self.store, data) if isinstance(data, bytes) else data
+                self.monitor.computed(accumulator.provenance)
+                merged.merge(ValueRange.from_key(key), accumulator)
+            found = merged.results(self.plan)
         return {name: server(array) for name, array in found.items()}
 
     def _reduce_on_workers(
@@ -408,7 +408,7 @@ class Resident:
             fn.start_bundle()
             found = [out for element in elements for out in fn.process(element, *arguments)]
             fn.finish_bundle()
-        self.monitor.reported("launcher", done.spent)
+        self.monitor.reported("launcher", done.take())
         return [(None, element) for element in found]
 
     def _check(self) -> None:

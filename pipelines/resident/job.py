@@ -507,7 +507,7 @@ class Pool:
             if not is_first:
                 continue
             done[reply.number] = reply
-            monitor.reported(flight.peer.name, reply.spent, reply.events)
+            monitor.reported(flight.peer.name, reply.work)
         return arrived
 
     def _lost(self, number: int, done: dict[int, Reply]) -> list[WorkerTask]:

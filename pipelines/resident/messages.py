@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
 from beamjax.pipelines.values.values import Operands
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
+from beamjax.spans import Work
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
-from beamjax.telemetry.progress import ShardEvent, Tally
 
 Output = tuple[str | None, Any]
 """An element that a DoFn emits, and its tag; None for the main output."""
@@ -143,8 +143,7 @@ class Reply:
       number: the number of the task in it.
       outputs: the elements that the DoFn emitted.
       seconds: how long the task took.
-      spent: the counted and timed work, by step.
-      events: the shards that were computed.
+      work: the spans of the task.
       error: the message of the error; "" if the task succeeded. The worker has also left a record
         of the error in the store.
       cause: the exception, if the worker is a thread of this process.
@@ -154,8 +153,7 @@ class Reply:
     number: int
     outputs: Sequence[Output]
     seconds: float
-    spent: Mapping[str, Tally] = field(default_factory=dict)
-    events: Sequence[ShardEvent] = ()
+    work: Work = field(default_factory=Work)
     error: str = ""
     cause: BaseException | None = None
 
@@ -204,8 +202,7 @@ def encode_reply(reply: Reply) -> bytes:
     outputs = _packed([list(output) for output in reply.outputs], arrays)
     meta = {
         "reply": [reply.current, reply.number, reply.seconds, reply.error],
-        "spent": {step: vars(tally) for step, tally in reply.spent.items()},
-        "events": to_plain(reply.events),
+        "work": to_plain(reply.work),
         "outputs": outputs,
     }
     return encode_arrays(arrays, meta)
@@ -221,9 +218,8 @@ def decode_reply(data: bytes) -> Reply:
     def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> Reply:
         current, number, seconds, error = meta["reply"]
         outputs = [(tag, element) for tag, element in _unpacked(meta["outputs"], arrays)]
-        spent = {step: Tally(**fields) for step, fields in meta["spent"].items()}
-        events = tuple(from_plain(ShardEvent, event, "a reply") for event in meta["events"])
-        return Reply(current, number, outputs, seconds, spent, events, error)
+        work = from_plain(Work, meta["work"], "a reply")
+        return Reply(current, number, outputs, seconds, work, error)
 
     return _decoded(data, unpack)
 

@@ -15,7 +15,7 @@ from beamjax.pipelines.graph.results import WritePlaced
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
 from beamjax.pipelines.resident.messages import Output, Pass, Reply, WorkerTask
 from beamjax.pipelines.values.elements import MemberBlock
-from beamjax.telemetry.meters import collecting
+from beamjax.telemetry.worker_records import collecting
 
 
 class ServeTasks(beam.DoFn):
@@ -68,8 +68,7 @@ class _TaskRunner:
                 found = Reply(*number, outputs, 0.0)
             if self._end.is_here:  # else it would hold values of the launching process
                 self._current = self._fn = None
-        spent, events = done.spent, done.events.times
-        return replace(found, seconds=time.perf_counter() - begun, spent=spent, events=events)
+        return replace(found, seconds=time.perf_counter() - begun, work=done.take())
 
     def _outputs(self, task: WorkerTask) -> Iterator[Output]:
         """Processes the elements of a task as one bundle."""

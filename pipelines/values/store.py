@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.pipelines.values.refs import (
     SUFFIX,
@@ -33,12 +32,13 @@ from beamjax.pipelines.values.refs import (
     ref_to_files,
     unique_key,
 )
+from beamjax.spans import transferring
 from beamjax.storage import aligned, temporary
 from beamjax.storage import arrays as wire
 from beamjax.storage import files as file_io
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 from beamjax.storage.shared_cache import SharedCache, nbytes
-from beamjax.telemetry.meters import Reports
+from beamjax.telemetry.worker_records import Reports
 
 PIECE_BYTES = 64 * 2**20
 """Largest file, in bytes."""

@@ -52,6 +52,8 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record_for(fn: Any, error: Exception) -> None:
+    with contextlib.suppress(Exception):  # the runner may discard the DoFn
+        fn.spans.report()
     task = getattr(fn, "task", None)
     store = getattr(fn, "store", None) or getattr(task, "store", None)
     if store is not None and not isinstance(error, JobCancelledError):

@@ -25,42 +25,43 @@ from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
 from beamjax.storage import files, trust
 from beamjax.telemetry import process_ids, working_files
-from beamjax.telemetry.watchdog import WorkTable, placed_error
+from beamjax.telemetry.watchdog import Watchdog, placed_error
 from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
 
-MAX_TABLES = 64
-"""Runs whose tables a process holds. A pool of workers serves many runs."""
+MAX_WATCHDOGS = 64
+"""Runs whose watchdogs a process holds. A pool of workers serves many runs."""
 MAX_TRACE = 16_000
 """Largest number of bytes that are read of the stack trace of a crash."""
 _TRACE_LINES = 8
 _CRASH = "crash-"
 
-_tables: collections.OrderedDict[str, WorkTable] = collections.OrderedDict()
+_watchdogs: collections.OrderedDict[str, Watchdog] = collections.OrderedDict()
 _lock = threading.Lock()
 
 
 # --- on workers
 
 
-def table_of(store: Store, here: bool) -> WorkTable:
-    """The table of this process for the run with this store.
+def watchdog_of(store: Store, here: bool, limit: float | None) -> Watchdog:
+    """The watchdog of this process for the run with this store.
 
     Args:
       store: the store of the run.
-      here: whether this process has launched the run and so sees the table itself. Any other
+      here: whether this process has launched the run and so sees the watchdog itself. Any other
         process also writes a file to the store, and ends itself if its work takes too long.
+      limit: seconds that a span may take; None for no limit.
     """
     with _lock:
-        if store.root not in _tables:
-            _tables[store.root] = _make_table(store, here)
-            if len(_tables) > MAX_TABLES:
-                _tables.popitem(last=False)
-        return _tables[store.root]
+        if store.root not in _watchdogs:
+            _watchdogs[store.root] = _make_watchdog(store, here, limit)
+            if len(_watchdogs) > MAX_WATCHDOGS:
+                _watchdogs.popitem(last=False)
+        return _watchdogs[store.root]
 
 
-def _make_table(store: Store, here: bool) -> WorkTable:
+def _make_watchdog(store: Store, here: bool, limit: float | None) -> Watchdog:
     if here:
-        return WorkTable(on_late=lambda error: record_error(store, error))
+        return Watchdog(limit=limit, on_late=lambda error: record_error(store, error))
     folder = None if files.is_url(store.root) else store.root
 
     def end_process(error: BeamjaxError) -> None:
@@ -69,17 +70,17 @@ def _make_table(store: Store, here: bool) -> WorkTable:
         # and some runners retry.
         os._exit(1)
 
-    table = WorkTable(folder, end_process)
-    if table.has_file:
+    watchdog = Watchdog(limit=limit, folder=folder, on_late=end_process)
+    if watchdog.has_file:
         _trace_crashes(store.root)
-    return table
+    return watchdog
 
 
 @atexit.register
 def _leave() -> None:
     """Records a normal end, so that this process does not count as lost."""
-    for table in list(_tables.values()):
-        table.leave()
+    for watchdog in list(_watchdogs.values()):
+        watchdog.leave()
 
 
 _trace: Any = None  # the open file of `faulthandler`
@@ -109,7 +110,7 @@ def begin_pipeline(store: Store, here: bool) -> None:
       here: whether workers are threads of this process, which need no files.
     """
     with _lock:
-        _tables.pop(store.root, None)
+        _watchdogs.pop(store.root, None)
     if not here and not files.is_url(store.root):
         working_files.invite(store.root)
         for path, _ in _dead(store):
@@ -119,9 +120,9 @@ def begin_pipeline(store: Store, here: bool) -> None:
 
 def end_pipeline(store: Store) -> None:
     """Stops threads of this process that still work after a pipeline has ended."""
-    table = _tables.get(store.root)
-    if table is not None:
-        table.give_up()
+    watchdog = _watchdogs.get(store.root)
+    if watchdog is not None:
+        watchdog.give_up()
 
 
 def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
@@ -169,9 +170,9 @@ class Look:
 
     def __call__(self) -> BeamjaxError | None:
         """The error of the workers, if there is one."""
-        table = _tables.get(self.store.root)
-        if table is not None and table.late is not None:
-            return table.late
+        watchdog = _watchdogs.get(self.store.root)
+        if watchdog is not None and watchdog.late is not None:
+            return watchdog.late
         repeated = self._repeated()
         if repeated is not None:
             return repeated
@@ -253,7 +254,7 @@ def _placed(entry: WorkEntry, steps: Sequence[Step], error: WorkerError) -> Beam
         if step.name == entry.step and isinstance(step, Map) and entry.members is not None:
             first, last = entry.members
             shard = Shard(entry.shard or 0, first, last - first + 1)
-            return placed_error(step, shard, error)
+            return placed_error(step, step.name, shard, error)
     where = f"step {entry.step!r}"
     if entry.members is not None:
         where += f", shard {entry.shard}, members {entry.members[0]} to {entry.members[1]}"

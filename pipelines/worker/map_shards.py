@@ -18,17 +18,15 @@ from beamjax.bodies.python_bodies import with_settings
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
 from beamjax.pipelines.worker.merge import partials_of_tree, send
-from beamjax.pipelines.worker.metrics import StepMetrics, StepTimes
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
 from beamjax.plan.buffer_ranges import key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
-from beamjax.plan.steps import Map, Server
+from beamjax.plan.steps import Map
 from beamjax.runtime import shard_times
 from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.shard_executor import ShardExecutor
-from beamjax.telemetry.meters import recorder_for
-from beamjax.telemetry.progress import Tally
+from beamjax.spans import timed
 
 PARTIALS = "partials"
 DROPPED = "dropped"
@@ -90,15 +88,13 @@ class MapShards(ComputeFn):
         drop_limit: float = 1.0,
         whole: bool = True,
     ):
-        self.task = task
+        super().__init__(task)
         self.sources = sources
         self.scattered = dict(scattered)
         self.carried = carried
         self.mode = mode
         self.drop_limit = drop_limit
         self.whole = whole
-        self.metrics = StepMetrics(task.step.name)
-        self.moving = StepTimes(task.step.name, "transfer", task.store.reports)
         self.shards = task.plan.shards(task.step.placement)
         self.executor: DeviceExecutor[Done] | None = None
 
@@ -116,14 +112,12 @@ class MapShards(ComputeFn):
         self.turns: list[CpuTurn] = []
         self.work: ShardPass
         self.cut: dict[str, np.ndarray] = {}
-        self.spent = Tally()
-        self.moving.take()
 
     def process(
         self, element: tuple[int, int] | MemberBlock, *served: Environment
     ) -> Iterator[MemberBlock]:
         if self.executor is None:
-            with self.moving.measured():
+            with self._moving():
                 self.work = self._prepare(served)
             self.provenance = self.task.provenance(served)
             self.executor = DeviceExecutor(_turns(self.work.executors))
@@ -148,20 +142,20 @@ class MapShards(ComputeFn):
                         yield _windowed(made)
             yield from self._partials(self.work.partials)
         self.executor, self.turns = None, []
-        self.metrics.add(self.spent + self.moving.take())
-        recorder = recorder_for(self.task.store.reports)
-        if recorder is not None:
-            recorder.flush()
+        self.spans.report()
+
+    def _moving(self) -> timed:
+        return timed(self.spans, self.task.step.name, "transfer")
 
     def _partials(self, partials: Partials) -> Iterator[Any]:
         for piece, accumulator in partials.accumulators.items():
             accumulator.provenance = self.provenance
-            with self.moving.measured():
+            with self._moving():
                 data = accumulator if self.here else send(self.task.store, accumulator)
                 partial = key_of(piece), data
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(partials.trees):
-            with self.moving.measured():
+            with self._moving():
                 environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
 
@@ -180,14 +174,14 @@ class MapShards(ComputeFn):
         begun = time.process_time()
         with with_settings(self.task.debugging):
             done = compute(device)
-        if not self.turns:  # `process_time` counts all threads, so only while there is one
-            shard_times.learn(self.task.step.body, done.meter, begun)
+        # `process_time` counts all threads, so only while there is one.
+        if not self.turns and done.span is not None:
+            shard_times.learn(self.task.step.body, done.span, begun)
         return done
 
     def _finish(self, done: Done) -> Iterator[Any]:
-        done.meter.resume()
         self.work.add(done)
-        self.spent += done.meter.total
+        self.spans.tick()
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.found.results, strict=True))
         if done.found.dropped:
@@ -198,7 +192,7 @@ class MapShards(ComputeFn):
                 done.shard.start, done.shard.count, self.work.executors[0].size, values,
                 provenance=self.provenance,
             )  # fmt: skip
-            with self.moving.measured():
+            with self._moving():
                 made = [whole(block, self.task.store)] if self.whole else None
             yield from made or cut(block, self.task.store)
 
@@ -212,12 +206,11 @@ class MapShards(ComputeFn):
         }
         found = executors(task, refs)
         partials = Partials(task.step, self.mode, found[0].trees())
-        listener = recorder_for(task.store.reports)
-        return ShardPass(task.plan, task.step, found, self.reader, partials, listener, task.at_work)
+        return ShardPass(task.plan, task.step, found, self.reader, partials, self.spans)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
         if isinstance(element, MemberBlock):
-            with self.moving.measured():
+            with self._moving():
                 live = element.arrays(self.task.store)
             yield Shard(self.shards.index_at(element.start), element.start, element.count), live
             return
@@ -245,21 +238,17 @@ class RunServer(ComputeFn):
 
     yields = Environment
 
-    def __init__(self, task: Task[Server]):
-        self.task = task
-        self.times = StepTimes(task.step.name, "compute", task.store.reports)
-
     def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
         task, step = self.task, self.task.step
         known = (element, *served) if isinstance(element, Environment) else served
-        with self.times.measured():
+        with timed(self.spans, step.name, "compute"):
             arrays = task.arrays(task.refs(step.inputs, known))
             plan = task.with_bodies()
-            with task.at_work("computing"), with_settings(task.debugging):
+            with with_settings(task.debugging):
                 made = run_server(plan, step, arrays, task.device)
             refs = {name: task.store.hold([out], name, own=True) for name, out in made.items()}
         yield Environment(refs, task.provenance(known))
 
     def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
+        """Reports the work of this bundle."""
+        self.spans.report()

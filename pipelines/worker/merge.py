@@ -13,7 +13,6 @@ from apache_beam import typehints
 from apache_beam.coders import Coder
 from apache_beam.typehints.decorators import IOTypeHints
 
-from beamjax.bodies.transfer_time import transferring
 from beamjax.errors import SourceError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
@@ -23,15 +22,16 @@ from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.refs import Ref, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
-from beamjax.pipelines.worker.metrics import StepTimes
+from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
+from beamjax.spans import timed, transferring
 from beamjax.storage import aligned, files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-from beamjax.telemetry.meters import Reports
+from beamjax.telemetry.worker_records import Reports
 
 
 class AccumulatorCoder(Coder):
@@ -73,7 +73,8 @@ class MergeAccumulators(beam.CombineFn):
     def __init__(self, step: str, reports: Reports | None = None, store: Store | None = None):
         super().__init__()
         self.store = store
-        self.times = StepTimes(step, "merge", reports)
+        self.step = step
+        self.spans = WorkerSpans(reports)
 
     def default_type_hints(self) -> IOTypeHints:
         return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
@@ -104,9 +105,9 @@ class MergeAccumulators(beam.CombineFn):
         if isinstance(accumulator, bytes):
             encoded = accumulator
         else:
-            with self.times.measured(), transferring():
+            with timed(self.spans, self.step, "transfer"):
                 encoded = _encoded(accumulator, self.store)
-        self.times.report_to_beam()
+        self.spans.report()
         return encoded
 
     def _merge(self, accumulator: Any, other: Any) -> Any:
@@ -114,7 +115,7 @@ class MergeAccumulators(beam.CombineFn):
             return accumulator
         if accumulator is None:
             return other
-        with self.times.measured():
+        with timed(self.spans, self.step, "merge"):
             merged = _decoded(accumulator, self.store)
             merged.merge(_decoded(other, self.store))
         return merged
@@ -174,15 +175,15 @@ class FinishPieces(StepFn):
 
     def __init__(self, task: Task[Map]):
         self.task = task
+        self.spans = WorkerSpans(task.store.reports)
         self.whole = len(accumulator_ranges(task.step)) == 1
-        self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
         key, data = element
         piece = ValueRange.from_key(key)
         plan, step = plan_with_size(self.task, served), self.task.step
         buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
-        with self.times.measured():
+        with timed(self.spans, step.name, "merge"):
             accumulator = _decoded(data, self.task.store)
             provenance = accumulator.provenance
             found = finish_buffer(plan, step, buffer, accumulator, where)
@@ -197,8 +198,8 @@ class FinishPieces(StepFn):
         yield Environment(values, provenance)
 
     def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
+        """Reports the work of this bundle."""
+        self.spans.report()
 
 
 def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
@@ -221,15 +222,14 @@ class FinishCombine(ComputeFn):
     yields = Environment
 
     def __init__(self, task: Task[Map], number: int):
-        self.task = task
+        super().__init__(task)
         self.number = number
-        self.times = StepTimes(task.step.name, "merge", task.store.reports)
 
     def process(
         self, element: tuple[Any, Iterable[Environment]], *served: Environment
     ) -> Iterator[Environment]:
         task, combine = self.task, self.task.step.combines[self.number]
-        with self.times.measured():
+        with timed(self.spans, task.step.name, "merge"):
             known = task.arrays(task.refs(combine.inputs, served))
             plan, device = task.with_bodies(), task.device
             tree = DyadicTree(join_shards(plan, task.step, combine, known, device))
@@ -239,16 +239,14 @@ class FinishCombine(ComputeFn):
                 for name, ref in environment.values.items():
                     level, index = map(int, name.split("|"))
                     arrays = task.store.get(ref, cache=False)
-                    with task.at_work("merging"):
-                        tree.add(arrays, index, level)
-            with task.at_work("merging"):
-                values = dict(finish_tree(combine, tree))
+                    tree.add(arrays, index, level)
+            values = dict(finish_tree(combine, tree))
             refs = {name: task.store.put([array], name) for name, array in values.items()}
         yield Environment(refs, provenance)
 
     def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
+        """Reports the work of this bundle."""
+        self.spans.report()
 
 
 def partials_of_tree(
@@ -315,17 +313,17 @@ class PartsOfBlocks(StepFn):
     def __init__(self, store: Store, step: Gather):
         self.store = store
         self.step = step
-        self.times = StepTimes(step.name, "transfer", store.reports)
+        self.spans = WorkerSpans(store.reports)
 
     def process(self, block: MemberBlock) -> Iterator[Environment]:
-        with self.times.measured():
+        with timed(self.spans, self.step.name, "transfer"):
             members = block.array(self.step.operand, self.store)
             ref = self.store.put([members], self.step.result)
         yield Environment({f"{self.step.result}|{block.start}": ref}, block.provenance)
 
     def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
+        """Reports the work of this bundle."""
+        self.spans.report()
 
 
 class PartsOfSource(StepFn):
@@ -345,7 +343,7 @@ class PartsOfSource(StepFn):
         self.sources = sources
         self.step = step
         self.shards = shards
-        self.times = StepTimes(step.name, "read", store.reports)
+        self.spans = WorkerSpans(store.reports)
 
     def setup(self) -> None:
         """Opens the source."""
@@ -354,14 +352,15 @@ class PartsOfSource(StepFn):
     def process(self, element: tuple[int, int]) -> Iterator[Environment]:
         step = self.step
         for shard in self.shards.between(*element):
-            with self.times.measured():
+            with timed(self.spans, step.name, "read", shard) as span:
                 values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
+                span.nbytes = values[step.operand].nbytes
                 ref = self.store.put([values[step.operand]], step.result)
             yield Environment({f"{step.result}|{shard.start}": ref})
 
     def finish_bundle(self) -> None:
-        """Reports the seconds of this bundle."""
-        self.times.report()
+        """Reports the work of this bundle."""
+        self.spans.report()
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -22,7 +22,6 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax._beam_compat import INSPECT, get_function_args_defaults
 from beamjax.bodies.export import with_x64
 from beamjax.bodies.python_bodies import debugging
-from beamjax.bodies.transfer_time import transferring
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import Provenance, merged
 from beamjax.pipelines.values import store as stores
@@ -30,9 +29,9 @@ from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.errors import recorded
-from beamjax.pipelines.worker.lost_workers import table_of
+from beamjax.pipelines.worker.lost_workers import watchdog_of
+from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
-from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan, Server
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Reader
@@ -41,8 +40,10 @@ from beamjax.runtime.shard_executor import ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources import open_spec
 from beamjax.sources.blocks import BLOCKS
+from beamjax.spans import transferring
 from beamjax.storage.block_cache import block_budget, store_budget
 from beamjax.storage.shared_cache import SharedCache, SingleFlight
+from beamjax.telemetry.progress import step_name
 
 MAX_EXECUTORS = 8
 AnyStep = TypeVar("AnyStep", Map, Server)
@@ -123,11 +124,6 @@ class Task(Generic[AnyStep]):
         """The provenance of values that this process computes from those of earlier steps."""
         here = provenance_here(self.machine.xla_threads)
         return merged([here, *(environment.provenance for environment in served)])
-
-    def at_work(self, doing: str, shard: Shard | None = None) -> Any:
-        """A context in which this thread works for the step; see `WorkTable.at`."""
-        table = table_of(self.store, self.machine.is_here)
-        return table.at(doing, self.step, shard, self.limit)
 
     def with_bodies(self) -> Plan:
         """The plan with the bodies of this step, loaded from the store."""
@@ -267,14 +263,22 @@ class StepFn(beam.DoFn):
 
 
 class ComputeFn(StepFn):
-    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it."""
+    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it.
 
-    task: Task[Any]
+    Args:
+      task: the task.
+    """
+
+    def __init__(self, task: Task[Any]):
+        self.task = task
+        self.spans = WorkerSpans(task.store.reports)
 
     def setup(self) -> None:
         """Checks the worker, which starts JAX, and sets the limits of its caches."""
         machine = self.task.machine
-        table_of(self.task.store, machine.is_here)
+        watchdog = watchdog_of(self.task.store, machine.is_here, self.task.limit)
+        watchdog.steps[step_name(self.task.step.name)] = self.task.step
+        self.spans.watch = watchdog
         machine.check()
         BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))
         stores.set_cache_bytes(store_budget(machine.memory))

@@ -10,7 +10,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 import beamjax as bj
-from beamjax.bodies import compile_time, export, xla_threads
+from beamjax import spans
+from beamjax.bodies import export, xla_threads
 from beamjax.bodies.xla_threads import CpuClients, clients_of, compute_device, cpu_devices
 from beamjax.runtime import worker_environment
 
@@ -91,7 +92,7 @@ def use_disk_cache(folder):
 def machine_code(request, monkeypatch, tmp_path):
     """How other clients get the machine code of the first one."""
     monkeypatch.setattr(export, "_loaded", {})
-    compile_time.loaded_from_disk.clear()
+    spans.loaded_from_disk.clear()
     if request.param == "compiled again":
         monkeypatch.setattr(serialize_executable, "serialize", no_code)
     before = jax.config.jax_compilation_cache_dir
@@ -100,7 +101,7 @@ def machine_code(request, monkeypatch, tmp_path):
         yield request.param
     finally:
         use_disk_cache(before)
-        compile_time.loaded_from_disk.set()  # by other tests
+        spans.loaded_from_disk.set()  # by other tests
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from beamjax.diagnostics.pages.plan_page import plan_page, text_page
 from beamjax.diagnostics.text import human_seconds
 from beamjax.errors import OptionsError, SourceError
 from beamjax.jobs.report import Report
-from beamjax.telemetry.progress import Progress, Tally
+from beamjax.telemetry.progress import Progress, Totals
 from tests.diagnostics.test_explanation import N, W, X, rounds
 
 EVIL = '<script>alert("it\'s")</script> & </title> <!-- ]]> \u2028 λ'
@@ -114,7 +114,7 @@ def test_many_inputs_are_one_box():
 
 def test_measured_seconds():
     plan = bj.explain(trimmed, X).to_json()
-    steps = {"map_clients_0": Tally(read=0.5, compute=1.0), "server_0": Tally(compute=0.5)}
+    steps = {"map_clients_0": Totals(read=0.5, compute=1.0), "server_0": Totals(compute=0.5)}
     run = Report("f", "local", "done", 0.0, Progress(steps=steps, seconds=2.5)).to_json()
     found = html_checks.parsed(document(plan_page(plan, run)))
     boxes = {node["key"]: node for node in found.data["graph"]["nodes"]}

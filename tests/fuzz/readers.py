@@ -32,8 +32,11 @@ import beamjax as bj
 from beamjax.bodies.export import default_platform, load_body
 from beamjax.commands.jobs import read_command
 from beamjax.errors import BeamjaxError, WorkerError
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.jobs import results as job_results
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
+from beamjax.options import parse_options
 from beamjax.pipelines.graph import results
 from beamjax.pipelines.tables import spool as spooling
 from beamjax.pipelines.values import elements
@@ -43,7 +46,7 @@ from beamjax.pipelines.values.members import (
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import _CACHE, Store
 from beamjax.pipelines.worker.errors import recorded_error
-from beamjax.plan.steps import Body
+from beamjax.plan.steps import Body, Plan
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.runtime.values import Part, Ref, server
@@ -52,10 +55,11 @@ from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec, spec_of
 from beamjax.sources.streams.chunks import members_of
 from beamjax.sources.streams.spool import spilled
+from beamjax.spans import Span, Work
 from beamjax.storage import arrays, records
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, ShardEvent, StepCount, Tally, WorkerRecord, tally
+from beamjax.telemetry.progress import Progress, Totals, folded
 
 X = np.arange(12, dtype=np.float32).reshape(6, 2)
 LEAF = LeafSpec((2,), np.dtype("float32"), None, "['x']")
@@ -417,7 +421,7 @@ def _job_seeds(folder: Path) -> list[bytes]:
     job = JobFolder(str(folder / "job"))
     job.begin("total", "local")
     job.write("command", {"argv": ["run", "programs.py:total", "--arg", "x=x.npy"], "cwd": "/"})
-    done = Tally(members=3, shards=1)
+    done = Totals(members=3, shards=1)
     progress = Progress(done, members=6, shards=2, step="map_clients_0", workers=1, seconds=2.5)
     job.write_progress(progress)
     tree = {"a": (jnp.ones(3), [jnp.zeros((), "int8")]), "k": jax.random.key(0)}
@@ -465,18 +469,23 @@ def _leaf(data: bytes, folder: Path) -> None:
         raise refusals[0]
 
 
+@functools.cache
+def _plan_of_two_shards() -> Plan:
+    program, members = bj.program(clients=16)(bj.reduce_sum), np.ones(16, np.float32)
+    return plan_for(flatten_call(program, (members,)), parse_options({"shard_size": 8})).plan
+
+
 def _worker_seeds(_: Path) -> list[bytes]:
-    count = StepCount(
-        ((0, 16, 1), (24, 30, 2)), ((0, 2, 1), (3, 4, 2)), Tally(members=22, shards=3, compute=0.5)
-    )
-    events = (ShardEvent("host-1", "map_clients_0", 0, 8, 4.0, 0.5),)
-    record = WorkerRecord("host-1", 5.0, "map_clients_0", {"map_clients_0": count}, events)
-    return [records.encode(to_plain(record))]
+    sums = {"map_clients_0": {"members": 22, "shards": 3, "compute": 0.5}}
+    shards = {"map_clients_0": ((0, 2, 1), (1, 2, 2))}
+    spans = (Span("map_clients_0", 0, "compute", 4.0, 0.5, 0),)
+    return [records.encode(to_plain(Work(sums, shards, spans, "map_clients_0", 4.0)))]
 
 
 def _worker(data: bytes, _: Path) -> None:
     """What a worker tells of itself."""
-    tally([from_plain(WorkerRecord, records.decode(data, "file"), "file")])
+    work = from_plain(Work, records.decode(data, "file"), "file")
+    Totals.of(folded([work], _plan_of_two_shards()).values())
 
 
 def _error_seeds(_: Path) -> list[bytes]:

@@ -23,14 +23,14 @@ from beamjax.diagnostics.pages.page import document, fragment
 from beamjax.diagnostics.pages.run_page import run_page, speed
 from beamjax.errors import ArrayFormatError, JobError, OptionsError, SourceError
 from beamjax.jobs import recording
-from beamjax.jobs.recording import curves, shown_options
-from beamjax.jobs.report import Curve, Report, read_report
+from beamjax.jobs.recording import columns, curves, sample, shown_options
+from beamjax.jobs.report import COLUMNS, Curve, Report, read_report
 from beamjax.options import parse_options
 from beamjax.plan.dropping import Dropped
+from beamjax.spans import Thinned
 from beamjax.storage.schema import to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, Tally
-from beamjax.telemetry.timeline import COLUMNS, Moments, Timeline
+from beamjax.telemetry.progress import Progress, Totals, step_name
 
 N = 24
 X = np.arange(N, dtype=np.float32)
@@ -71,9 +71,11 @@ def test_what_a_report_says_of_a_run(runner, tmp_path):
     assert (done.members, done.shards, found.progress.rounds) == (5 * N, 5 * 3, 5)
     (name,) = (name for name in found.progress.steps if name.startswith("map_clients"))
     assert found.progress.steps[name].members == 5 * N
-    total = sum(found.progress.steps.values(), Tally())
-    assert total.members == done.members
-    assert total.compute == pytest.approx(done.compute)
+    steps = found.progress.steps.values()
+    assert sum(step.members for step in steps) == done.members
+    assert sum(step.compute for step in steps) == pytest.approx(done.compute)
+    assert 0 < found.progress.starting <= found.progress.seconds
+    assert found.progress.planning > 0
     assert found.samples["members"][-1] == done.members
     assert len(found.round_ends) in ((5,) if runner == "local" else range(1, 6))
     assert len(found.checkpoints) >= 2
@@ -104,16 +106,17 @@ def test_a_trace_has_each_shard_once(runner, tmp_path):
         found.save(tmp_path / "trace.pdf")
     found.save(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
-    shards = [event for event in trace["traceEvents"] if event.get("cat") == "shard"]
-    members = sorted(event["args"]["first member"] for event in shards)
-    assert members == sorted([0, 8, 16] * 5)
+    spans = [event for event in trace["traceEvents"] if "cat" in event]
+    for kind in ("read", "compute", "merge"):
+        shards = [event["args"]["shard"] for event in spans if event["cat"] == kind]
+        assert sorted(n for n in shards if n is not None) == sorted([0, 1, 2] * 5)
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"]
              if event["ph"] == "M"}  # fmt: skip
-    assert {event["pid"] for event in shards} == set(names) - {0}
+    assert {event["pid"] for event in spans} == set(names) - {0}
     whole = next(e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 0)
     tracks = {}
-    for event in shards:
-        assert event["name"] in found.progress.steps
+    for event in spans:
+        assert step_name(event["args"]["step"]) in found.progress.steps
         tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
         assert 0 <= event["ts"] <= event["ts"] + event["dur"] <= whole["dur"] + 1e5
     for track in tracks.values():  # nothing overlaps on a track
@@ -201,7 +204,7 @@ def test_curves_are_floats_of_the_length_of_a_loop(monkeypatch):
     plan = plan_of(descend, jnp.float32(1), X)
     (found,) = curves(plan, result)
     assert found == Curve("result['loss']", (0, 1, 2, 3, 4), (1.0, None, 3.0, None, 5.0), 5)
-    monkeypatch.setattr(recording, "MOST", 3)
+    monkeypatch.setattr(recording, "MAX_SAMPLES", 3)
     assert list(curves(plan, result)) == [Curve("result['loss']", (0, 2, 4), (1.0, 3.0, 5.0), 5)]
 
 
@@ -216,13 +219,15 @@ def test_damaged_records_are_clear_errors(tmp_path):
     for course in (
         {"samples": 3}, {"samples": {"seconds": [1.0]}}, {"samples": samples | {"merge": (1,)}},
         {"samples": samples | {"merge": ("x",) * len(samples["merge"])}}, {"round_ends": "x"},
-        {"checkpoints": [True]}, {"events": [["w", "s", 0, 8, 1.0]]},
+        {"checkpoints": [True]}, {"spans": [["w", ["s", 0, "read", 1.0, 1.0]]]},
         {"warnings": [3]}, {"curves": [{}]}, {"curves": [curve]}, {"curves": 1},
     ):  # fmt: skip
         folder.write("course", to_plain(course))
         with pytest.raises(ArrayFormatError, match=r"course\.record: found"):
             read_report(folder)
-    folder.write("course", to_plain({"samples": samples, "events": [["w", "s", 0, 8, 1, 2.0]]}))
+    folder.write(
+        "course", to_plain({"samples": samples, "spans": [["w", ["s", 0, "read", 1, 2.0, 8]]]})
+    )
     found = read_report(folder)
     assert found.samples == samples
     folder.write("about", {"plan": 3})
@@ -234,11 +239,12 @@ def test_damaged_records_are_clear_errors(tmp_path):
 
 
 def filled(most, seconds):
-    timeline = Timeline(most)
+    samples = Thinned(most)
     for i, second in enumerate(seconds):
-        done = Tally(members=i, compute=second / 2)
-        timeline.add(Progress(done=done, seconds=float(second), rounds=i // 3))
-    return timeline.samples
+        done = Totals(members=i, compute=second / 2)
+        last = sample(Progress(done=done, seconds=float(second), rounds=i // 3))
+        samples.add(last)
+    return columns([*samples.entries, last])
 
 
 def test_long_runs_have_few_samples_evenly():
@@ -262,10 +268,10 @@ def test_long_runs_have_few_samples_evenly():
 
 @given(st.integers(0, 3000), st.integers(2, 50))
 def test_moments_are_every_so_many(count, most):
-    moments = Moments(most)
+    moments = Thinned(most)
     for i in range(count):
         moments.add(float(i))
-    found = np.array(moments.times)
+    found = np.array(moments.entries)
     assert len(found) <= most
     assert len(set(np.diff(found))) <= 1
     assert count < most or len(found) >= most // 2
@@ -278,20 +284,20 @@ def test_moments_are_every_so_many(count, most):
 
 def example_report(seconds=30, **more):
     """The report of a run that went on for so many seconds."""
-    timeline = Timeline()
+    samples = []
     for i in range(seconds * 2 + 1):
-        done = Tally(
+        done = Totals(
             members=100 * i, shards=i, retries=i // 20, bytes_read=4000 * i, read=0.1 * i,
             transfer=0.01 * i, compile=min(i, 4), compute=0.3 * i, merge=0.02 * i,
         )  # fmt: skip
         progress = Progress(
             done, members=100 * (seconds * 2), shards=60, rounds=i // 10, rounds_total=6,
             dropped=i // 30, step="map", workers=2, seconds=i / 2,
-            steps={"map_clients_0": done, "server_0": Tally(compute=1.0)},
+            steps={"map_clients_0": done, "server_0": Totals(compute=1.0)},
         )  # fmt: skip
-        timeline.add(progress)
+        samples.append(sample(progress))
     found = Report(
-        "train", "DirectRunner", "done", 1.8e9, progress, samples=timeline.samples,
+        "train", "DirectRunner", "done", 1.8e9, progress, samples=columns(samples),
         round_ends=tuple(5.0 * i for i in range(1, 7)), checkpoints=(10.0, 20.0),
         curves=(Curve("result['loss']", tuple(range(6)), (5.0, 3.0, 2.0, None, 1.0, 0.5), 6),),
         options={"checkpoint": "/there", "dead_letters": "/letters"}, machine={"jax": "1"},

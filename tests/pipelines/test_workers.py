@@ -20,6 +20,7 @@ from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources import live_spec, register, release
+from beamjax.telemetry.progress import Totals
 
 N, SIZE = 20, 8
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -107,12 +108,13 @@ def test_ranges_are_all_shards_once():
 
 def test_any_bundles_give_the_same_blocks_and_sums(plan, store, token, monkeypatch):
     fn = first_pass(plan, store, token)
-    tallies = []
-    monkeypatch.setattr(fn.metrics, "add", tallies.append)
+    reported = []
+    monkeypatch.setattr(fn.spans, "report", lambda: reported.append(fn.spans.take()))
     blocks, partials = run_bundle(fn, [(0, 2), (2, 3)])
-    (tally,) = tallies
-    assert (tally.members, tally.shards, tally.bytes_read) == (20, 3, X.nbytes)
-    assert min(tally.read, tally.compute, tally.merge) > 0
+    (work,) = reported
+    found = Totals.of(work.sums.values())
+    assert (found.members, found.shards, found.bytes_read) == (20, 3, X.nbytes)
+    assert min(found.read, found.compute, found.merge) > 0
     found = np.concatenate([block.values[fn.task.step.results[0]] for block in blocks])
     np.testing.assert_allclose(found, np.tanh(X) * W, rtol=1e-5)
     assert [(b.start, b.count, b.shard_size) for b in blocks] == [(0, 8, 8), (8, 8, 8), (16, 4, 8)]

@@ -8,18 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beamjax.bodies import compile_time
-from beamjax.bodies.counts import counts
+from beamjax import spans as event
 from beamjax.errors import Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
-from beamjax.telemetry import watchdog as at_work
-from beamjax.telemetry.watchdog import WorkTable, bounded
+from beamjax.spans import Spans, timed
+from beamjax.telemetry import watchdog
+from beamjax.telemetry.watchdog import Watchdog, bounded
 
 SERVER = Server("server_0", "key", (), ())
 MAP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 SHARD = Shard(2, 16, 8)
 WHERE = r"^step 'map_0' \(f\), shard 2 of placement 'clients', members 16 to 23: "
+
+
+def watched(limit, on_late=None):
+    """The spans of a process in which a span may take so many seconds."""
+    return Spans(watch=Watchdog([SERVER, MAP], limit, on_late=on_late))
 
 
 def wait_for(event):
@@ -35,14 +40,14 @@ def started(target):
 
 
 def test_work_in_time_is_left_alone():
-    table = WorkTable()
-    with table.at("computing", MAP, SHARD, 60.0):
-        assert len(at_work._watched) == 1
-    with table.at("computing", MAP, SHARD):
-        assert at_work._watched == {}
-    assert table.late is None
-    assert not table.has_file
-    with pytest.raises(KeyError), table.at("computing", MAP, SHARD, 1e-9):
+    spans = watched(60.0)
+    with timed(spans, "map_0", "compute", SHARD):
+        assert len(watchdog._watched) == 1
+    with timed(spans, "map_0", "transfer"), timed(watched(None), "map_0", "compute", SHARD):
+        assert watchdog._watched == {}
+    assert spans.watch.late is None
+    assert not spans.watch.has_file
+    with pytest.raises(KeyError), timed(watched(1e-9), "map_0", "compute", SHARD):
         raise KeyError("x")  # Errors of the work are its own.
 
 
@@ -56,50 +61,50 @@ def test_work_in_time_is_left_alone():
 def test_work_that_ends_late_fails_where_it_ends(step, shard, message, failure):
     with (
         pytest.raises(WorkerError, match=message) as caught,
-        WorkTable().at("computing", step, shard, 1e-3),
+        timed(watched(1e-3), step.name, "compute", shard),
     ):
         time.sleep(0.002)
     found = caught.value.failure
     assert (found.step, found.shard, found.members) == (
         failure.step, failure.shard, failure.members,
     )  # fmt: skip
-    assert at_work.placed_error(step, shard, WorkerError("x")).failure == failure
+    assert watchdog.placed_error(step, step.name, shard, WorkerError("x")).failure == failure
 
 
 def test_work_that_hangs_is_reported_while_it_hangs():
     errors = []
-    table = WorkTable(on_late=errors.append)
+    spans = watched(0.1, errors.append)
 
     def work():
-        with pytest.raises(JobCancelledError), table.at("reading", MAP, SHARD, 0.1):
+        with pytest.raises(JobCancelledError), timed(spans, "map_0", "read", SHARD):
             wait_for(threading.Event())
 
     thread = started(work)
     thread.join(20)  # It is cancelled.
     assert not thread.is_alive()
     (error,) = errors
-    assert table.late is error
+    assert spans.watch.late is error
     assert "reading took longer than 0.1 s" in str(error)
     assert "in wait_for" in error.failure.traceback
     assert error.failure.time == pytest.approx(time.time(), abs=60)
-    with pytest.raises(JobCancelledError), table.at("reading", MAP, SHARD, 60.0):
-        pytest.fail("this table is late")
+    with pytest.raises(JobCancelledError), timed(spans, "map_0", "read", SHARD):
+        pytest.fail("this run has ended")
 
 
 def test_work_that_waits_for_the_work_that_hangs_is_not_blamed(monkeypatch):
     errors, over = [], threading.Event()
-    table = WorkTable(on_late=errors.append)
+    spans = watched(0.3, errors.append)
 
     def waiting():  # As in JAX, where another shard may hold the threads.
-        with pytest.raises(JobCancelledError), table.at("computing", MAP, Shard(0, 0, 8), 0.3):
+        with pytest.raises(JobCancelledError), timed(spans, "map_0", "compute", Shard(0, 0, 8)):
             threading.Event.wait(over, 20)
 
     def hanging():
-        with pytest.raises(JobCancelledError), table.at("computing", MAP, SHARD, 0.31):
+        with pytest.raises(JobCancelledError), timed(spans, "map_0", "compute", SHARD):
             wait_for(over)
 
     # The frame in which a thread waits decides: that of the first is in a file of the library.
-    monkeypatch.setattr(at_work, "_OURS", (*at_work._OURS, threading.__file__))
+    monkeypatch.setattr(watchdog, "_OURS", (*watchdog._OURS, threading.__file__))
     threads = [started(waiting), started(hanging)]
     threads[1].join(20)
     over.set()
@@ -113,40 +118,38 @@ def test_work_that_waits_for_the_work_that_hangs_is_not_blamed(monkeypatch):
 def test_seconds_of_compiling_do_not_count():
     slow = jax.jit(lambda x: jnp.linalg.eigh(jnp.linalg.inv(x) @ x + jnp.tanh(x))[0] * 3.25)
     x = np.eye(7, dtype=np.float32)
-    before = counts().compile
-    with WorkTable().at("computing", MAP, SHARD, 60.0):
-        (work,) = at_work._watched.values()
-        began = time.monotonic()
+    spans = watched(60.0)
+    with timed(spans, "map_0", "compute", SHARD) as span:
+        began = time.perf_counter()
         jax.block_until_ready(slow(x))
-        spent = time.monotonic() - began
-        compiling = counts().compile - before
+        spent, compiling = time.perf_counter() - began, span.inner["compile"]
         assert compiling > 0.01
-        work.limit = spent - compiling / 2
-        assert work._counts.compiles_since is None
-        assert not work.is_late()
-    with WorkTable().at("computing", MAP, SHARD, 0.01):  # Nor while JAX still compiles.
-        (work,) = at_work._watched.values()
-        compile_time._listen(compile_time._LOWERED, 0.0)
+        spans.watch.limit = spent - compiling / 2
+        assert span.compiles_since is None
+        assert not spans.watch.is_late(span)
+    spans.watch.limit = 0.01
+    with timed(spans, "map_0", "compute", SHARD) as span:  # Nor while JAX still compiles.
+        event._listen(event._LOWERED, 0.0)
         time.sleep(0.05)
-        assert not work.is_late()
-        compile_time._listen(compile_time._COMPILED, 0.05)
-        assert not work.is_late()
+        assert not spans.watch.is_late(span)
+        event._listen(event._COMPILED, 0.05)
+        assert not spans.watch.is_late(span)
 
 
 def test_calls_in_a_thread():
     with jax.enable_x64(True):
-        assert bounded(lambda: jnp.ones(3).dtype, WorkTable()) == jnp.float64
+        assert bounded(lambda: jnp.ones(3).dtype, Watchdog()) == jnp.float64
     with pytest.raises(KeyError, match="x"):
-        bounded(lambda: {}["x"], WorkTable())
-    table, ended = WorkTable(), threading.Event()
+        bounded(lambda: {}["x"], Watchdog())
+    spans, ended = watched(0.1), threading.Event()
 
     def hang():
         try:
-            with table.at("computing", MAP, SHARD, 0.1):
+            with timed(spans, "map_0", "compute", SHARD):
                 wait_for(threading.Event())
         finally:
             ended.set()
 
     with pytest.raises(WorkerError, match=WHERE):
-        bounded(hang, table)
+        bounded(hang, spans.watch)
     assert ended.wait(20)

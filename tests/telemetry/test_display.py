@@ -17,10 +17,10 @@ import beamjax as bj
 from beamjax.jobs import display
 from beamjax.jobs.display import Bar, Lines, NotebookBar, display_for
 from beamjax.options import Options
-from beamjax.telemetry.progress import Progress, Tally
+from beamjax.telemetry.progress import Progress, Totals
 
 HALF = Progress(
-    done=Tally(members=1500, shards=3, retries=2, compute=3.0, read=1.0),
+    done=Totals(members=1500, shards=3, retries=2, compute=3.0, read=1.0),
     members=3000, shards=6, rounds=1, rounds_total=4, step="map_clients_0", seconds=5.0,
 )  # fmt: skip
 TEXT = (
@@ -94,7 +94,7 @@ def test_a_bar_appears_after_its_delay(in_terminal, monkeypatch):
     for part in ("map_clients_0", "50%", "3 of 6 shards of 3,000 members"):
         assert part in terminal.getvalue()
     bar = Bar(0.0)  # Of unknown length, and a name that looks like markup.
-    bar.update(Progress(done=Tally(members=7), step="a[b]"))
+    bar.update(Progress(done=Totals(members=7), step="a[b]"))
     bar.close()
     assert "a[b]" in terminal.getvalue()
 

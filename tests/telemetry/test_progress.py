@@ -1,9 +1,13 @@
 """Progress: each shard counts once, however often it is computed, and time is measured."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import math
+import os
+import sys
+import threading
 import time
 
 import apache_beam as beam
@@ -18,28 +22,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
+from beamjax import execution
 from beamjax.errors import ArrayFormatError, JobCancelledError
+from beamjax.jobs.job import JobRun
+from beamjax.options import parse_options
 from beamjax.pipelines.worker import map_shards as workers
 from beamjax.pipelines.worker import merge as combiners
 from beamjax.plan.shard import Shard, Shards
 from beamjax.runtime import local as evaluate
 from beamjax.runtime import passes
+from beamjax.spans import (
+    KINDS,
+    Span,
+    Spans,
+    Work,
+    book_first_call,
+    count,
+    merged,
+    timed,
+    transferring,
+)
 from beamjax.storage import records
 from beamjax.storage.schema import from_plain, to_plain
+from beamjax.telemetry import worker_records
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.meters import COUNTED, Meter, Recorder, Reports, recorder_for
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.progress import (
-    SECONDS,
-    Progress,
-    ShardEvent,
-    StepCount,
-    Tally,
-    WorkerRecord,
-    expected,
-    merged,
-    tally,
-)
+from beamjax.telemetry.progress import Progress, Totals, expected, folded
+from beamjax.telemetry.worker_records import Reports, collecting, report
 
 N = 20
 X = np.ones((N, 3), np.float32)
@@ -101,43 +110,66 @@ def test_merged_ranges_hold_the_same_members(given):
         assert left[1] < right[0] or (left[1] == right[0] and left[2] != right[2])
 
 
+PLAN = plan_of(two_passes, X, shard_size=8)
+
+
+def plan_of_members(n, size, starts=()):
+    clients = {"sizes": n, "shard_sizes": size, "file_starts": starts}
+    return dataclasses.replace(PLAN, **{name: {"clients": x} for name, x in clients.items()})
+
+
+def compute(spans, step, shard, nbytes=4):
+    """The spans of a shard."""
+    with timed(spans, step, "read", shard) as span:
+        span.nbytes = nbytes
+    for kind in ("compute", "merge"):
+        with timed(spans, step, kind, shard):
+            pass
+
+
 @given(
     n=st.integers(1, 300),
     size=st.sampled_from([1, 8, 16, 64]),
-    count=st.integers(1, 4),
+    number=st.integers(1, 4),
     rng=st.randoms(use_true_random=False),
     again=st.integers(0, 5),
 )
-def test_members_count_once_wherever_they_are_computed(n, size, count, rng, again):
+def test_members_count_once_wherever_they_are_computed(n, size, number, rng, again):
     whole = list(Shards(n, size))
     done = rng.sample(whole, len(whole)) + rng.choices(whole, k=again)
-    recorders = [Recorder(Reports("/no such folder", "p")) for _ in range(count)]
+    workers = [Spans(ranges=True) for _ in range(number)]
     for shard in done:
-        spent = Tally(bytes_read=shard.count * 4)
-        rng.choice(recorders).add("step", shard, spent)
-    found = tally(recorder.record() for recorder in recorders)
+        compute(rng.choice(workers), "map_clients_0", shard, shard.count * 4)
+    found = Totals.of(folded([w.work() for w in workers], plan_of_members(n, size)).values())
     assert (found.members, found.shards, found.retries) == (n, len(whole), again)
     assert found.bytes_read == sum(shard.count for shard in done) * 4
 
 
 def test_steps_and_workers_are_added_up():
-    counts = {
-        "a": StepCount(((0, 20, 1),), ((0, 3, 1),), Tally(compute=1.0)),
-        "b": StepCount(((0, 8, 2),), ((0, 2, 2),), Tally(compute=0.5, members=99)),
-    }
-    found = tally([WorkerRecord("w", 0.0, "b", counts)])
-    assert found == Tally(members=28, shards=5, retries=2, compute=1.5)
+    plan = PLAN
+    a, b = "map_clients_0", "map_clients_1"
+    work = Work(
+        {a: {"compute": 1.0}, b: {"compute": 0.5, "members": 99}},
+        {a: ((0, 3, 1),), b: ((0, 1, 2),)},
+    )
+    found = folded([work], plan)
+    assert Totals.of(found.values()) == Totals(members=28, shards=4, retries=1, compute=1.5)
+    assert Totals.of([found[b]]) == Totals(members=8, shards=1, retries=1, compute=0.5)
     # A worker that only merges has no shards.
-    apart = StepCount((), (), Tally(merge=2.0))
-    computed = StepCount(((0, 16, 1),), ((0, 2, 1),), Tally(merge=1.0))
-    for counts in ((apart, computed), (computed, apart)):
-        found = tally([WorkerRecord(str(i), 1.0, "", {"a": c}) for i, c in enumerate(counts)])
-        assert found == Tally(members=16, shards=2, merge=3.0)
+    apart, computed = Work({a: {"merge": 2.0}}), Work({a: {"merge": 1.0}}, {a: ((0, 2, 1),)})
+    for works in ((apart, computed), (computed, apart)):
+        found = Totals.of(folded(works, plan).values())
+        assert found == Totals(members=16, shards=2, merge=3.0)
+    # Files may end in the middle of a placement.
+    cut = plan_of_members(N, 8, (3,))
+    for shards, members in (((0, 1), 3), ((0, 2), 11), ((1, 4), 17), ((0, 4), N)):
+        (found,) = folded([Work(shards={a: ((*shards, 1),)})], cut).values()
+        assert found["members"] == members
 
 
 def test_what_progress_says_of_time():
-    done = Tally(members=30, shards=3, read=1.0, compile=1.0, compute=5.0, transfer=0.5, merge=0.5)
-    steps = {"a": Tally(read=1.0, compute=2.0, merge=0.5, transfer=0.5, compile=1.0)}
+    done = Totals(members=30, shards=3, read=1.0, compile=1.0, compute=5.0, transfer=0.5, merge=0.5)
+    steps = {"a": Totals(read=1.0, compute=2.0, merge=0.5, transfer=0.5, compile=1.0)}
     found = Progress(done, steps=steps, members=40, shards=4, seconds=10.0)
     shares = {"read": 0.125, "transfer": 0.0625, "compile": 0.125, "compute": 0.625}
     assert found.shares == shares | {"merge": 0.0625}
@@ -147,7 +179,7 @@ def test_what_progress_says_of_time():
     nothing = Progress()
     assert set(nothing.shares.values()) == {0.0}
     assert (nothing.fraction, nothing.members_per_second) == (None, 0.0)
-    assert Progress(done=Tally(shards=3), shards=2).fraction == 1.0
+    assert Progress(done=Totals(shards=3), shards=2).fraction == 1.0
 
 
 # --- what there is to do, and what was done
@@ -163,7 +195,7 @@ def test_what_there_is_to_do():
     ):
         plan = plan_of(fn, X, shard_size=8)
         found = expected(plan, plan.steps)
-        assert found.done == Tally()
+        assert found.done == Totals()
         assert (found.members, found.shards, found.rounds_total) == (members, number, total)
 
 
@@ -219,38 +251,101 @@ def test_bundles_that_run_again_or_side_by_side(flags, retries, most_workers):
         assert 1 <= found.workers <= most_workers
 
 
-# --- meters
+# --- spans
 
 
-def test_a_meter_times_laps_and_leaves_out_compiling():
+def test_a_span_leaves_out_compilations_and_transfers():
+    spans, shard = Spans(traces=True), Shard(2, 16, 8)
     began = time.perf_counter()
-    meter = Meter("step", sends=5)
-    for start in (0, 8):
-        time.sleep(0.02)
-        meter.start()
+    with timed(spans, "step", "read", shard, 100) as read:
         time.sleep(0.01)
-        meter.lap("read", 100)
+    with timed(spans, "step", "compute", shard), transferring(), transferring():
         time.sleep(0.01)
-        meter.resume()
-        meter.lap("compute")
-        assert 0.01 <= meter.seconds < 0.02 + meter.compiling
-        meter.shard(Shard(start // 8, start, 8))
-    total = meter.total
-    assert (total.members, total.shards, total.bytes_read) == (16, 2, 200)
-    assert total.bytes_reduced == 10
-    assert total.read >= 0.02
-    assert total.compute > 0
-    slept = 2 * 0.03  # before `start` and `resume`, which is in no lap
-    assert total.read + total.compute <= time.perf_counter() - began - slept
-    assert total.merge == total.executables == 0
-    meter.start()
     x = jnp.arange(7.0)
-    jax.block_until_ready(jax.jit(lambda x: jnp.sort(jnp.sin(x) @ jnp.cos(x) * x))(x))
-    meter.lap("compute")
-    meter.shard(Shard(2, 16, 8))
-    assert meter.total.executables >= 1
-    assert meter.total.compile > 0
-    assert meter.total.compile + meter.total.compute <= time.perf_counter() - began
+    with timed(spans, "step", "merge", shard, 5) as merge:
+        jax.block_until_ready(jax.jit(lambda x: jnp.sort(jnp.sin(x) @ jnp.cos(x) * x))(x))
+        count("broadcasts")
+    passed = time.perf_counter() - began
+    found = Totals.of(spans.work().sums.values())
+    assert (found.members, found.shards, found.bytes_read, found.bytes_reduced) == (8, 1, 100, 5)
+    assert (found.broadcasts, found.retries) == (1, 0)
+    assert found.read == read.seconds >= 0.01
+    assert found.transfer >= 0.01
+    assert found.compute < 0.01  # nested transfers count once, and not as computing
+    assert found.executables >= 1
+    assert found.compile == merge.compiling > 0
+    assert sum(getattr(found, kind) for kind in KINDS) <= passed
+    traced = spans.work().spans
+    assert [span.kind for span in traced] == ["read", "compute", "merge", "compile"]
+    assert all(span.step == "step" and span.shard == 2 for span in traced)
+    assert abs(traced[0].start - time.time()) < 60
+    count("broadcasts")  # no span is open
+    assert Totals.of(spans.take().sums.values()) == found
+    assert Totals.of(spans.take().sums.values()) == Totals()
+
+
+def test_a_shard_that_fails_is_not_done():
+    spans = Spans(ranges=True)
+    with pytest.raises(KeyError), timed(spans, "step", "merge", Shard(0, 0, 8)):
+        raise KeyError("x")
+    assert Totals.of(spans.work().sums.values()).shards == 0
+    assert spans.work().shards == {}
+    spans.cancelled = True
+    with pytest.raises(JobCancelledError), timed(spans, "step", "read"):
+        pytest.fail("the run has ended")
+
+
+def test_a_first_call_is_compilation():
+    spans, slow_import = Spans(), 0.05
+    function = jax.jit(lambda x: x * 3.5)
+    for _ in range(2):
+        with timed(spans, "step", "compute"):
+            began = time.perf_counter()
+            function(np.float32(1))
+            if not spans.work().sums:
+                time.sleep(slow_import)
+            book_first_call(began)
+    found = Totals.of(spans.work().sums.values())
+    assert found.compile >= slow_import > found.compute
+
+
+def test_spans_of_threads_are_added_up():
+    spans = Spans(traces=True)
+
+    def work(number):
+        for i in range(200):
+            compute(spans, f"step_{i % 3}", Shard(i, 8 * i, 8))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = Totals.of(spans.work().sums.values())
+    assert (found.shards, found.members, found.bytes_read) == (800, 6400, 3200)
+    assert 400 <= len(spans.work().spans) <= 1000
+
+
+def test_a_warm_local_call_spends_few_calls_on_spans():
+    def run():  # as `bj.run`, but without a thread
+        call = execution.prepare(two_passes, (X,), "local", parse_options({"shard_size": 32}))
+        return execution.finish(call, JobRun(call))
+
+    run()
+    root, calls = os.path.dirname(bj.__file__), collections.Counter()
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            where = os.path.relpath(frame.f_code.co_filename, root)
+            calls["spans" if where.startswith(("spans", "telemetry")) else "rest"] += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    assert calls["rest"] > 100
+    assert calls["spans"] <= 0.1 * calls.total()
 
 
 # --- records in the folder
@@ -263,58 +358,57 @@ def folder(tmp_path):
     return folder
 
 
-def test_a_worker_writes_once_a_second_and_at_the_end(folder, tmp_path):
-    recorder = recorder_for(Reports(folder.path, "p"))
-    assert recorder_for(Reports(folder.path, "p")) is recorder
-    assert recorder_for(None) is None
-    recorder.add("step", Shard(0, 0, 8), Tally())
-    recorder.tick()
-    assert folder.workers("p") == []
-    recorder._written -= 1.0
-    recorder.tick()
-    recorder.add("step", Shard(1, 8, 8), Tally())
-    recorder.tick()
-    assert tally(folder.workers("p")).members == 8
-    recorder.flush()
-    assert tally(folder.workers("p")).members == 16
-    assert folder.workers("another") == []
+def members(folder, pipeline="p"):
+    plan = plan_of_members(N, 8)
+    return Totals.of(folded(folder.workers(pipeline).values(), plan).values()).members
+
+
+def test_a_worker_writes_what_it_has_done(folder, tmp_path, monkeypatch):
+    reports = Reports(folder.path, "p")
+    spans = Spans(traces=True, ranges=True)
+    for i in range(2):
+        compute(spans, "map_clients_0", Shard(i, 8 * i, 8))
+        report(spans.take(), reports)
+        assert members(folder) == 8 * (i + 1)
+    (work,) = folder.workers("p").values()
+    assert [span.shard for span in work.spans if span.kind == "merge"] == [0, 1]
+    assert folder.workers("another") == {}
+    with collecting() as collected:
+        compute(spans, "map_clients_0", Shard(2, 16, 4))
+        report(spans.take(), reports)
+    assert members(folder) == 16
+    assert Totals.of(collected.take().sums.values()).members == 4
+    # About once a second, it looks whether another process has cancelled the job.
     folder.request_cancel()
-    recorder.tick()
-    recorder._written -= 1.0
+    report(Work(), reports)
+    monkeypatch.setattr(worker_records, "EVERY_SECONDS", 0.0)
     with pytest.raises(JobCancelledError):
-        recorder.tick()
+        report(Work(), reports)
     # A damaged record does not count.
-    Recorder(Reports(folder.path, "p")).flush()
-    path = sorted((tmp_path / "records").iterdir())[0]
+    path = next((tmp_path / "records").iterdir())
     path.write_bytes(path.read_bytes()[:-3])
-    assert len(folder.workers("p")) == 1
+    assert folder.workers("p") == {}
 
 
-def test_a_folder_that_is_gone_stops_nothing(tmp_path):
-    recorder = Recorder(Reports(str(tmp_path / "gone"), "p"))
-    recorder._written -= 1.0
-    recorder.add("step", Shard(0, 0, 8), Tally())
-    recorder.tick()
-    recorder.flush()
+def test_a_folder_that_is_gone_stops_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_records, "EVERY_SECONDS", 0.0)
+    report(Work({"a": {"read": 1.0}}), Reports(str(tmp_path / "gone"), "p"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_records_are_refused():
-    event = ShardEvent("w", "a", 0, 8, 1.0, 0.5)
-    record = WorkerRecord(
-        "w", 1.0, "a", {"a": StepCount(((0, 8, 1),), ((0, 1, 1),), Tally())}, (event,)
-    )
-    plain = records.decode(records.encode(to_plain(record)), "p")
-    assert from_plain(WorkerRecord, plain, "p") == record
-    count = {"members": [[0, 8, 1]], "shards": [[0, 1, 1]], "spent": vars(Tally())}
-    changes = [{"spent": {"members": "1"}}]
+    span = Span("a", 0, "read", 1.0, 0.5, 8)
+    work = Work({"a": {"read": 1.0, "members": 8}}, {"a": ((0, 1, 1),)}, (span,), "a", 1.0)
+    plain = records.decode(records.encode(to_plain(work)), "p")
+    assert from_plain(Work, plain, "p") == work
     wrong_ranges = ([3, 3, 1], [-1, 8, 1], [0, 8, 0], [0, 8, True], [0, 8], "x")
-    changes += [{what: [each]} for each in wrong_ranges for what in ("members", "shards")]
-    hostile = [{"counts": 3}, {"counts": {"a": None}}, {"time": "now"}, {"time": math.inf}]
-    hostile += [{"events": [each]} for each in ([], 3, [*event, 1], [*event[:5], "x"])]
-    for change in hostile + [{"counts": {"a": count | change}} for change in changes]:
+    hostile = [{"shards": {"a": [each]}} for each in wrong_ranges]
+    hostile += [{"sums": each} for each in (3, {"a": None}, {"a": {"read": "1"}})]
+    hostile += [{"began": "now"}, {"began": math.inf}, {"step": 3}]
+    hostile += [{"spans": [each]} for each in ([], 3, [*span, 1], [*span[:5], "x"])]
+    for change in hostile:
         with pytest.raises(ArrayFormatError, match=r"^p: found .*"):
-            from_plain(WorkerRecord, plain | change, "p")
+            from_plain(Work, plain | change, "p")
 
 
 def test_a_cancelled_job_starts_no_pipeline():
@@ -346,14 +440,10 @@ def metrics(program):
 def test_a_pipeline_has_metrics_by_the_names_of_its_steps(monkeypatch):
     counters, times = metrics(two_passes)
     steps = ("map_clients_0", "map_clients_1")
-    expected = {"members": N, "shards": 3, "bytes_read": X.nbytes, "bytes_padding": 0}
-    expected |= {"bytes_reduced": 3 * 12}
-    own = {f"{step}/{kind}" for step in steps for kind in COUNTED[1:]}
-    assert own <= counters.keys()
-    rest = {name: count for name, count in counters.items() if name not in own}
-    assert rest == {f"{step}/{name}": expected[name] for step in steps for name in expected}
-    assert set(times) == {f"{step}/{name}_ms" for step in steps for name in SECONDS}
-    assert all(t.count == 1 and t.sum >= 0 for found in times.values() for t in found)
+    expected = {"members": N, "shards": 3, "bytes_read": X.nbytes}
+    assert counters == {f"{step}/{name}": expected[name] for step in steps for name in expected}
+    assert set(times) == {f"{step}/{name}_ms" for step in steps for name in KINDS}
+    assert all(t.count >= 1 and t.sum >= 0 for found in times.values() for t in found)
     # Of the shards; and of the merged partials, where these are finished.
     assert [len(times[f"{step}/read_ms"]) for step in steps] == [1, 1]
     assert [len(times[f"{step}/merge_ms"]) for step in steps] == [2, 2]

@@ -26,8 +26,8 @@ from beamjax._version import __version__
 from beamjax.diagnostics import text as texts
 from beamjax.diagnostics.plan_json import all_steps
 from beamjax.errors import SourceError
+from beamjax.spans import KINDS as SECONDS
 from beamjax.storage import files
-from beamjax.telemetry.progress import SECONDS
 
 KINDS = {
     "Map": "a pass over members",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from beamjax.diagnostics.pages.graph import plan_graph
 from beamjax.diagnostics.pages.page import Page
 from beamjax.diagnostics.plan_json import Json
-from beamjax.telemetry.progress import SECONDS
+from beamjax.spans import KINDS
 
 
 def plan_page(plan: Json, run: Json | None = None) -> Page:
@@ -29,4 +29,4 @@ def text_page(title: str, text: str) -> Page:
 def spent_by_step(run: Json) -> dict[str, dict[str, float]]:
     """Returns the seconds of each kind of work, by step."""
     steps = run["progress"]["steps"]
-    return {name: {kind: step[kind] for kind in SECONDS} for name, step in steps.items()}
+    return {name: {kind: step[kind] for kind in KINDS} for name, step in steps.items()}

@@ -11,7 +11,7 @@ from beamjax.diagnostics.pages.graph import plan_graph
 from beamjax.diagnostics.pages.page import Page
 from beamjax.diagnostics.pages.plan_page import spent_by_step
 from beamjax.diagnostics.plan_json import Json
-from beamjax.telemetry.progress import SECONDS
+from beamjax.spans import KINDS
 
 BINS = 60
 """Largest number of points in a chart of the speed."""
@@ -150,15 +150,15 @@ def _bins(seconds: Sequence[float]) -> list[int]:
 def _kinds_over_time(samples: Json) -> tuple[list[float], dict[str, list[float]]]:
     """Returns times in seconds, and the share of each kind of work at these times."""
     x: list[float] = []
-    shares: dict[str, list[float]] = {kind: [] for kind in SECONDS}
+    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
     left = 0
     for right in _bins(samples["seconds"])[1:]:
-        spent = {kind: samples[kind][right] - samples[kind][left] for kind in SECONDS}
+        spent = {kind: samples[kind][right] - samples[kind][left] for kind in KINDS}
         total = sum(spent.values())
         if total <= 0:  # no worker reported in this interval; the next report covers it, too
             continue
         x += [samples["seconds"][left], samples["seconds"][right]]
-        for kind in SECONDS:
+        for kind in KINDS:
             shares[kind] += 2 * [spent[kind] / total]
         left = right
     return x, shares

@@ -1,0 +1,384 @@
+"""The one event of a run: a span of work on a step by one thread.
+
+    with timed(spans, "map_clients_0", "compute", shard):
+        ...
+
+`Spans` adds spans up. Compilations, transfers and counts belong to the span that is open in their
+thread, and their seconds are not counted twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import jax
+
+from beamjax.errors import JobCancelledError
+
+if TYPE_CHECKING:
+    from beamjax.plan.shard import Shard
+
+KINDS = ("read", "transfer", "compile", "compute", "merge")
+"""The kinds of work of workers."""
+MAX_SPANS = 1000
+"""Largest number of spans of a process and of a run, about 80 kB of JSON."""
+_BYTES = {"read": "bytes_read", "merge": "bytes_reduced"}
+_SHOWN_SECONDS = 1e-3  # a compilation from which a trace shows it as a span of its own
+_EPOCH = time.time() - time.perf_counter()
+
+T = TypeVar("T")
+Range = tuple[int, int, int]
+"""Shards [start, stop), and how often they were computed."""
+
+
+class Span(NamedTuple):
+    """Work of one kind on a step.
+
+    Attributes:
+      step: the name of the step, with its round, as `loop_0[3]/map_rows_0`; "" for the whole run.
+      shard: the number of the shard, None for work that belongs to no shard.
+      kind: one of `KINDS`, or "plan" for the whole run.
+      start: when it began, in seconds since the epoch, by the clock of the worker.
+      seconds: how long it took.
+      nbytes: bytes that were read or reduced.
+    """
+
+    step: str
+    shard: int | None
+    kind: str
+    start: float
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sum of spans, as it travels between processes.
+
+    Attributes:
+      sums: seconds of each kind, bytes and counts, by step and name.
+      shards: ranges of the shards that are done, by step; in any order, they may overlap.
+      spans: spans, evenly thinned if they are many.
+      step: the name of the step of the last shard.
+      began: when the first span began, in seconds since the epoch; None if there is none.
+    """
+
+    sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    shards: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    step: str = ""
+    began: float | None = None
+
+    def __post_init__(self) -> None:
+        for ranges in self.shards.values():
+            if not all(0 <= start < stop and times >= 1 for start, stop, times in ranges):
+                raise ValueError(f"the ranges {ranges!r:.200}, expected (first, stop, times)")
+
+
+class Thinned(Generic[T]):
+    """A bounded list, which drops every second entry when it is full.
+
+    Args:
+      most: the largest number of entries.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._kept: list[T] = []
+        self._every = 1
+        self._count = 0
+
+    def add(self, entry: T) -> None:
+        """Adds an entry."""
+        if self._count % self._every == 0:
+            self._kept.append(entry)
+            if len(self._kept) >= self._most:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self._count += 1
+
+    @property
+    def entries(self) -> tuple[T, ...]:
+        """The entries that are left, in order."""
+        return tuple(self._kept)
+
+
+class Watch(Protocol):
+    """Sees each span when it begins and ends."""
+
+    def begin(self, span: timed) -> None:
+        """Called before a span begins; raises if its run has ended."""
+
+    def end(self, span: timed, error: BaseException | None) -> None:
+        """Called after it; raises if it took too long, or if its run has ended."""
+
+    def check(self) -> None:
+        """Raises if its run has ended."""
+
+
+class Spans:
+    """Adds spans up, from any thread.
+
+    Args:
+      traces: whether to collect single spans.
+      ranges: whether to collect the ranges of shards, which may be computed again elsewhere.
+      watch: sees each span, if not None.
+
+    Attributes:
+      cancelled: whether further spans raise `JobCancelledError`.
+    """
+
+    def __init__(self, traces: bool = False, ranges: bool = False, watch: Watch | None = None):
+        self.traces = traces
+        self.ranges = ranges
+        self.watch = watch
+        self.cancelled = False
+        self.lock = threading.Lock()
+        self.sums: dict[str, dict[str, float]] = {}
+        self.shards: dict[str, list[Range]] = {}
+        self.spans = Thinned[Span](MAX_SPANS)
+        self.step = ""
+        self.began: float | None = None
+
+    def add(self, work: Work) -> None:
+        """Adds the spans of another sum."""
+        with self.lock:
+            add_sums(self.sums, work.sums)
+            for step, ranges in work.shards.items() if self.ranges else ():
+                # Joins the ranges of shards that were computed out of order, or again.
+                self.shards[step] = merged([*self.shards.get(step, ()), *ranges])
+            for span in work.spans if self.traces else ():
+                self.spans.add(span)
+            self.step = work.step or self.step
+            if work.began is not None:
+                self.began = min(work.began, self.began or work.began)
+
+    def work(self) -> Work:
+        """The sum so far."""
+        with self.lock:
+            sums = {step: dict(sums) for step, sums in self.sums.items()}
+            shards = {step: tuple(ranges) for step, ranges in self.shards.items()}
+            return Work(sums, shards, self.spans.entries, self.step, self.began)
+
+    def take(self) -> Work:
+        """The sum since the last call."""
+        found = self.work()
+        with self.lock:
+            self.sums, self.shards = {}, {}
+            self.spans = Thinned(MAX_SPANS)
+        return found
+
+
+class timed:
+    """A context whose time is a span.
+
+    Args:
+      spans: what the span is added to.
+      step: the name of the step.
+      kind: one of `KINDS`. Compilations and transfers inside count as such.
+      shard: the shard. It is done when its span of kind "merge" ends.
+      nbytes: bytes that are read or reduced; may be set inside.
+
+    Attributes:
+      seconds: how long it took, without compilations.
+      compiling: seconds of compilations in it.
+      thread, slot: for the watch.
+
+    Raises:
+      JobCancelledError: the run has ended.
+    """
+
+    # A class and not a generator, as it is entered several times for each shard and must be fast.
+    __slots__ = (
+        "_outer", "compiles_since", "compiling", "inner", "kind", "nbytes", "seconds", "shard",
+        "slot", "spans", "start", "step", "thread",
+    )  # fmt: skip
+
+    def __init__(
+        self, spans: Spans, step: str, kind: str, shard: Shard | None = None, nbytes: int = 0
+    ):
+        self.spans = spans
+        self.step = step
+        self.kind = kind
+        self.shard = shard
+        self.nbytes = nbytes
+        self.thread = 0
+        self.slot: int | None = None
+
+    def __enter__(self) -> timed:
+        spans = self.spans
+        if spans.cancelled:
+            raise JobCancelledError("the job was cancelled")
+        self.inner: dict[str, float] = {}
+        self.compiling = 0.0
+        self.compiles_since: float | None = None
+        self.start = time.perf_counter()
+        if spans.watch is not None:
+            spans.watch.begin(self)
+        self._outer = _here.span
+        _here.span = self
+        return self
+
+    def __exit__(self, error_type: Any, error: BaseException | None, trace: Any) -> None:
+        seconds = time.perf_counter() - self.start
+        spans, step, kind, shard, inner = self.spans, self.step, self.kind, self.shard, self.inner
+        _here.span = self._outer
+        self.seconds = own = seconds
+        if inner:
+            self.compiling = compiling = min(inner.get("compile", 0.0), seconds)
+            self.seconds = seconds - compiling
+            transfer = min(inner.get("transfer", 0.0), self.seconds)
+            inner["compile"], inner["transfer"], own = compiling, transfer, self.seconds - transfer
+        if self.nbytes:
+            inner[_BYTES[kind]] = self.nbytes
+        if shard is not None and kind == "merge" and error is None:
+            inner["shards"], inner["members"] = 1, shard.count
+        with spans.lock:
+            sums = spans.sums.get(step)
+            if sums is None:
+                sums = spans.sums[step] = {}
+            sums[kind] = sums.get(kind, 0.0) + own
+            for name, amount in inner.items():
+                sums[name] = sums.get(name, 0) + amount
+            if shard is not None:
+                spans.step = step
+                if spans.ranges and "shards" in inner:
+                    _extend(spans.shards.setdefault(step, []), shard.index)
+            if spans.began is None:
+                spans.began = _EPOCH + self.start
+            if spans.traces:
+                self._trace(seconds)
+        if spans.watch is not None:
+            spans.watch.end(self, error)
+
+    def _trace(self, seconds: float) -> None:
+        """Adds the span to a trace. A long compilation is shown at its beginning."""
+        shard = None if self.shard is None else self.shard.index
+        start, seconds = round(_EPOCH + self.start, 6), round(seconds, 6)
+        add = self.spans.spans.add
+        add(Span(self.step, shard, self.kind, start, seconds, self.nbytes))
+        if self.compiling >= _SHOWN_SECONDS:
+            add(Span(self.step, shard, "compile", start, round(self.compiling, 6), 0))
+
+
+class _Local(threading.local):
+    span: timed | None = None
+    transfers = 0
+    transfer_began = 0.0
+
+
+_here = _Local()
+
+
+def count(name: str, amount: float = 1) -> None:
+    """Adds to the count of a name, or the seconds of a kind, in the open span of this thread."""
+    span = _here.span
+    if span is not None:
+        span.inner[name] = span.inner.get(name, 0) + amount
+
+
+def book_first_call(began: float) -> None:
+    """Books a call of a body as compilation if JAX has compiled in it.
+
+    JAX reports tracing, lowering and compiling, but a first call also loads libraries.
+
+    Args:
+      began: `time.perf_counter()` before the call.
+    """
+    span = _here.span
+    if span is not None and "compile" in span.inner:
+        span.inner["compile"] = max(span.inner["compile"], time.perf_counter() - began)
+
+
+class transferring(contextlib.ContextDecorator):
+    """A context whose time counts as moving values; nested ones count once."""
+
+    def __enter__(self) -> None:
+        if not _here.transfers:
+            _here.transfer_began = time.perf_counter()
+        _here.transfers += 1
+
+    def __exit__(self, *error: object) -> None:
+        _here.transfers -= 1
+        if not _here.transfers:
+            count("transfer", time.perf_counter() - _here.transfer_began)
+
+
+# --- sums
+
+
+def add_sums(sums: dict[str, dict[str, float]], more: Mapping[str, Mapping[str, float]]) -> None:
+    """Adds numbers by step and name to `sums`."""
+    for step, amounts in more.items():
+        own = sums.setdefault(step, {})
+        for name, amount in amounts.items():
+            own[name] = own.get(name, 0) + amount
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same shards in ordered, disjoint ranges, whose counts are sums of overlapping ones."""
+    changes: dict[int, int] = {}
+    for start, stop, times in ranges:
+        changes[start] = changes.get(start, 0) + times
+        changes[stop] = changes.get(stop, 0) - times
+    found: list[Range] = []
+    times, before = 0, 0
+    for position in sorted(changes):
+        if times:
+            if found and found[-1][1:] == (before, times):
+                found[-1] = found[-1][0], position, times
+            else:
+                found.append((before, position, times))
+        before = position
+        times += changes[position]
+    return found
+
+
+def _extend(ranges: list[Range], shard: int) -> None:
+    """Adds a shard that often follows the last one."""
+    if ranges and ranges[-1][1:] == (shard, 1):
+        ranges[-1] = ranges[-1][0], shard + 1, 1
+    else:
+        ranges.append((shard, shard + 1, 1))
+
+
+# --- what JAX reports
+
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_REQUESTED = "/jax/compilation_cache/compile_requests_use_cache"
+_FOUND = "/jax/compilation_cache/cache_hits"
+_EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
+
+loaded_from_disk = threading.Event()
+"""Set once an executable of this process came from JAX's cache on disk."""
+
+
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
+    if event in _EVENTS:
+        count("compile", duration_secs)
+        if event == _COMPILED:
+            count("executables")
+        if _here.span is not None:
+            # JAX reports the end of a compilation, but not its start: right after lowering.
+            _here.span.compiles_since = time.perf_counter() if event == _LOWERED else None
+
+
+def _hear(event: str, **_: Any) -> None:
+    # JAX reports a miss only if it then writes to the cache. So a request counts as a miss, and a
+    # hit takes that back.
+    if event == _REQUESTED:
+        count("cache_misses")
+    elif event == _FOUND:
+        count("cache_misses", -1)
+        count("cache_hits")
+        loaded_from_disk.set()
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+jax.monitoring.register_event_listener(_hear)

@@ -1,0 +1,99 @@
+"""Writes what this process does in a pipeline to the folder of the job, about once a second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from beamjax.errors import JobCancelledError
+from beamjax.spans import Spans, Work
+from beamjax.storage.shared_cache import SharedCache
+from beamjax.telemetry.job_folder import JobFolder
+
+EVERY_SECONDS = 1.0
+"""Time between two records of a worker, and so the longest time to notice a cancellation."""
+MAX_RECORDERS = 64
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Where workers write their records.
+
+    Attributes:
+      folder: the folder of the job.
+      pipeline: the name of the pipeline in it.
+    """
+
+    folder: str
+    pipeline: str
+
+
+class _Recorder:
+    """The record of this process in one pipeline."""
+
+    def __init__(self, reports: Reports):
+        self.spans = Spans(traces=True, ranges=True)
+        self.folder = JobFolder(reports.folder)
+        self._pipeline = reports.pipeline
+        self._worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._writing = threading.Lock()
+        self._looked = time.monotonic()
+
+    def write(self) -> None:
+        """Writes the record, if it can be written; ends a job that another process cancelled."""
+        with self._writing, contextlib.suppress(Exception):
+            self.folder.write_worker(self._pipeline, self._worker, self.spans.work())
+        if time.monotonic() - self._looked >= EVERY_SECONDS * self.folder.slowness:
+            self._looked = time.monotonic()
+            cancelled = False
+            with contextlib.suppress(OSError):
+                cancelled = self.folder.cancel_requested()
+            if cancelled:
+                raise JobCancelledError("the job was cancelled")
+
+
+_recorders: SharedCache[_Recorder] = SharedCache(MAX_RECORDERS, lambda _: 1)
+
+
+class _Local(threading.local):
+    collector: Spans | None = None
+
+
+_here = _Local()
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Spans]:
+    """A context in which `report` adds the work of this thread to the sum that it returns.
+
+    The caller sends the sum to another process in a message.
+    """
+    former, _here.collector = _here.collector, Spans(traces=True)
+    try:
+        yield _here.collector
+    finally:
+        _here.collector = former
+
+
+def report(work: Work, reports: Reports | None) -> None:
+    """Reports work to the launching process of a job.
+
+    Args:
+      work: what was done since the last report.
+      reports: where this process writes its record; None writes none.
+
+    Raises:
+      JobCancelledError: the job was cancelled.
+    """
+    if _here.collector is not None:
+        _here.collector.add(work)
+    elif reports is not None:
+        recorder = _recorders.get(reports, lambda: _Recorder(reports))
+        recorder.spans.add(work)
+        recorder.write()
