@@ -159,13 +159,14 @@ def test_a_job_without_a_handle_removes_its_folder_at_its_end(empty_tmp, gate):
 @pytest.mark.parametrize("how", ["handle", "folder"])
 def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
     by_workers = (runner, how) == ("DirectRunner", "folder")  # They see the folder first.
-    monkeypatch.setattr("beamjax.telemetry.meters.EVERY", 0.0)
+    for module in ("telemetry.worker_records", "pipelines.worker.metrics"):
+        monkeypatch.setattr(f"beamjax.{module}.EVERY_SECONDS", 0.0)
     monkeypatch.setattr("beamjax.jobs.recording.LOOK", 60.0 if by_workers else 0.02)
     with bj.launch(gate.program, X, runner=runner, options={"shard_size": 8}) as job:
         assert gate.reached.wait(60)
         (job if how == "handle" else bj.open_job(job.folder)).cancel()
         if not by_workers:
-            assert wait_until(job._monitor._cancelled.is_set, 60)
+            assert wait_until(lambda: job._monitor.spans.cancelled, 60)
         gate.open.set()
         assert job.wait(60) is JobState.CANCELLED
         for each in (job, bj.open_job(job.folder)):
@@ -179,10 +180,10 @@ def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_interrupted_run_is_cancelled(runner, tmp_path, monkeypatch):
-    def interrupt(self):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("beamjax.telemetry.monitor.Monitor.tick", interrupt)
+    monkeypatch.setattr("beamjax.telemetry.monitor.Monitor.computed", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bj.run(total, X, runner=runner, options={"job_folder": tmp_path / "job"})
     assert bj.open_job(tmp_path / "job").state is JobState.CANCELLED

@@ -20,7 +20,7 @@ from beamjax.pipelines.worker.lost_workers import (
     end_pipeline,
     end_workers,
     lost_worker,
-    table_of,
+    watchdog_of,
 )
 from beamjax.plan.steps import Map
 
@@ -28,17 +28,20 @@ STEP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 
 WORKER = """
 import ctypes, os, signal, sys, threading, time
-from beamjax.pipelines.worker.lost_workers import table_of
+from beamjax.pipelines.worker.lost_workers import watchdog_of
+from beamjax.spans import Spans, timed
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Map
 from beamjax.plan.shard import Shard
 
 step = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
-table = table_of(Store(sys.argv[1]), here=False)
 limit = float(sys.argv[3]) if len(sys.argv) > 3 else None
+watchdog = watchdog_of(Store(sys.argv[1]), here=False, limit=limit)
+watchdog.steps["map_0"] = step
+spans = Spans(watch=watchdog)
 
 def other():
-    with table.at("reading", step, Shard(0, 0, 8)):
+    with timed(spans, "map_0", "read", Shard(0, 0, 8)):
         time.sleep(100)
 
 def deep():
@@ -50,12 +53,12 @@ def deep():
         case "hangs": time.sleep(100)
 
 if sys.argv[2] == "between":
-    with table.at("computing", step, Shard(1, 8, 8)):
+    with timed(spans, "map_0", "compute", Shard(1, 8, 8)):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=other, daemon=True).start()
 time.sleep(0.2)
-with table.at("computing", step, Shard(1, 8, 8), limit):
+with timed(spans, "map_0", "compute", Shard(1, 8, 8)):
     deep()
 """
 
@@ -183,15 +186,15 @@ def test_processes_that_are_not_ours_are_left_alone(store):
 
 
 def test_this_process_leaves_no_file_and_stops_at_the_end(store):
-    table = table_of(store, here=True)
-    assert table is table_of(store, here=True)
-    assert not table.has_file
+    watchdog = watchdog_of(store, here=True, limit=None)
+    assert watchdog is watchdog_of(store, here=True, limit=None)
+    assert not watchdog.has_file
     assert os.listdir(store.root) == ["workers-wanted"]
     end_pipeline(store)
     with pytest.raises(Exception, match="the run has ended before"):
-        table.check()
+        watchdog.check()
     begin_pipeline(store, here=True)
-    table_of(store, here=True).check()
+    watchdog_of(store, here=True, limit=None).check()
 
 
 @pytest.mark.parametrize("root", ["gs://bucket/folder", "/no/such/folder"])
