@@ -13,7 +13,6 @@ import jax
 
 from beamjax.bodies.python_bodies import settings
 from beamjax.interpreters.cutting.cut import split
-from beamjax.interpreters.cutting.scalar_steps import without_scalar_steps
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
 from beamjax.interpreters.lowering.buckets import (
@@ -33,6 +32,7 @@ from beamjax.interpreters.placement.weights import refuse_unweighted
 from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.flatten import flatten
+from beamjax.interpreters.staging.simplify import fold_scalars
 from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
 from beamjax.options import Options
 from beamjax.plan.steps import Plan, Vectorization
@@ -173,7 +173,7 @@ def make_plan(
     if guard_of(options) is None:
         flat = contract_sums(flat)
     placed = placed_program(staged, flat, call.arguments, options)
-    stages = without_scalar_steps(placed, split(placed))
+    stages = split(placed)
     settle_sizes(placed, stages)
     groups, notes = _groups_to_cut_at(placed, call.arguments, stages, options, cut_at_files)
     placed = replace(placed, file_groups=groups)
@@ -235,6 +235,7 @@ def placed_program(
     refuse_unweighted(flat, placed)
     if guard is not None and guard.drops:
         divide_by_members_left(placed)
+    fold_scalars(placed.flat, {})
     return placed
 
 

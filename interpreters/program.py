@@ -138,6 +138,15 @@ class FlatProgram(FlatBlock):
             sizes=dict(self.sizes),
         )
 
+    def drop_unused_constants(self) -> None:
+        """Removes, in place, the constants that nothing reads."""
+        read = {atom for atom in self.reads() if isinstance(atom, Var)} | set(self.views.values())
+        arguments = self.arguments
+        pairs = zip(self.inputs[len(arguments) :], self.constants, strict=True)
+        left = [(var, value) for var, value in pairs if var in read]
+        self.inputs = [*arguments, *(var for var, _ in left)]
+        self.constants = [value for _, value in left]
+
 
 @dataclass(eq=False, repr=False, slots=True)
 class LoopEqn(Eqn):

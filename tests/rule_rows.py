@@ -641,10 +641,10 @@ group("created", placed(normal(N, 3)), normal(3, seed=1),
 for n in (1, 8):
     group(f"cube_{n}", placed(normal(n, n, n), 1), normal(n, n, n, seed=1), normal(n, n, seed=2),
         local=lambda x, y, w: [
-            x + y, x.transpose(2, 0, 1), jnp.where(y > 0, x, y), lax.clamp(y, x, y),
+            x + y, x.transpose(2, 0, 1), jnp.where(x > 0, x, y), lax.clamp(y, x, y),
             lax.select(jnp.broadcast_to(y[:1, :, :1] > 0, y.shape), x, y), jnp.sum(x, 0),
             jnp.sum(x, 2), jnp.einsum("abc,ebc->bae", x, y), x @ w, x[None] * 2, jnp.cumsum(x, 0),
-            jnp.sort(x, 2), x + w[:, :, None] + w[None], x.reshape(*x.shape, 1),
+            jnp.sort(x, 2), x + w[None], x.reshape(*x.shape, 1),
         ],
         fold=lambda x, y, w: [jnp.sum(x, 1), jnp.sum(x), jnp.einsum("abc,bd->acd", x, w)],
     )  # fmt: skip

@@ -213,6 +213,7 @@ def _step(plan: Plan, step: Step, options: Options) -> Json:
         "results": [_value(plan, name) for name in made],
         "reductions": [],
         "reason": "",
+        "rule": plan.rules.get(step.name, ""),
         "lines": list(filter(None, lines)),
         "blocks": [],
         **more,

@@ -161,6 +161,8 @@ def _value_bytes(value: Json) -> str:
 
 def step_notes(step: Json, plan: Json) -> Iterator[Row]:
     """Yields rows on a step besides its values: a label and a text."""
+    if step["rule"] and step["kind"] not in ("Gather", "Scatter"):  # These say why.
+        yield "rule", step["rule"]
     if merge := step.get("merge"):
         yield "merges", _merge_text(merge)
     if functions := step.get("functions"):

@@ -29,12 +29,12 @@ from beamjax import _compat
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError
 from beamjax.ops import sharding
-from beamjax.ops.primitives import is_differentiable, trace_body
+from beamjax.ops.primitives import is_differentiable, operator_primitive, trace_body
 
 Leaves = Sequence[Any]
 Combine = Callable[[Leaves, Leaves], Leaves]
 
-reduce_p = jex.Primitive("bj_reduce")
+reduce_p = operator_primitive("reduce")
 reduce_p.multiple_results = True
 
 

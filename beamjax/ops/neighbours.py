@@ -31,8 +31,8 @@ from beamjax.ops.placements import Size, resolve
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.weights import refuse_weights
 
-neighbours_p = jex.Primitive("bj_neighbours")
-sum_of_neighbours_p = jex.Primitive("bj_sum_of_neighbours")
+neighbours_p = primitives.operator_primitive("neighbours")
+sum_of_neighbours_p = primitives.operator_primitive("sum_of_neighbours")
 
 MAX_SLICES = 16
 """Largest number of slices of which windows are made. XLA fuses slices with what reads a window,

@@ -33,13 +33,24 @@ from beamjax.numerics.reducers import REDUCTIONS, Fold
 from beamjax.ops import placements, sharding
 from beamjax.ops.tracer_errors import add_advice
 
-map_p = jex.Primitive("bj_map")
+OPERATORS: set[str] = set()
+"""The names of all primitives of placed operators."""
+
+
+def operator_primitive(name: str) -> jex.Primitive:
+    """A new primitive of a placed operator; its name begins with `bj_`."""
+    primitive = jex.Primitive(f"bj_{name}")
+    OPERATORS.add(primitive.name)
+    return primitive
+
+
+map_p = operator_primitive("map")
 map_p.multiple_results = True
-broadcast_p = jex.Primitive("bj_broadcast")
-size_p = jex.Primitive("bj_size")
+broadcast_p = operator_primitive("broadcast")
+size_p = operator_primitive("size")
 
 REDUCE_PRIMITIVES = {
-    op: jex.Primitive(f"bj_reduce_{op}")
+    op: operator_primitive(f"reduce_{op}")
     for op, reduction in REDUCTIONS.items()
     if not isinstance(reduction, Fold)  # `bj_reduce` does those.
 }

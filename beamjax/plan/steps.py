@@ -482,6 +482,7 @@ class Plan:
       x64: whether 64-bit types were enabled when the program was staged.
       recipe: a `python_bodies.Recipe` of the plan, if a body runs as Python.
       costs: cost per member of each pass, and of each server step, by name of the step.
+      rules: for each step, by its name, the rule that chose it, in words.
     """
 
     name: str
@@ -498,6 +499,7 @@ class Plan:
     constants: tuple[Any, ...] = field(default=(), repr=False)
     recipe: Any = field(default=None, compare=False, repr=False)
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
+    rules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def shards(self, placement: str) -> Shards:
         """The shards of a placement."""

@@ -16,10 +16,10 @@ that a block needs gathered or scattered are gathered or scattered once, before 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from beamjax import _compat
-from beamjax.interpreters.cutting.remat import CHEAP, by_cost
+from beamjax.interpreters.cutting.remat import is_elementwise
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,
@@ -77,7 +77,7 @@ class _Splitter:
         for eqn in block.eqns:
             if eqn in self.levels:
                 self.by_level.setdefault(self.levels[eqn], []).append(eqn)
-        self.cheap = self._cheap()
+        self.recomputed = self._elementwise()
         # Server values, and placed values of earlier stages, that a later stage reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
@@ -104,7 +104,7 @@ class _Splitter:
         along = self.program.place(var)
         if self.is_outside(var):
             self.outside[0].setdefault(var, user)
-        elif var not in self.served and along is not None:
+        elif var not in self.served and along is not None and not self.program.is_in_memory(var):
             level = self.levels[var] if var in self.made else None
             self.gathered.setdefault(level, []).append(GatherStage(var, along, user))
         self.served.add(var)
@@ -207,7 +207,7 @@ class _Splitter:
                 return None
             _, rule = self.program.rules[eqn]
             if isinstance(rule, MemberwiseRule) and (
-                self.levels[var] == level or var in self.cheap
+                self.levels[var] == level or var in self.recomputed
             ):
                 return rule
             return None
@@ -235,18 +235,12 @@ class _Splitter:
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
         return _Splitter(self.program, block, places, self, user)
 
-    def _cheap(self) -> set[Var]:
-        """The placed values that later passes rematerialize."""
-        possible = self._from_given(lambda eqn: not eqn.effects)
-        default = self._from_given(lambda eqn: eqn.primitive.name in CHEAP)
-        return by_cost(self.program, self.block, self.levels, default, possible)
-
-    def _from_given(self, may: Callable[[Eqn], bool]) -> set[Var]:
-        """The values that equations with `may(eqn)` alone compute from what every pass can read."""
+    def _elementwise(self) -> set[Var]:
+        """The values that elementwise equations compute from what every pass can read."""
         found: set[Var] = set()
         for eqn in self.block.eqns:
             placement, rule = self.program.rules.get(eqn, ("", None))
-            if not isinstance(rule, MemberwiseRule) or not may(eqn):
+            if not isinstance(rule, MemberwiseRule) or not is_elementwise(eqn):
                 continue
             needs = zip(eqn.inputs, rule.in_axes, strict=True)
             if all(

@@ -40,6 +40,7 @@ from beamjax.interpreters.lowering.map_bodies import (
     map_body,
     sequential_body,
 )
+from beamjax.interpreters.lowering.reasons import rule_of, why_on_server
 from beamjax.interpreters.lowering.shard_size import (
     MASKED_SECONDS,
     choose_vectorization,
@@ -52,11 +53,9 @@ from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgr
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
-    draw_by_batch,
     evaluate,
     read,
 )
-from beamjax.interpreters.staging.flatten import HOST_CALLS
 from beamjax.ops.primitives import default_promotion
 from beamjax.options import Options
 from beamjax.plan.cost import Cost
@@ -120,7 +119,7 @@ class _Lowering:
     """Makes the steps of one plan.
 
     Attributes:
-      costs, values, bodies: the tables of the plan, to which each step adds.
+      costs, rules, values, bodies: the tables of the plan, to which each step adds.
       served_inputs, placed_inputs: the inputs that steps read as server or as placed values.
       counts: for each kind of name, the number of the last one.
       reasons: by name of the step, why a step runs as Python that JAX could not export.
@@ -141,6 +140,7 @@ class _Lowering:
         self.sizes = sizes
         self.vectorizations = vectorizations
         self.costs: dict[str, Cost] = {}
+        self.rules: dict[str, str] = {}
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
         self.served_inputs: set[Var] = set()
@@ -180,6 +180,7 @@ class _Lowering:
             file_starts=dict.fromkeys(self.program.file_groups, ()),
             constants=tuple(self.program.flat.constants) if paths is not None else (),
             costs=self.costs,
+            rules=self.rules,
         )
 
     def empty_pass(self, placement: str) -> Map:
@@ -194,7 +195,7 @@ class _Lowering:
     def served(self, var: Var) -> str:
         """The name of a value as a server value."""
         self.values.setdefault(var.name, value_type(var.aval))
-        if var in self.program.flat.inputs and self.program.place(var) is None:
+        if self.program.is_in_memory(var):
             self.served_inputs.add(var)
         return var.name
 
@@ -242,6 +243,11 @@ class _Lowering:
     # ------------------------------------------------------------------------------- steps
 
     def step(self, stage: Stage) -> Step:
+        step = self.lowered(stage)
+        self.rules[step.name] = rule_of(stage)
+        return step
+
+    def lowered(self, stage: Stage) -> Step:
         match stage:
             case ServerStage():
                 return self.server(stage)
@@ -471,35 +477,3 @@ def platforms_of(options: Options) -> tuple[str, ...]:
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
     shape = value.shape if members is None else (members, *value.shape)
     return jax.ShapeDtypeStruct(shape, np.dtype(value.dtype))
-
-
-INSTEAD = {
-    "sort": "beamjax.quantile finds medians and quantiles by passes",
-    **dict.fromkeys(
-        """
-        concatenate conv_general_dilated pad reduce_window reduce_window_max reduce_window_min
-        reduce_window_sum rev slice
-        """.split(),
-        "beamjax.neighbours gives each member those beside it by passes",
-    ),
-}
-"""For primitives that mix members, the operator that gathers nothing."""
-
-
-def why_on_server(user: Eqn) -> str:
-    """Why an equation reads a placed value on the server, as text."""
-    name = user.primitive.name
-    if name == "bj_map":
-        draw = draw_by_batch(user.params["jaxpr"])
-        if draw is not None:
-            return (
-                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
-                f"{draw[1] or user.line}), and such draws depend on all members"
-            )
-        return f"the body {user.params['name']} closes over a placed value"
-    if user.is_placed_operator:
-        return f"{name.removeprefix('bj_')} reads it as a server value"
-    if name in HOST_CALLS:
-        return f"{name} calls back to the host with all members"
-    instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
-    return f"{name} mixes members{instead}"

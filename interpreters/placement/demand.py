@@ -1,10 +1,11 @@
-"""The backward pass of placement: finds the place that the uses of each value require."""
+"""The backward pass of placement: finds out which values placed operators need, and where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from beamjax.interpreters.placement.places import MemberAxis, Place
+from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -16,7 +17,7 @@ from beamjax.interpreters.program import (
     aval_of,
 )
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.sharding_rules import Axes
+from beamjax.interpreters.rules.sharding_rules import Axes, shape_of
 
 
 class PlacementKeys:
@@ -45,9 +46,9 @@ class PlacementKeys:
         A placement with one member does not count, as any array may have one row.
         """
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
-        return (
-            MemberAxis(fitting[0], 0) if len(fitting) == 1 and self.sizes[fitting[0]] != 1 else None
-        )
+        if len(fitting) != 1 or self.sizes[fitting[0]] == 1:
+            return None
+        return MemberAxis(fitting[0], 0)
 
     def key(self, name: str, n: int) -> str:
         """The unique name of a placement."""
@@ -74,20 +75,39 @@ def requirements(eqn: Eqn, in_axes: Axes) -> Iterator[tuple[Var, int]]:
             yield atom, axis
 
 
-def find_demand(flat: FlatProgram, keys: PlacementKeys) -> dict[Var, MemberAxis]:
-    """The place of each value that some use needs placed; the first use decides."""
+def find_demand(flat: FlatProgram, keys: PlacementKeys) -> tuple[dict[Var, MemberAxis], set[Var]]:
+    """What placed operators need, and what is computed for them.
+
+    Returns:
+      The place of each value that some use needs placed, where the first use decides; and the other
+      values with one row per member that a placed operator needs whole, as a server value.
+    """
     finder = _Finder(keys)
-    finder.demand.update({var: MemberAxis(keys.key(*pair), 0) for var, pair in flat.mapped.items()})
+    for var, pair in flat.mapped.items():
+        finder.needs[var] = _Need(MemberAxis(keys.key(*pair), 0), whole=False)
     finder.block(flat)
-    return finder.demand
+    demand = {var: need.along for var, need in finder.needs.items() if not need.whole}
+    return demand, finder.needs.keys() - demand.keys()
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Where the members of a value are; `whole` if an operator needs it as a server value."""
+
+    along: MemberAxis
+    whole: bool
+
+    def moved(self, by: int) -> _Need | None:
+        along = self.along.moved(by)
+        return None if along is None else _Need(along, self.whole)
 
 
 class _Finder:
-    """Visits equations backward, so that an earlier use overwrites the demand of a later one."""
+    """Visits equations backward, so that an earlier use overwrites the need of a later one."""
 
     def __init__(self, keys: PlacementKeys):
         self.keys = keys
-        self.demand: dict[Var, MemberAxis] = {}
+        self.needs: dict[Var, _Need] = {}
 
     def block(self, block: FlatBlock) -> None:
         for eqn in reversed(block.eqns):
@@ -96,49 +116,57 @@ class _Finder:
             elif isinstance(eqn, BranchEqn):
                 for branch in eqn.branches:
                     for inner, var in zip(branch.outputs, eqn.outputs, strict=True):
-                        self.require(inner, self.demand.get(var))
+                        self.require(inner, self.needs.get(var))
                     self.block(branch)
             else:
                 self.equation(eqn)
 
     def equation(self, eqn: Eqn) -> None:
         key = self.keys.of(eqn)
-        rule = rules.classify(eqn, [None] * len(eqn.inputs), None) if key else None
-        if key and rule is not None:
-            for var, axis in requirements(eqn, rule.in_axes):
-                self.demand[var] = MemberAxis(key, axis)
+        in_axes = rules.axes_of_operator(eqn) if key else None
+        if key and in_axes is not None:
+            for atom, axis in zip(eqn.inputs, in_axes, strict=True):
+                if axis is not None:
+                    self.require(atom, _Need(MemberAxis(key, axis), whole=False))
+                elif shape_of(atom)[:1] == (self.keys.sizes[key],):
+                    self.require(atom, _Need(MemberAxis(key, 0), whole=True))
             return
         for out, var in enumerate(eqn.outputs):
-            along = self.demand.get(var)
-            if along is None:
+            need = self.needs.get(var)
+            if need is None:
                 continue
-            found = rules.invert(eqn, out, along.axis, self.keys.sizes[along.placement])
+            along, n = need.along, self.keys.sizes[need.along.placement]
+            found = rules.invert(eqn, out, along.axis, n)
             for operand, axis in requirements(eqn, found.in_axes) if found else ():
-                self.demand[operand] = MemberAxis(along.placement, axis)
+                self.require(operand, replace(need, along=MemberAxis(along.placement, axis)))
 
     def loop(self, eqn: LoopEqn) -> None:
         block, carried = eqn.block, eqn.carried
         stacked = zip(block.outputs[carried:], eqn.outputs[carried:], strict=True)
         for entry, var in stacked:
-            along = self.demand.get(var)
-            self.require(entry, along.moved(-1) if along else None)
+            need = self.needs.get(var)
+            self.require(entry, need.moved(-1) if need else None)
         ends = list(zip(block.outputs[:carried], eqn.outputs, block.inputs, strict=False))
-        for _ in range(carried + 2):  # An iteration moves a demand by at most one carried value.
-            before = [self.demand.get(param) for param in block.inputs]
+        for _ in range(carried + 2):  # An iteration moves a need by at most one carried value.
+            before = [self.needs.get(param) for param in block.inputs]
             for last, var, param in ends:
-                self.require(last, self.demand.get(param) or self.demand.get(var))
+                self.require(last, self.needs.get(param) or self.needs.get(var))
             for inner in reversed(eqn.blocks):
                 self.block(inner)
             # A carried value that rounds do not change is placed as the loop's result is.
             for last, var, param in ends:
                 if last is param:
-                    self.require(param, self.demand.get(param) or self.demand.get(var))
-            if before == [self.demand.get(param) for param in block.inputs]:
+                    self.require(param, self.needs.get(param) or self.needs.get(var))
+            if before == [self.needs.get(param) for param in block.inputs]:
                 break
         for number, (atom, param) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
-            along = self.demand.get(param)
-            self.require(atom, along.moved(number >= carried) if along else None)
+            need = self.needs.get(param)
+            self.require(atom, need.moved(number >= carried) if need else None)
 
-    def require(self, atom: Atom, along: Place) -> None:
-        if along is not None and isinstance(atom, Var):
-            self.demand[atom] = along
+    def require(self, atom: Atom, need: _Need | None) -> None:
+        """Records a need; a value that is needed placed anywhere is placed."""
+        if need is None or not isinstance(atom, Var):
+            return
+        known = self.needs.get(atom)
+        if known is None or known.whole or not need.whole:
+            self.needs[atom] = need

@@ -1,11 +1,15 @@
 """Changes which values are gathered to the server, once all values have places.
 
+* `gather_selections` gathers a placed value once if the server selects most of its members, by
+  several equations: `a = slice[0:4] x; b = slice[4:8] x` of 8 members run on the server.
 * `share_gathers` gathers a placed value once if the server reads several views of it. `y @ y.T` and
-  `x[:, None] - x[None]` read one value in two shapes. The server computes the views.
+  `x[:, None] - x[None]` read one value in two shapes. The server computes the views: if `t =
+  transpose y` is placed, `g = dot_general y t` gathers both; then `s = transpose y; g = dot_general
+  y s` run on the server, and gather `y` alone.
 * `gather_from_passes` is for runs that may drop members or check them for NaN. Such a run gathers
   only results of passes, because a pass checks its results, and fills those of dropped members with
   NaN, or with 0 if the dtype has no NaN. So a pass copies an input or a carried value of a loop
-  before it is gathered.
+  before it is gathered: `s = sort x` becomes `c = copy x; s = sort c`.
 """
 
 from __future__ import annotations
@@ -19,12 +23,31 @@ import numpy as np
 
 from beamjax.interpreters.placement.places import Place, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule
+from beamjax.interpreters.rules.indexing import MAX_SHARE
+from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 VIEWS = frozenset(
     "broadcast_in_dim expand_dims reshape rev slice squeeze transpose unstack".split()
 )
 """Primitives that compute a view of their operand, at little cost for the server."""
+
+
+def gather_selections(program: PlacedProgram) -> None:
+    """Selects members of a value on the server, in place, if it selects a large share of them.
+
+    The results are server values in any case, so no place changes.
+    """
+    selections: dict[Var, list[Eqn]] = {}
+    for eqn in program.flat.walk():
+        _, rule = program.rules.get(eqn, ("", None))
+        (atom, *_) = eqn.inputs or (None,)
+        if isinstance(rule, ReductionRule) and rule.selects_members and isinstance(atom, Var):
+            selections.setdefault(atom, []).append(eqn)
+    for var, eqns in selections.items():
+        taken = sum(_size(eqn.outputs[0]) for eqn in eqns)
+        if len(eqns) > 1 and taken > MAX_SHARE * _size(var):
+            for eqn in eqns:
+                del program.rules[eqn]
 
 
 class _ServerCopies:

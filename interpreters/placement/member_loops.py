@@ -6,7 +6,7 @@ with a loop, outside of `map_fn`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -17,7 +17,6 @@ from beamjax.interpreters.program import (
     BranchEqn,
     Eqn,
     FlatBlock,
-    FlatProgram,
     LoopEqn,
     MemberEqn,
     Var,
@@ -59,90 +58,6 @@ def as_member_equation(
     whole = MemberEqn(eqn.primitive, {}, operands, eqn.outputs, eqn.line, structure)
     emit = _emission(program, structure, list(check.operands))
     return whole, placement, MemberwiseRule(in_axes, out_axes, emit)
-
-
-def distributes(program: PlacedProgram, structure: Eqn) -> bool:
-    """Whether to run the rounds of a loop as passes instead of on gathered operands.
-
-    This pays if a round reduces over the members, or gathers nothing.
-    """
-    inside = [eqn for block in structure.blocks for eqn in program.walk(block)]
-    inside_rules = (program.rules.get(eqn, ("", None))[1] for eqn in inside)
-    if any(isinstance(rule, ReductionRule) for rule in inside_rules):
-        return True
-    return not gathers(program, structure)
-
-
-def gathers(program: PlacedProgram, structure: Eqn) -> bool:
-    """Whether a loop or a branch reads placed values on the server."""
-    return any(program.place(atom) not in (None, along) for atom, along in program.reads(structure))
-
-
-class OpenedLoops:
-    """Loops and branches without placed operators that are placed like those with placed operators.
-
-    A loop that gathers members is opened, so that its equations are rewritten as well. It stays
-    open if its rounds are then passes that gather nothing.
-
-    Args:
-      flat: the program, in which they are opened and closed in place.
-    """
-
-    def __init__(self, flat: FlatProgram):
-        self._flat = flat
-        # By first result: the original equation, and the constants that opening it has added.
-        self._open: dict[Var, tuple[WholeEqn, list[Var]]] = {}
-        # First results of loops that are neither opened nor closed any more.
-        self._settled: set[Var] = set()
-
-    def have_changed(self, program: PlacedProgram, gathering: Mapping[Var, bool]) -> bool:
-        """Opens and closes loops in the program; returns whether it has changed.
-
-        Args:
-          program: as it was placed.
-          gathering: first results of loops that gather members, and whether their rounds are
-            passes nevertheless. They are not closed again.
-        """
-        found = gathering.keys() - self._settled
-        self._settled.update(var for var in found if gathering[var])
-        closed: set[Var] = set()
-        # A loop may gather only because one inside of it is not open yet, so those come first.
-        if not found:
-            closed = {
-                var
-                for eqn in program.flat.walk()
-                for var in eqn.outputs[:1]
-                if eqn.blocks and var in self._open and gathers(program, eqn)
-            } - self._settled
-            self._settled |= closed
-        for block in list(self._blocks(self._flat)):
-            for number, eqn in enumerate(block.eqns):
-                first = eqn.outputs[0] if eqn.outputs else None
-                if first in closed:
-                    block.eqns[number] = self._closed(first)
-                elif isinstance(eqn, WholeEqn) and first in found:
-                    block.eqns[number] = self._opened(eqn)
-        return bool(found or closed)
-
-    def _blocks(self, block: FlatBlock) -> Iterator[FlatBlock]:
-        yield block
-        for eqn in block.eqns:
-            for inner in eqn.blocks:
-                yield from self._blocks(inner)
-
-    def _opened(self, eqn: WholeEqn) -> Eqn:
-        before = len(self._flat.inputs)
-        opened = eqn.expand(self._flat)
-        self._open[eqn.outputs[0]] = eqn, self._flat.inputs[before:]
-        return opened
-
-    def _closed(self, var: Var) -> Eqn:
-        eqn, constants = self._open.pop(var)
-        arguments = len(self._flat.arguments)
-        for constant in constants:
-            number = self._flat.inputs.index(constant)
-            del self._flat.inputs[number], self._flat.constants[number - arguments]
-        return eqn
 
 
 class _Check:

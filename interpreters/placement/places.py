@@ -72,6 +72,8 @@ class PlacedProgram:
         once `settle` has replaced them.
       undropped: if members may be dropped, a placement and the beginning of a sentence for each
         division by the number of members that counts dropped ones.
+      by_shards: inputs that only workers read. The server reads all others whole, where it needs
+        them, and gathers nothing for that.
       shard_size: members per shard, if the user gives it.
       file_groups: for each placement whose shards are cut at files, how its files are grouped.
     """
@@ -86,11 +88,16 @@ class PlacedProgram:
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
     undropped: list[tuple[str, str]] = field(default_factory=list)
+    by_shards: frozenset[Var] = frozenset()
     shard_size: int | None = None
     file_groups: dict[str, FileGroups] = field(default_factory=dict)
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None
+
+    def is_in_memory(self, var: Var) -> bool:
+        """Whether a value is an input that the launching process holds."""
+        return var in self.flat.inputs and var not in self.by_shards
 
     def equations(self, block: FlatBlock) -> Iterator[Eqn]:
         """The equations of a block, with replacements from `expanded`."""

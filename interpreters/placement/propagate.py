@@ -1,8 +1,10 @@
 """Propagates placements: decides which values of a flat program are placed.
 
-Placement starts at the placed operators. It propagates backward to the values that must be placed
-for them (`demand`), and forward through every equation with a rule that acts on each member. All
-other equations run on the server, and their placed operands are gathered.
+One pass backward finds the values that placed operators need placed (`demand`). They decide the
+places of the inputs. One pass forward then finds for each equation one of four answers: it acts on
+each member; it reduces over the members; a shard can create its results; else it runs on the
+server, and its placed operands are gathered (`rules.table`). Both visit the rounds of a loop until
+the places of its carried values do not change. No decision is taken back.
 
 These invariants hold in a placed program:
 
@@ -12,34 +14,26 @@ These invariants hold in a placed program:
   place in all blocks.
 * Passes compute the equations in `PlacedProgram.rules`. All others run on the server, but for
   loops, branches, and equations whose results a pass can create (`PlacedProgram.creations`).
-
-The backward pass runs once. The forward pass rewrites equations as it goes, and is repeated from
-the start if the result shows that one of its assumptions was wrong: see `place`.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from beamjax.errors import PlacementError, StagingError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.demand import PlacementKeys, find_demand, requirements
-from beamjax.interpreters.placement.gathers import gather_from_passes, share_gathers
-from beamjax.interpreters.placement.member_loops import (
-    OpenedLoops,
-    as_member_equation,
-    distributes,
-    gathers,
+from beamjax.interpreters.placement.gathers import (
+    gather_from_passes,
+    gather_selections,
+    share_gathers,
 )
+from beamjax.interpreters.placement.member_loops import as_member_equation
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.reshaped import reshaped
-from beamjax.interpreters.placement.rewrites import (
-    BlockRewriter,
-    Rewrites,
-    expansions,
-)
-from beamjax.interpreters.placement.views import drop_view, make_views
+from beamjax.interpreters.placement.rewrites import BlockRewriter, expanded
+from beamjax.interpreters.placement.views import make_views
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -51,12 +45,16 @@ from beamjax.interpreters.program import (
     WholeEqn,
 )
 from beamjax.interpreters.rules import table as rules
-from beamjax.interpreters.rules.indexing import MAX_SHARE
-from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule, shape_of
+from beamjax.interpreters.rules.sharding_rules import (
+    MemberwiseRule,
+    ReductionRule,
+    any_placed,
+    shape_of,
+)
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops.placements import check_limit
 
-PATTERNS = expansions, reshaped
+PATTERNS = expanded, reshaped
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -72,13 +70,11 @@ def place(
     Args:
       flat: the program. It stays as it is: the result holds a rewritten copy.
       known: inputs that come from sources, with their names for messages. They are placed along
-        axis 0, however they are used.
-      placements: names and sizes of the programs that were called. An input with as many rows as
-        one of these has members is placed even if no placed operator reads it, unless it would have
-        to be gathered: `jnp.mean(x, 0)` in a program is a reduction.
-      guarded: whether members may be dropped or are checked for NaN. In this case an input with as
-        many rows is placed unless the program broadcasts it, so that the handling of a member does
-        not depend on what else is computed; and only results of passes are gathered.
+        axis 0, however they are used. Another input is placed if a placed operator needs it placed,
+        or if it has one row per member and none needs it as a server value.
+      placements: names and sizes of the programs that were called.
+      guarded: whether members may be dropped or are checked for NaN. Then only results of passes
+        are gathered.
       shard_size: members per shard, if the user gives it.
 
     Raises:
@@ -88,51 +84,24 @@ def place(
     """
     flat = flat.copied()
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
-    _check_sizes(keys)
-    demand = find_demand(flat, keys)
-    views = make_views(flat, demand, keys.sizes)
-    fixed, tried = _places_of_inputs(flat, known, keys, demand, views)
-    # Results of selections that are computed on the server after all.
-    gathering: set[Var] = set()
-    # Dropped members leave gaps in a shard, so its rows are not neighbours.
-    rewrites, opened = Rewrites(PATTERNS, moves=not guarded), OpenedLoops(flat)
-    # This ends: each repetition adds to what `rewrites` refuses, opens or settles a loop, adds to
-    # `gathering`, or takes from `tried`. New `Rewrites` only begin with a loop or an input.
-    while True:
-        rewrites.begin()
-        inputs = {**fixed, **tried}
-        program = PlacedProgram(flat.copied(), keys.sizes, inputs, shard_size=shard_size)
-        placing = _Placing(program, keys, demand, gathering, rewrites)
-        placing.block(program.flat)
-        program.settle()
-        prune(program.flat, narrow_maps=False)
-        if not rewrites.are_settled(program):
-            continue
-        if opened.have_changed(program, placing.gathering_loops):
-            # Equations may have been refused a rewrite because of what those loops gathered.
-            rewrites = Rewrites(PATTERNS, moves=not guarded)
-            continue
-        if selected := _selected_too_often(program):
-            gathering |= {eqn.outputs[0] for eqn in selected}
-            # A selection that a rewrite makes has other results in each attempt.
-            rewrites.refuse(eqn.outputs[0] for eqn in selected)
-            continue
-        gathered = _gathered_inputs(program, tried.keys(), guarded)
-        if not gathered:
-            break
-        rewrites = Rewrites(PATTERNS, moves=not guarded)
-        for view in gathered & views.keys():
-            drop_view(flat, view)
-        tried = {var: along for var, along in tried.items() if var not in gathered}
-    share_gathers(program, program.flat)
+    for key, n in keys.sizes.items():
+        check_limit(key, n)
+    demand, served = find_demand(flat, keys)
+    inputs = make_views(flat, demand, keys.sizes)
+    inputs |= _places_of_inputs(flat, known, keys, demand, served)
+    program = PlacedProgram(
+        flat, keys.sizes, inputs, by_shards=frozenset(known), shard_size=shard_size
+    )
+    _Placing(program, keys, demand, guarded).block(flat)
+    program.settle()
+    create_at_borders(program, flat)
+    prune(flat, narrow_maps=False)
+    flat.drop_unused_constants()
+    gather_selections(program)
+    share_gathers(program, flat)
     if guarded:
         gather_from_passes(program)
     return program
-
-
-def _check_sizes(keys: PlacementKeys) -> None:
-    for key, n in keys.sizes.items():
-        check_limit(key, n)
 
 
 def _places_of_inputs(
@@ -140,20 +109,18 @@ def _places_of_inputs(
     known: Mapping[Var, str],
     keys: PlacementKeys,
     demand: Mapping[Var, MemberAxis],
-    views: Mapping[Var, MemberAxis],
-) -> tuple[dict[Var, MemberAxis], dict[Var, MemberAxis]]:
-    """The inputs that are placed in any case, and those that are unless they would be gathered."""
+    served: Set[Var],
+) -> dict[Var, MemberAxis]:
+    """The places of the inputs that are placed."""
     read = {atom for atom in flat.reads() if isinstance(atom, Var)}
     viewed = set(flat.views.values()) - read
-    fixed = {view: along for view, along in views.items() if flat.views[view] in known}
+    found = {}
     for var in flat.inputs:
         if var in known and var not in viewed:
-            fixed[var] = _source_place(var, known[var], demand.get(var), keys)
-        elif var in demand:
-            fixed[var] = demand[var]
-    tried = {v: along for v in flat.inputs if v not in fixed and (along := keys.rows(v))}
-    tried |= {view: along for view, along in views.items() if view not in fixed}
-    return fixed, tried
+            found[var] = _source_place(var, known[var], demand.get(var), keys)
+        elif along := demand.get(var) or (keys.rows(var) if var not in served else None):
+            found[var] = along
+    return found
 
 
 def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:
@@ -184,10 +151,8 @@ class _Placing:
 
     Attributes:
       program: the program; places, rules and replacements are added to it.
-      rewriter: rewrites the current block; None inside a loop or a branch without placed operators,
-        whose equations are not rewritten.
-      gathering_loops: first results of the loops without placed operators that gather members, with
-        whether their rounds are passes nevertheless.
+      guarded: whether members may be dropped.
+      rewriter: rewrites the current block.
       used: the values that are read, including those read in expanded loops and rewrites.
     """
 
@@ -196,24 +161,24 @@ class _Placing:
         program: PlacedProgram,
         keys: PlacementKeys,
         demand: Mapping[Var, MemberAxis],
-        gathering: Set[Var],
-        rewrites: Rewrites,
+        guarded: bool,
     ):
         self.program = program
         self.keys = keys
         self.demand = demand
-        self.gathering = gathering
-        self.rewrites = rewrites
-        self.rewriter: BlockRewriter | None = None
-        self.is_inside_whole = False
-        self.gathering_loops: dict[Var, bool] = {}
+        self.guarded = guarded
+        self.names = map("all{}".format, itertools.count())
+        self.rewriter = self.new_rewriter()
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
+
+    def new_rewriter(self) -> BlockRewriter:
+        # Dropped members leave gaps in a shard, so its rows are not neighbours.
+        return BlockRewriter(self.program, PATTERNS, self.names, ordered=not self.guarded)
 
     def block(self, block: FlatBlock) -> None:
         """Places the results of the equations of a block."""
         outer = self.rewriter
-        if not self.is_inside_whole:
-            self.rewriter = BlockRewriter(self.program, self.rewrites)
+        self.rewriter = self.new_rewriter()
         self.equations(block.eqns)
         self.rewriter = outer
 
@@ -228,41 +193,38 @@ class _Placing:
                     self.whole(eqn)
                 case _:
                     self.equation(eqn)
-            if self.rewriter is not None and eqn not in self.program.expanded:
+            if eqn not in self.program.expanded:
                 self.rewriter.makers.update(dict.fromkeys(eqn.outputs, eqn))
 
     def whole(self, eqn: WholeEqn) -> None:
         """Places a scan, while or cond without placed operators.
 
-        If it acts on each member separately, it runs inside a pass. If it reduces over the members,
-        its rounds are passes.
+        If it acts on each member separately, it runs inside a pass. If it gathers nothing, its
+        rounds are passes. Else it runs on the server.
         """
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
             return
         if self.rewrite(eqn):
             return
-        # It is placed on trial, without rewrites, and forgotten if it runs on the server.
+        # No value outside of the blocks depends on how they are placed.
         structure = eqn.expand(program.flat)
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
-        outer, self.rewriter, self.is_inside_whole = self.rewriter, None, True
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
-        self.rewriter, self.is_inside_whole = outer, outer is None
         found = as_member_equation(program, eqn, structure, self.used)
         if found is not None:
             new, placement, rule = found
             program.expanded[eqn], program.rules[new] = [new], (placement, rule)
-            return
-        are_passes = not program.flat.unrolled and distributes(program, structure)
-        # A loop without results is there for its effects, and stays as it is.
-        opens = outer is not None and eqn.outputs and not program.flat.unrolled
-        if opens and gathers(program, structure):
-            self.gathering_loops[eqn.outputs[0]] = are_passes
-        if are_passes:
+        elif not program.flat.unrolled and not self.gathers(structure):
             program.expanded[eqn] = [structure]
         else:
             self.forget_equation(structure)
+
+    def gathers(self, structure: Eqn) -> bool:
+        """Whether a loop or a branch reads placed values on the server."""
+        reads = self.program.reads(structure)
+        return any(self.program.place(atom) not in (None, along) for atom, along in reads)
 
     def equation(self, eqn: Eqn) -> None:
         program, key = self.program, self.keys.of(eqn)
@@ -271,9 +233,8 @@ class _Placing:
         if key is None and len(placements) == 1:
             (key,) = placements
         if key is not None:
-            axes = [along.axis if along and along.placement == key else None for along in places]
-            rule = rules.classify(eqn, axes, program.sizes[key])
-            if rule is not None and self.gathering.isdisjoint(eqn.outputs):
+            rule = self.rule(eqn, key, places)
+            if rule is not None and not self.selects_from_memory(eqn, rule):
                 program.rules[eqn] = (key, rule)
                 if isinstance(rule, MemberwiseRule):
                     for var, axis in zip(eqn.outputs, rule.out_axes, strict=True):
@@ -283,9 +244,36 @@ class _Placing:
             self.note_creations(eqn)
         self.rewrite(eqn)
 
+    def rule(
+        self, eqn: Eqn, key: str, places: Sequence[Place]
+    ) -> MemberwiseRule | ReductionRule | None:
+        """The rule of an equation with operands at these places.
+
+        An input in memory is a server value as well, and is used as one if the operands have their
+        members along axes that do not match: in `x @ x.T`, a shard of `x.T` reads all of `x`.
+        """
+        axes = [along.axis if along and along.placement == key else None for along in places]
+        found = rules.classify(eqn, axes, self.program.sizes[key])
+        # Where members may be dropped, only passes know which.
+        if found is not None or eqn.is_placed_operator or self.guarded:
+            return found
+        in_memory = [isinstance(a, Var) and self.program.is_in_memory(a) for a in eqn.inputs]
+        others = [None if mine else axis for axis, mine in zip(axes, in_memory, strict=True)]
+        if others == axes or not any_placed(others):
+            return None
+        return rules.classify(eqn, others, self.program.sizes[key])
+
+    def selects_from_memory(self, eqn: Eqn, rule: MemberwiseRule | ReductionRule) -> bool:
+        """Whether an equation takes few members of an input that the launching process holds."""
+        is_selection = isinstance(rule, ReductionRule) and rule.selects_members
+        (atom, *_) = eqn.inputs or (None,)
+        in_memory = isinstance(atom, Var) and self.program.is_in_memory(atom)
+        # Where members may be dropped, a pass has to find out which.
+        return is_selection and in_memory and not self.guarded
+
     def rewrite(self, eqn: Eqn) -> bool:
         """Rewrites an equation that runs on the server, if that is possible."""
-        new = self.rewriter.rewritten(eqn) if self.rewriter is not None else None
+        new = self.rewriter.rewritten(eqn)
         if new is None:
             return False
         self.program.expanded[eqn] = new
@@ -307,51 +295,50 @@ class _Placing:
                         creations[var, MemberAxis(placement, axis)] = (eqn, found)
 
     def loop(self, eqn: LoopEqn) -> None:
-        """Finds a place for each carried value that fits before and after all rounds."""
+        """Finds a place for each carried value, which it has before and after all rounds.
+
+        The place is one of two: the server, or where the value is before the first round or after
+        one. First all values are placed that can be, then those become server values that rounds do
+        not return placed. So each value changes its place at most twice.
+        """
         program, carried, block = self.program, eqn.carried, eqn.block
         chosen: list[Place] = []
         for number, (atom, var) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
-            stacked = 0 if number < carried else 1
             found = program.place(atom)
-            found = found.moved(-stacked) if found is not None else None
+            if found is not None and number >= carried:
+                found = found.moved(-1)
             chosen.append(self.demand.get(var) or found)
-        settled: set[int] = set()
-        # A carried value changes its place at most twice, so this ends.
+        raising = True
         while True:
             for var, along in zip(block.inputs, chosen, strict=True):
                 self.put(var, along)
             for inner in eqn.blocks:
                 self.block(inner)
             given = [program.place(atom) for atom in block.outputs]
-            differing = [
-                i
-                for i in range(carried)
-                if i not in settled and self.differs(chosen[i], block.outputs[i])
-            ]
-            if not differing:
+            before = chosen[:carried]
+            if raising:
+                chosen[:carried] = [a or b for a, b in zip(before, given, strict=False)]
+                raising = chosen[:carried] != before
+            if not raising:
+                ends = zip(before, block.outputs, strict=False)
+                chosen[:carried] = [
+                    along if self.returns(along, atom) else None for along, atom in ends
+                ]
+            if chosen[:carried] == before:
                 break
-            for i in differing:
-                # A server value gets the place that a round returns; any other conflict puts the
-                # value on the server, where it stays.
-                if chosen[i] is not None:
-                    settled.add(i)
-                chosen[i] = given[i] if chosen[i] is None else None
             for inner in eqn.blocks:
                 self.forget(inner)
         outputs = (*chosen[:carried], *given[carried:])
         inputs = (*chosen[:carried], *(p.moved(1) if p else None for p in chosen[carried:]))
         conditions = ((None,),) if eqn.condition else ()
-        self.enclose(eqn, inputs, (*conditions, outputs))
-        for var, along in zip(eqn.outputs, outputs, strict=True):
-            stacked = 0 if var in eqn.outputs[:carried] else 1
-            self.put(var, along.moved(stacked) if along else None)
+        program.borders[eqn] = Border(inputs, (*conditions, outputs))
+        for number, (var, along) in enumerate(zip(eqn.outputs, outputs, strict=True)):
+            self.put(var, along.moved(number >= carried) if along else None)
 
-    def differs(self, chosen: Place, atom: Atom) -> bool:
-        """Whether a value that a round returns is not at `chosen`, and can't be created there."""
-        given = self.program.place(atom)
-        if given is None and chosen is not None and isinstance(atom, Var):
-            return (atom, chosen) not in self.program.creations
-        return given != chosen
+    def returns(self, along: Place, atom: Atom) -> bool:
+        """Whether a round returns a value at a place, or a shard can create it there."""
+        is_created = along is not None and (atom, along) in self.program.creations
+        return self.program.place(atom) == along or is_created
 
     def branch(self, eqn: BranchEqn) -> None:
         """Finds the places of a branch's outputs: an output is placed if it is so in any block."""
@@ -362,30 +349,7 @@ class _Placing:
             given = [self.program.place(block.outputs[number]) for block in eqn.branches]
             places.append(self.demand.get(var) or next((along for along in given if along), None))
             self.put(var, places[-1])
-        self.enclose(eqn, (None,), (tuple(places),) * len(eqn.branches))
-
-    def enclose(
-        self, eqn: Eqn, inputs: tuple[Place, ...], outputs: tuple[tuple[Place, ...], ...]
-    ) -> None:
-        """Records the places of the inputs and outputs of a loop or a branch.
-
-        A server value that it needs placed is from now on computed by shards, if shards can do so.
-        """
-        self.program.borders[eqn] = Border(inputs, outputs)
-        ends = zip(eqn.blocks, outputs, strict=True)
-        pairs = [*zip(eqn.inputs, inputs, strict=True)]
-        pairs += [
-            pair for block, places in ends for pair in zip(block.outputs, places, strict=True)
-        ]
-        for atom, along in pairs:
-            if along is None or not isinstance(atom, Var) or self.program.place(atom) is not None:
-                continue
-            created = self.program.creations.get((atom, along))
-            if created is not None:
-                maker, rule = created
-                self.program.rules[maker] = (along.placement, rule)
-                for var, axis in zip(maker.outputs, rule.out_axes, strict=True):
-                    self.put(var, None if axis is None else MemberAxis(along.placement, axis))
+        self.program.borders[eqn] = Border((None,), (tuple(places),) * len(eqn.branches))
 
     def put(self, var: Var, along: Place) -> None:
         self.program.places.pop(var, None)
@@ -399,7 +363,6 @@ class _Placing:
 
     def forget_equation(self, eqn: Eqn) -> None:
         for made in self.program.expanded.pop(eqn, ()):
-            self.rewrites.sources.pop(eqn.outputs[0], None)
             self.forget_equation(made)
         self.program.rules.pop(eqn, None)
         self.program.borders.pop(eqn, None)
@@ -412,70 +375,41 @@ class _Placing:
                     self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
-def _selected_too_often(program: PlacedProgram) -> list[Eqn]:
-    """The selections from a value of which they together read a large share."""
-    selections: dict[Var, list[Eqn]] = {}
-    for eqn in program.flat.walk():
-        _, rule = program.rules.get(eqn, ("", None))
-        if (
-            isinstance(rule, ReductionRule)
-            and rule.selects_members
-            and isinstance(eqn.inputs[0], Var)
-        ):
-            selections.setdefault(eqn.inputs[0], []).append(eqn)
-    many: list[Eqn] = []
-    for var, eqns in selections.items():
-        taken = sum(math.prod(eqn.outputs[0].aval.shape) for eqn in eqns)
-        if len(eqns) > 1 and taken > MAX_SHARE * math.prod(var.aval.shape):
-            many += eqns
-    return many
+def create_at_borders(program: PlacedProgram, block: FlatBlock) -> None:
+    """Creates by shards what loops and branches need placed, if it is a server value, in place.
 
-
-def _gathered_inputs(program: PlacedProgram, tried: Set[Var], guarded: bool) -> set[Var]:
-    """The inputs of `tried` from which gathered values are computed.
-
-    A value counts as gathered if the server reads it or selects members of it. A view only counts
-    if no placed operator reads it before. With `guarded`, only server reads of placed operators and
-    loops count.
+    `z = broadcast_in_dim 0.0` before a loop that carries it along the members is repeated as
+    `z_created`, which a pass computes.
     """
-    # For each placed value, those that it is computed from, and whether by a placed operator.
-    sources: dict[Var, list[tuple[Atom, bool]]] = {}
-    gathered: list[Atom] = []
-    if not guarded:
-        gathered += [a for a in program.flat.outputs if isinstance(a, Var) and a in tried]
+    eqns: list[Eqn] = []
+    for eqn in block.eqns:
+        if eqn.blocks:
+            border = program.borders[eqn]
+            eqn.inputs = [
+                _created(program, *pair, eqns)
+                for pair in zip(eqn.inputs, border.inputs, strict=True)
+            ]
+            for inner, places in zip(eqn.blocks, border.outputs, strict=True):
+                create_at_borders(program, inner)
+                inner.outputs = [
+                    _created(program, *pair, inner.eqns)
+                    for pair in zip(inner.outputs, places, strict=True)
+                ]
+        eqns.append(eqn)
+    block.eqns[:] = eqns
 
-    def link(outs: Iterable[Var], atoms: Sequence[Atom], by_operator: bool = False) -> None:
-        for var in outs:
-            sources.setdefault(var, []).extend((atom, by_operator) for atom in atoms)
 
-    for eqn in program.flat.walk():
-        reads = [*program.border_reads(eqn)] if eqn.blocks else [*program.reads(eqn)]
-        counts = not guarded or eqn.is_placed_operator or bool(eqn.blocks)
-        _, rule = program.rules.get(eqn, ("", None))
-        selects = isinstance(rule, ReductionRule) and rule.selects_members
-        gathered += [a for a, along in reads if counts and (selects or program.place(a) != along)]
-        if isinstance(eqn, LoopEqn):
-            pairs = zip(eqn.block.inputs, eqn.inputs, strict=True)
-            carried = zip(eqn.params_of_carried, eqn.block.outputs, strict=False)
-            for param, atom in (*pairs, *carried):
-                link([param], [atom])
-        # The last block of a loop is the round; the condition returns nothing that is placed.
-        for block in eqn.blocks[-1:] if isinstance(eqn, LoopEqn) else eqn.blocks:
-            for var, atom in zip(eqn.outputs, block.outputs, strict=True):
-                link([var], [atom])
-        if not eqn.blocks and not isinstance(rule, ReductionRule):
-            link(eqn.outputs, [atom for atom, _ in reads], eqn.is_placed_operator)
-    found: set[Var] = set()
-    seen: set[tuple[Atom, bool]] = set()
-    agenda = [(atom, False) for atom in gathered]
-    while agenda:
-        atom, after_operator = agenda.pop()
-        if not isinstance(atom, Var) or program.place(atom) is None:
-            continue
-        if (atom, after_operator) in seen:
-            continue
-        seen.add((atom, after_operator))
-        if atom in tried and not (after_operator and atom in program.flat.views):
-            found.add(atom)
-        agenda += ((source, after_operator or by) for source, by in sources.get(atom, ()))
-    return found
+def _created(program: PlacedProgram, atom: Atom, along: Place, eqns: list[Eqn]) -> Atom:
+    """The atom, or its copy along the members; adds the equation that creates that."""
+    if along is None or not isinstance(atom, Var) or program.place(atom) is not None:
+        return atom
+    maker, rule = program.creations.get((atom, along), (None, None))
+    if maker is None or rule is None:
+        return atom
+    outputs = [Var(f"{var.name}_created", var.aval) for var in maker.outputs]
+    eqns.append(Eqn(maker.primitive, maker.params, maker.inputs, outputs, maker.line))
+    program.rules[eqns[-1]] = along.placement, rule
+    for var, axis in zip(outputs, rule.out_axes, strict=True):
+        if axis is not None:
+            program.places[var] = MemberAxis(along.placement, axis)
+    return outputs[maker.outputs.index(atom)]

@@ -1,8 +1,11 @@
 """Rewrites reductions of reshaped members to reductions of the members in their original shape.
 
 A reduction depends on which elements are reduced together, not on their shape. If all elements are
-reduced, the members can be reduced directly. If only some axes are reduced, each member contributes
-to one or a few rows of the result, as in `jax.ops.segment_sum`.
+reduced, the members can be reduced directly: `v = reshape x; m = reduce_max v` becomes
+`m = reduce_max x`. The same holds for inner products, `argmax`, and slices of raveled members. If
+only some axes are reduced, each member contributes to one or a few rows of the result, as in
+`jax.ops.segment_sum`. An elementwise operation of reshaped members is one of the members:
+`v = reshape x; t = tanh v` becomes `u = tanh x; t = reshape u`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ MAX_ROWS = 8
 of members is larger. With more rows, a shard would send about as much as it has members."""
 
 Function = Callable[[Any], Sequence[Any]]
+
+VECTORS = (((0,), (0,)), ((), ()))
+"""The dimension numbers of the inner product of two vectors."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ def reshaped(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if eqn.primitive.name in ("slice", "dynamic_slice") and made[0] is not None:
         entries = _entries(eqn, change)
         return Rewrite(entries, [*made[0].inputs, *eqn.inputs[1:]]) if entries else None
+    if eqn.primitive.name == "dot_general":
+        return _inner_product(eqn, made)
     function = _end(eqn, change) if len(eqn.inputs) == 1 else None
     return Rewrite(function, made[0].inputs) if function and made[0] else None
 
@@ -92,11 +100,23 @@ def _elementwise(rewriter: BlockRewriter, eqn: Eqn, change: Reshape) -> Rewrite 
             (values[i],) = bind(fill, [args[i]], shape=change.shape)
         return [lax.reshape(x, change.to) for x in bind(eqn, values)]
 
-    return Rewrite(function, atoms, is_view=True)
+    return Rewrite(function, atoms)
 
 
 def _is_fill(eqn: Eqn) -> bool:
     return len(eqn.inputs) == 1 and shape_of(eqn.inputs[0]) == ()
+
+
+def _inner_product(eqn: Eqn, made: Sequence[Eqn | None]) -> Rewrite | None:
+    """The inner product of raveled arrays, as of the arrays themselves."""
+    atoms = [atom for maker in made if maker is not None for atom in maker.inputs]
+    shapes = set(map(shape_of, atoms))
+    if len(atoms) < 2 or len(shapes) > 1 or eqn.params["dimension_numbers"] != VECTORS:
+        return None
+    axes = tuple(range(len(*shapes)))
+    return Rewrite(
+        lambda x, y: bind(eqn, [x, y], dimension_numbers=((axes, axes), ((), ()))), atoms
+    )
 
 
 def _end(eqn: Eqn, change: Reshape) -> Function | None:
@@ -184,6 +204,8 @@ def _reduction(eqn: Eqn, change: Reshape) -> Function | None:
     members can have the shape (*front, n, width, *inside), where `width` counts those entries.
     """
     to, axis, reduced = change.to, change.along.axis, set(eqn.params["axes"])
+    if len(reduced) == len(to):
+        return lambda x: bind(eqn, [x], axes=tuple(range(len(change.shape))))
     n, inner = change.shape[axis], math.prod(change.shape[axis + 1 :])
     if not 0 < math.prod(change.shape) <= MAX_MEMBERS:
         return None

@@ -1,12 +1,14 @@
 """Views: inputs that a program reshapes into members, `x.reshape(n, b, ...)` of n * b rows.
 
-Workers read such an input by shards, b consecutive rows per member. Otherwise the launching process
-would have to read it and send it to the workers. The reshaped input becomes another input of the
-flat program, called a view. A *cut* below is a reshape of rows into members.
+`m = reshape x; y = bj_map m` becomes `m = reshape view; y = bj_map m`, where `view` is an input of
+shape (n, b, ...), called a view. Workers read it by shards, b consecutive rows per member.
+Otherwise the launching process would have to read it and send it to the workers. A *cut* below is a
+reshape of rows into members.
 
 A program may also compute on the rows before it makes members of them. `(tokens[:, 1:] * 2)
 .reshape(n, b, ...)` acts on each row separately, so each member can compute it for its own b rows:
-the inputs are reshaped instead, and the computation becomes a map over members. The same holds for
+the inputs are reshaped instead, and the computation becomes a map over members: `t = mul x 2;
+m = reshape t` becomes `v = reshape x; m = bj_map[mul 2] v`. The same holds for
 `jax.random.split(key, 2 * n).reshape(n, 2)`: each member computes its own rows.
 """
 
@@ -57,13 +59,6 @@ def make_views(
             flat.views[view], places[view] = origin, along
         eqn.inputs[0] = view
     return places
-
-
-def drop_view(flat: FlatProgram, view: Var) -> None:
-    """Replaces a view by its input in all equations, in place."""
-    origin = flat.views.pop(view)
-    for eqn in flat.walk():
-        eqn.inputs[:] = [origin if atom is view else atom for atom in eqn.inputs]
 
 
 def _cuts(

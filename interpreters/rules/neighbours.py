@@ -1,5 +1,8 @@
 """Neighbours of members: each shard reads the members at the borders of the shards beside it.
 
+`y = bj_neighbours x` becomes `first, last = reduce_by_shard[borders] x;
+y = map_by_shard[windows] x first last`.
+
 A first pass fills tables with the first and the last members of each range, and a second one
 computes each shard with them; see `by_shard`. Nothing is rounded.
 """
@@ -29,11 +32,8 @@ from beamjax.interpreters.rules.by_shard import (
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     Members,
-    MemberwiseRule,
     TracedShard,
-    as_is,
     expansion,
-    rule,
 )
 from beamjax.numerics.reducers import PICK
 from beamjax.ops import primitives
@@ -43,12 +43,6 @@ NAME = "neighbours"
 """The name of the operator for `explain`."""
 MAX_BORDER_BYTES = 64 << 20
 """Largest size of the members at the borders of all shards, in bytes."""
-
-
-@rule("bj_neighbours", "bj_sum_of_neighbours")
-def _reads_members(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
-    """Where the members are; members depend on each other, so a shard alone can't compute them."""
-    return MemberwiseRule((0,), (0,), as_is) if n is None else None
 
 
 @expansion("bj_neighbours", "bj_sum_of_neighbours", ordered=True)

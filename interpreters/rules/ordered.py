@@ -1,5 +1,9 @@
 """Running totals and QR decompositions: two passes over the members in order.
 
+`t = cumsum x` becomes `b = reduce_by_shard[total] x; t = map_by_shard[scan] x b`, where `b` has the
+total of all members before each range. `q, r = qr x` becomes `rs = reduce_by_shard[qr] x;
+m, r = qr rs; q = map_by_shard[qr] x m`, and `svd x` takes the `svd` of that `r`.
+
 The first pass fills a table with a row for each range of members, and the second computes each
 shard with it; see `by_shard`. The bits of results depend only on the size of shards. For example,
 what a running sum adds for the members before a shard is the exactly rounded sum of the totals of

@@ -1,8 +1,10 @@
 """Expands scans over members to maps and reductions.
 
-`lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map. A scan
-that only adds to a carried value, such as the derivative of `lax.map` by a server value, is a map
-and a sum. The same holds for products, maxima and minima.
+`lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map:
+`ys = scan[f] x` becomes `ys = bj_map[f] x`. A scan that only adds to a carried value, such as the
+derivative of `lax.map` by a server value, is a map and a sum: `c, ys = scan[c + f(x), g(x)] c0 x`
+becomes `fs, ys = bj_map[f, g] x; s = bj_reduce_sum fs; c = add c0 s`. The same holds for products,
+maxima and minima.
 """
 
 from __future__ import annotations

@@ -188,22 +188,34 @@ class Members:
     shard_size: int | None
 
 
-Expansion = Callable[[Eqn, Axes, Members], Callable[..., Sequence[Any]] | None]
+Expand = Callable[[Eqn, Axes, Members], Callable[..., Sequence[Any]] | None]
 """Takes an equation without a rule, the axes of its operands and the members. Returns a function of
 the operands with the same results, all of whose equations have rules; None if there is none."""
 
+
+@dataclass(frozen=True)
+class Expansion:
+    """How the equations of a primitive are replaced by others, which have rules.
+
+    Attributes:
+      expand: see above.
+      ordered: whether it needs all members in order. It can't be used if members may be dropped,
+        because those leave gaps.
+    """
+
+    expand: Expand
+    ordered: bool
+
+
 EXPANSIONS: dict[str, Expansion] = {}
-ORDERED_EXPANSIONS: dict[str, Expansion] = {}
-"""The expansions that need all members in order. They can't be used if members may be dropped,
-because those leave gaps."""
+"""The expansion of each primitive that has one."""
 
 
-def expansion(*names: str, ordered: bool = False) -> Callable[[Expansion], Expansion]:
+def expansion(*names: str, ordered: bool = False) -> Callable[[Expand], Expand]:
     """Registers an expansion of the primitives with these names."""
 
-    def register(function: Expansion) -> Expansion:
-        table = ORDERED_EXPANSIONS if ordered else EXPANSIONS
-        table.update(dict.fromkeys(names, function))
+    def register(function: Expand) -> Expand:
+        EXPANSIONS.update(dict.fromkeys(names, Expansion(function, ordered)))
         return function
 
     return register

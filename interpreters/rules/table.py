@@ -14,7 +14,7 @@ others. The answer is one of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from beamjax.interpreters.rules import (  # noqa: F401
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.factors import FACTORS, backward, forward
 from beamjax.interpreters.rules.sharding_rules import (
+    EXPANSIONS,
     RULES,
     Axes,
     MemberwiseRule,
@@ -40,6 +41,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     replaced,
     shape_of,
 )
+from beamjax.ops.primitives import OPERATORS
 
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
@@ -49,6 +51,28 @@ def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | N
     if found is None and name in RULES:
         found = RULES[name](eqn, axes, n)
     return _checked(eqn, found, n)
+
+
+def axes_of_operator(eqn: Eqn) -> Axes | None:
+    """The axes along which a placed operator needs the members in its operands.
+
+    None if it needs all members on the server.
+    """
+    nowhere = [None] * len(eqn.inputs)
+    if eqn.primitive.name in EXPANSIONS:
+        return [0] * len(eqn.inputs)
+    found = classify(eqn, nowhere, None)
+    return None if found is None else found.in_axes
+
+
+def check_operators(names: Iterable[str]) -> None:
+    """Raises a TypeError if one of these placed operators has neither a rule nor an expansion."""
+    missing = [name for name in names if name not in RULES and name not in EXPANSIONS]
+    if missing:
+        raise TypeError(
+            f"found no rule of the placed operators {missing}, expected one in rules.table: "
+            "decorate a function with @rule or @expansion"
+        )
 
 
 def _checked(
@@ -100,3 +124,7 @@ def _axes_of_members(eqn: Eqn, n: Any) -> Iterator[Axes]:
         for k, dim in enumerate(shape_of(atom)):
             if dim == n:
                 yield replaced([None] * len(eqn.inputs), i, k)
+
+
+# The number of members is a server value, which no pass computes.
+check_operators(OPERATORS - {"bj_size"})

@@ -2,9 +2,10 @@
 
 The gradient of a loss by weights that all members share is such a sum: each member computes the
 outer product of its input and its cotangent, which is as large as the weights, and these products
-are added up. One `dot_general` that contracts over the members as well gives the same sum, and no
-member needs memory for a product of its own. XLA does this by itself only for a shard without
-padding that is computed all at once.
+are added up. One `dot_general` that contracts over the members as well gives the same sum:
+`ps = bj_map[outer] xs ys; s = bj_reduce_sum ps` becomes `us, vs = bj_map[factors] xs ys;
+s = dot_general us vs`. No member needs memory for a product of its own. XLA does this by itself
+only for a shard without padding that is computed all at once.
 
 The body of the map is traced anew, with a `_Sum` in place of the result of each product. Equations
 that are linear in it (transposes, sums, scaling by one number) are noted in the `_Sum`; all others

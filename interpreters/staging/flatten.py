@@ -38,7 +38,7 @@ from beamjax.interpreters.program import (
 from beamjax.interpreters.staging import control_flow
 from beamjax.interpreters.staging.float0 import FLOAT0, without_float0
 from beamjax.interpreters.staging.lines import find_equation, user_line
-from beamjax.interpreters.staging.simplify import Ravels, hoist, prune
+from beamjax.interpreters.staging.simplify import hoist, prune
 from beamjax.ops.weights import unweighted
 
 CALLS = frozenset(
@@ -100,7 +100,6 @@ class Inliner:
         self.block: FlatBlock = flat
         self.names = map("v{}".format, itertools.count())
         self.constants: dict[int, Var] = {}
-        self.ravels = Ravels()
         # For each value that a map returns unchanged, that map.
         self.maps: dict[Var, Eqn] = {}
         # For each result of a broadcast, the placement and the server value.
@@ -170,7 +169,6 @@ class Inliner:
             self.broadcasts[outputs[0]] = params["placement"], inputs[0]
         effects = frozenset(_compat.outer_effects(eqn.effects))
         new = Eqn(primitive, params, inputs, outputs, line, effects=effects)
-        self.ravels.see(new)
         if not new.is_placed_operator and (weights := unweighted(self.name_stack)):
             self.flat.unweighted.update(dict.fromkeys(outputs, weights))
         if primitive.name == "bj_map":

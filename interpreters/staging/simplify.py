@@ -2,10 +2,9 @@
 
 * `hoist` moves computations on all members out of the body of a map. `map_fn(lambda v: v -
   jnp.mean(x, 0), x)` closes over all members of `x`. Inside the body, they would have to be
-  gathered. Outside, the mean is a reduction.
-* `Ravels` rewrites reductions and products of raveled arrays to those of the arrays themselves.
-  Raveling merges the axis of the members with others, so that raveled arrays must be gathered. But
-  the results of `jnp.vdot(x, y)` and `x.reshape(-1).sum()` do not depend on the order of elements.
+  gathered. Outside, the mean is a reduction: `y = bj_map[v - mean(x)] x x` becomes
+  `m = reduce_sum x / n; y = bj_map[v - m] m x`.
+* `fold_scalars` computes scalars that depend on no argument.
 * `prune` removes equations that are not used, and unused parts of maps.
 """
 
@@ -13,14 +12,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax.interpreters.program import Atom, Eqn, FlatBlock, Var, aval_of
-from beamjax.numerics.reducers import JAX_REDUCTIONS
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.program import Eqn, FlatBlock, Var
 
 
 def hoist(
@@ -77,50 +77,54 @@ def _numbers(variables: Iterable[Any]) -> int:
     return sum(math.prod(var.aval.shape) for var in variables)
 
 
-# --- raveled arrays
+# --- scalars
+
+_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+"""Operations whose results for floats are correctly rounded, so that NumPy and XLA agree."""
 
 
-VECTORS = (((0,), (0,)), ((), ()))
-"""The dimension numbers of the inner product of two vectors."""
+def fold_scalars(block: FlatBlock, known: Mapping[Var, jex.Literal]) -> None:
+    """Replaces scalars that depend on no argument by literals, in place.
 
+    In the gradient of a mean over 4 members, `s = bj_size; d = div 1.0 s; y = mul x d` becomes
+    `y = mul x 0.25`.
 
-class Ravels:
-    """Tracks which vectors of a program are raveled arrays."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[Atom, Atom] = {}
-
-    def see(self, eqn: Eqn) -> None:
-        """Records an equation that ravels; rewrites one, in place, that reads raveled arrays."""
-        name, shapes = eqn.primitive.name, [getattr(atom.aval, "shape", ()) for atom in eqn.inputs]
-        if name == "reshape" and eqn.params["dimensions"] is None and len(shapes) == 1:
-            (out,) = eqn.outputs
-            if len(out.aval.shape) == 1 < len(shapes[0]) and isinstance(eqn.inputs[0], Var):
-                self.arrays[out] = eqn.inputs[0]
-            return
-        arrays = [self.arrays.get(atom) for atom in eqn.inputs if isinstance(atom, Var)]
-        whole = [array for array in arrays if array is not None]
-        if len(whole) < len(shapes):
-            return
-        changes = _over_arrays(name, eqn.params, [aval_of(array).shape for array in whole])
-        if changes is not None:
-            eqn.params = {**eqn.params, **changes}
-            eqn.inputs = whole
-
-
-def _over_arrays(name: str, params: dict[str, Any], shapes: list[Any]) -> dict[str, Any] | None:
-    """Parameters to change if an equation reads arrays of these shapes instead of raveled ones.
-
-    None if the equation can't be rewritten.
+    Args:
+      block: the block.
+      known: the literals of values of enclosing blocks.
     """
-    if not shapes:
+    found = dict(known)
+    for eqn in block.eqns:
+        for inner in eqn.blocks:
+            fold_scalars(inner, found)
+        if type(eqn) is not Eqn:  # Loops and branches read variables.
+            continue
+        eqn.inputs = [found.get(a, a) if isinstance(a, Var) else a for a in eqn.inputs]
+        literal = _scalar(eqn)
+        if literal is not None:
+            found[eqn.outputs[0]] = literal
+
+
+def _scalar(eqn: Eqn) -> jex.Literal | None:
+    """The result of an equation of literals, if that is simple."""
+    values = [
+        atom.val for atom in eqn.inputs if not isinstance(atom, Var) and not np.ndim(atom.val)
+    ]
+    if len(eqn.outputs) != 1 or len(values) < len(eqn.inputs):
         return None
-    axes = tuple(range(len(shapes[0])))
-    if name in JAX_REDUCTIONS:
-        return {"axes": axes} if params["axes"] == (0,) else None
-    if name == "dot_general" and shapes[0] == shapes[1] and params["dimension_numbers"] == VECTORS:
-        return {"dimension_numbers": ((axes, axes), ((), ()))}
-    return None
+    aval = eqn.outputs[0].aval
+    name, dtype = eqn.primitive.name, aval.dtype
+    if name == "bj_size" and not is_unknown(eqn.params["n"]):
+        return jex.Literal(np.asarray(eqn.params["n"], dtype), aval)
+    if dtype not in (np.float32, np.float64):
+        return None
+    if name == "convert_element_type":
+        return jex.Literal(np.asarray(values[0]).astype(dtype), aval)
+    if name not in _ARITHMETIC:
+        return None
+    with np.errstate(all="ignore"):
+        value = _ARITHMETIC[name](*(np.asarray(value, dtype) for value in values))
+    return jex.Literal(np.asarray(value), aval)
 
 
 # --- dead code

@@ -171,7 +171,7 @@ def test_outputs_say_where_they_come_from():
 
 
 def test_gathers_name_the_line_the_bytes_and_the_reason():
-    explanation = explain(mixed, W, X)
+    explanation = explain(mixed, W, beamjax.from_arrays(np.asarray(X)))
     assert facts_of(explanation).gathered_bytes == 420 + 140
     text = section(explanation, "gathered and scattered")
     assert f"{line_of('mixes')}(mixed)" in text
@@ -183,6 +183,9 @@ def test_gathers_name_the_line_the_bytes_and_the_reason():
     assert line_of("closes") in text
     assert "closes over a placed value" in text
     assert facts_of(explanation).passes == 2
+    in_memory = facts_of(explain(mixed, W, X))
+    assert in_memory.gathered_bytes == 140
+    assert in_memory.inputs[1].read == "whole and by shards, in memory"
     nothing = section(explain(total, W, X), "gathered and scattered")
     assert nothing == "  nothing is gathered"
 
@@ -206,7 +209,7 @@ def test_mermaid_of_awkward_names_and_red_gathers():
     @beamjax.program(clients=N)
     def prog(tree):
         x = tree['x"]--> {#;}']
-        return {'"]|`<': beamjax.reduce_sum(x) + jnp.sort(x, 0)[2]}
+        return {'"]|`<': beamjax.reduce_sum(x) + jnp.sort(2 * x, 0)[2]}
 
     text = explain(prog, {'x"]--> {#;}': X}).to_mermaid()
     check_mermaid(text)
@@ -296,7 +299,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages(stage):
-    explanation = explain(mixed, W, X, stage=stage)
+    explanation = explain(mixed, W, beamjax.from_arrays(np.asarray(X)), stage=stage)
     assert re.search(PATTERNS[stage], str(explanation))
     assert repr(explanation) == str(explanation)
     for html in (explanation.to_html(), explanation._repr_html_()):

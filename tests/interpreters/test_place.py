@@ -157,11 +157,11 @@ PROGRAMS = {
     "columns by their numbers": (
         lambda w, x: jnp.sum(jnp.tanh(x)[:, jnp.asarray([2, 0])], 0) * w[0], (W, X), ".m.", (0, 0)),
     "whole too": (lambda w, x: mapped(w, x) + x[3], (W, X), ".m", (0, 0)),
-    "closed over": (lambda w, x: bj.map_fn(lambda v: x @ v * w[0], x), (W, X), ".m", (1, 0)),
+    "closed over": (lambda w, x: bj.map_fn(lambda v: x @ v * w[0], x), (W, X), ".m", (0, 0)),
     "never placed": (lambda w, x: x[3] * w, (W, X), "..", (0, 0)),
     "returned": (lambda w, x: (x, w, jnp.float32(2)), (W, X), "..", (0, 0)),
     "gathered and placed": (
-        lambda w, x, y: jnp.sort(x * 2, 0)[0] + mapped(w, y), (W, X, Y), "..m", (0, 0)),
+        lambda w, x, y: jnp.sort(x * 2, 0)[0] + mapped(w, y), (W, X, Y), ".mm", (1, 0)),
     "a dimension as long as the placement": (
         lambda w, x: (total(lambda v: w @ v, x), w @ jnp.mean(x, 1)), (SQUARE,) * 2, ".m", (0, 1)),
     "unused": (lambda w, x: total(lambda i: w * i, jnp.arange(float(N))), (W, X), "..", (0, 0)),
@@ -181,7 +181,7 @@ PROGRAMS = {
     "flat rows": (
         lambda x: total(lambda v: v[::-1], cut(x, B, 4)), (ROWS.reshape(-1),), "r", (0, 0)),
     "rows also whole": (lambda x, w: (mean(w, x), jnp.sort(x, axis=None)), (ROWS, W), "r.", (0, 0)),
-    "members also whole": (also_whole, (ROWS, W), "..", (0, 1)),
+    "members also whole": (also_whole, (ROWS, W), "r.", (1, 0)),
     "results of members whole": (
         lambda x, w: jnp.sort(bj.map_fn(lambda v: v @ w, cut(x)), axis=0), (ROWS, W), "r.", (1, 0)),
     "computed once cut": (

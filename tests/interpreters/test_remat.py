@@ -1,4 +1,4 @@
-"""Values that cross passes: computed again or stored, by what both take."""
+"""Values that cross passes: elementwise ones are computed again, others are stored."""
 
 import jax
 import jax.numpy as jnp
@@ -7,83 +7,70 @@ import pytest
 from helpers import assert_close, assert_same_bits, plan_of
 
 import beamjax as bj
-from beamjax.interpreters.cutting import remat as module
 from beamjax.plan.steps import Map
 
-MANY, FEW = 10**6, 96
-X = np.random.default_rng(0).normal(size=(FEW, 1024)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(96, 1024)).astype(np.float32)
 
 
-def variance_of(body, x):
-    y = bj.map_fn(body, x)
-    mean = bj.reduce_mean(y)
-    return bj.reduce_mean(bj.map_fn(lambda v: (v - mean) ** 2, y))
-
-
-@bj.program(clients=None)
-def quick(x):
-    """A map that is no elementwise operation, but hardly any work."""
-    return variance_of(lambda v: jnp.flip(v) * 2.0, x)
-
-
-@bj.program(clients=None)
-def long(x):
-    """The same that is much work."""
-    return variance_of(lambda v: jax.lax.fori_loop(0, 50, lambda _, w: jnp.sin(w) * 2.0, v), x)
-
-
-@bj.program(clients=None)
-def exponential(x):
-    y = jnp.exp(x)
+def squares_from_mean(y):
     return bj.reduce_mean((y - bj.reduce_mean(y)[None]) ** 2)
 
 
-@bj.program(clients=None)
-def chain(x):
-    """Elementwise, but a lot of it."""
-    y = x
+def long_chain(x):
     for _ in range(40):
-        y = jnp.sin(jnp.exp(-y * y))
-    return bj.reduce_mean((y - bj.reduce_mean(y)[None]) ** 2)
+        x = jnp.sin(jnp.exp(-x * x))
+    return x
 
 
-def crossing(fn, n):
-    """ "stored" if the first of two passes returns a placed value, which the second reads."""
-    plan = plan_of(fn, jax.ShapeDtypeStruct((n, 1024), np.float32))
+def on_the_host(v):
+    return jax.pure_callback(lambda v: v, jax.typeof(v), v, vmap_method="sequential")
+
+
+CROSSING = {
+    "operations": (jnp.exp, "recomputed"),
+    "many operations": (long_chain, "recomputed"),
+    "entries in another order": (lambda x: jnp.flip(x, 1) * 2, "recomputed"),
+    "a map of operations": (lambda x: bj.map_fn(lambda v: jnp.flip(v) * 2.0, x), "recomputed"),
+    "a call in a map": (lambda x: bj.map_fn(jax.nn.relu, x), "recomputed"),
+    "a sum": (lambda x: x * jnp.sum(x, axis=1, keepdims=True), "stored"),
+    "a product": (lambda x: bj.map_fn(lambda v: v @ v * v, x), "stored"),
+    "a loop": (
+        lambda x: bj.map_fn(lambda v: jax.lax.fori_loop(0, 2, lambda _, w: w * 2, v), x), "stored"),
+    "a draw": (
+        lambda x: bj.map_fn(lambda v: v * jax.random.normal(jax.random.key(0)), x), "stored"),
+    "operations on what is stored": (
+        lambda x: jnp.exp(bj.map_fn(lambda v: v / (v @ v), x)), "stored"),
+    "a call of the host": (lambda x: bj.map_fn(on_the_host, x), "stored"),
+}  # fmt: skip
+
+
+def crossing(fn, *args):
+    """Whether the first of two passes returns a placed value, which the second reads."""
+    plan = plan_of(fn, *args)
     first, second = (step for step in plan.steps if isinstance(step, Map))
     assert set(first.results) <= set(second.operands)
     if first.results:
         return "stored"
     assert first.operands == second.operands  # it reads the input
-    return "rematerialized"
+    return "recomputed"
 
 
-CHOSEN = {
-    quick: ("rematerialized", "stored"),
-    long: ("stored", "stored"),
-    exponential: ("rematerialized", "rematerialized"),
-    chain: ("stored", "rematerialized"),
-}
+@pytest.mark.parametrize("name", CROSSING)
+def test_elementwise_values_are_recomputed_and_others_stored(name):
+    make, expected = CROSSING[name]
+    prog = bj.program(clients=None)(lambda x: squares_from_mean(make(x)))
+    assert crossing(prog, X) == expected
 
 
-@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
-def test_costs_decide_where_they_clearly_do(fn):
-    assert (crossing(fn, MANY), crossing(fn, FEW)) == CHOSEN[fn]
+@pytest.mark.parametrize("name", ["operations", "a map of operations", "a product"])
+def test_answers_are_those_of_jit_and_of_beam(name):
+    prog = bj.program(clients=None)(lambda x: squares_from_mean(CROSSING[name][0](x)))
+    local = bj.run(prog, X, runner="local")
+    assert_close(local, jax.jit(prog)(X))
+    assert_same_bits(bj.run(prog, X, runner="DirectRunner"), local)
 
 
-def test_answers_are_the_same_either_way(monkeypatch):
-    for fn in CHOSEN:
-        for worth in (module.WORTH_SECONDS, 0.0):
-            monkeypatch.setattr(module, "WORTH_SECONDS", worth)
-            fresh = bj.program(clients=None)(lambda x, fn=fn: fn(x))
-            local = bj.run(fresh, X, runner="local")
-            assert_close(local, jax.jit(fn)(X))
-        assert_same_bits(bj.run(fresh, X, runner="DirectRunner"), local)
-        assert crossing(fresh, FEW) == CHOSEN[fn][0]  # as for many members
-
-
-def test_calls_to_the_host_are_not_rematerialized(monkeypatch):
-    monkeypatch.setattr(module, "WORTH_SECONDS", 0.0)
+def test_a_call_of_the_host_is_made_once_a_member():
     seen = []
 
     def host(v):
@@ -93,9 +80,9 @@ def test_calls_to_the_host_are_not_rematerialized(monkeypatch):
     @bj.program(clients=None)
     def program(x):
         of = jax.ShapeDtypeStruct((1024,), np.float32)
-        return variance_of(lambda v: jax.pure_callback(host, of, v, vmap_method="sequential"), x)
+        body = lambda v: jax.pure_callback(host, of, v, vmap_method="sequential")
+        return squares_from_mean(bj.map_fn(body, x))
 
-    assert crossing(program, FEW) == "stored"
     bj.run(program, X[:16], runner="local", options={"shard_size": 8})
     assert len(seen) == 16
 
@@ -104,13 +91,7 @@ def test_what_is_an_output_is_stored():
     @bj.program(clients=None)
     def program(x):
         y = bj.map_fn(lambda v: jnp.flip(v) * 2.0, x)
-        return variance_of(lambda v: v, y), y
+        return squares_from_mean(y), y
 
-    plan = plan_of(program, jax.ShapeDtypeStruct((MANY, 1024), np.float32))
-    first = next(step for step in plan.steps if isinstance(step, Map))
-    assert first.results
-
-
-def test_what_is_clear():
-    cases = {(3.0, 10.0): True, (4.0, 10.0): False, (0.0, 0.9): False, (10.0, 3.0): False}
-    assert {times: module._is_clear(*times) for times in cases} == cases
+    passes = [step for step in plan_of(program, X).steps if isinstance(step, Map)]
+    assert sum(len(step.results) for step in passes) == 1

@@ -19,7 +19,7 @@ from beamjax.interpreters.placement import (
     rewrites,
     views,
 )
-from beamjax.interpreters.staging import flatten, simplify
+from beamjax.interpreters.staging import flatten
 
 N = 12
 MEMBERS = jnp.ones((N, 4))
@@ -92,16 +92,16 @@ def changes(x):
 
 
 REWRITES = [
-    (decomposed, rewrites, "ORDERED_EXPANSIONS", {}),
-    (changes, rewrites, "ORDERED_EXPANSIONS", {}),
+    (decomposed, rewrites, "EXPANSIONS", {}),
+    (changes, rewrites, "EXPANSIONS", {}),
     (one_entry, reshaped, "_entries", nothing),
-    (soft_totals, rewrites, "ORDERED_EXPANSIONS", {}),
-    (running_sums, rewrites, "ORDERED_EXPANSIONS", {}),
+    (soft_totals, rewrites, "EXPANSIONS", {}),
+    (running_sums, rewrites, "EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
-    (largest_of_all, propagate, "PATTERNS", (rewrites.expansions,)),
-    (sums_of_groups, propagate, "PATTERNS", (rewrites.expansions,)),
-    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expansions,)),
-    (product_of_all, simplify.Ravels, "see", nothing),
+    (largest_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
+    (sums_of_groups, propagate, "PATTERNS", (rewrites.expanded,)),
+    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expanded,)),
+    (product_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),
     (made_of_rows, propagate, "make_views", no_views),
@@ -127,6 +127,23 @@ def test_rewrites_fire(monkeypatch, function, where, name, off):
     assert avoided_steps(function) == []
     monkeypatch.setattr(where, name, off)
     assert avoided_steps(function) != []
+
+
+@pytest.mark.versions
+def test_what_a_loop_carries_along_the_members_is_created_by_shards(monkeypatch):
+    @bj.program(clients=N)
+    def prog(x):
+        one = lambda i, c: c + bj.map_fn(jnp.cos, x)
+        return jax.lax.fori_loop(0, 3, one, jnp.zeros((N, 4)))
+
+    def kinds():
+        fresh = bj.program(clients=N)(lambda x: prog(x))
+        return {step.kind for step in all_steps(facts_of(bj.explain(fresh, MEMBERS)).steps)}
+
+    assert "Loop" in kinds()
+    assert "Scatter" not in kinds()
+    monkeypatch.setattr(propagate, "create_at_borders", nothing)
+    assert "Scatter" in kinds()
 
 
 @pytest.mark.parametrize("function", [each[0] for each in REWRITES[:-2]], ids=lambda f: f.__name__)

@@ -3,6 +3,8 @@
 The rows are in `rule_rows`: small programs, and what the plan should make of each.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,11 @@ from programs import run_everywhere, step_kinds
 from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
-from beamjax.interpreters.rules import factors
+from beamjax.interpreters.rules import factors, table
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.factors import FACTORS
 from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
-    ORDERED_EXPANSIONS,
     REDUCTION_RULES,
     RULES,
 )
@@ -32,6 +33,11 @@ IN_GATE = """
 """Groups of which the values are checked for every change; the others are checked each night."""
 
 
+def _computed(v):
+    """The value itself, as a result of a pass: an argument in memory is never gathered."""
+    return lax.optimization_barrier(v)
+
+
 def as_program(function, args):
     """The program of `function` on the arguments, and the arguments as plain arrays."""
     n = next(len(a.value) for a in args if isinstance(a, Placed))
@@ -40,7 +46,7 @@ def as_program(function, args):
     def prog(*values):
         return function(
             *(
-                jnp.moveaxis(bj.map_fn(lambda v: v, x), 0, a.axis) if isinstance(a, Placed) else x
+                jnp.moveaxis(bj.map_fn(_computed, x), 0, a.axis) if isinstance(a, Placed) else x
                 for x, a in zip(values, args, strict=True)
             )
         )
@@ -105,11 +111,15 @@ def test_every_rule_fires(monkeypatch):
         return found
 
     of_label = factors._of_label
-    tables = RULES, CREATE, REDUCTION_RULES, EXPANSIONS, ORDERED_EXPANSIONS
+    tables = RULES, CREATE, REDUCTION_RULES
     names = {name for name in (*FACTORS, *RULES, *CREATE) if not name.startswith("bj_")}
-    for table in tables:
-        for name, sharding_rule in table.items():
-            monkeypatch.setitem(table, name, noted(name, sharding_rule))
+    names |= {f"{name} expanded" for name in EXPANSIONS if not name.startswith("bj_")}
+    for name, each in EXPANSIONS.items():
+        expand = noted(f"{name} expanded", each.expand)
+        monkeypatch.setitem(EXPANSIONS, name, dataclasses.replace(each, expand=expand))
+    for rules in tables:
+        for name, sharding_rule in rules.items():
+            monkeypatch.setitem(rules, name, noted(name, sharding_rule))
     monkeypatch.setattr(
         factors, "_of_label", lambda eqn, *args: noted(eqn.primitive.name, of_label)(eqn, *args)
     )
@@ -119,6 +129,12 @@ def test_every_rule_fires(monkeypatch):
                 prog, values = as_program(function, args)
                 bj.explain(prog, *values, options=OPTIONS)
     assert sorted(names - fired - NEW_IN_JAX - set(WITHOUT_ROWS)) == []
+
+
+def test_a_placed_operator_without_a_rule_is_an_error_at_import():
+    table.check_operators(["bj_map", "bj_neighbours"])
+    with pytest.raises(TypeError, match=r"no rule of the placed operators \['bj_unknown'\]"):
+        table.check_operators(["bj_map", "bj_unknown"])
 
 
 def marked(name):

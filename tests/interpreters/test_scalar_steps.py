@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_a_step(monkeypatch, name, x64):
         found = bj.run(PROGRAMS[name], *args, runner="local", options=options)
         on_beam = bj.run(PROGRAMS[name], *args, runner="DirectRunner", options=options)
         count = len(steps_of(PROGRAMS[name], *args))
-        monkeypatch.setattr(planning, "without_scalar_steps", lambda _, stages: list(stages))
+        monkeypatch.setattr(planning, "fold_scalars", lambda *_: None)
         other = bj.program(placements={"clients": "x"})(lambda w, x: PROGRAMS[name](w, x))
         by_steps = bj.run(other, *args, runner="local", options=options)
         assert len(steps_of(other, *args)) > count

@@ -120,7 +120,7 @@ def gathered_once(w, x):
     return y[3], jnp.sort(y, 0), y[:2]
 
 
-@case("SCM", [0, 0, 1], (1, 1))
+@case("MGSCM", [0, 0, 0, 0, 1], (1, 1), (1, 1))
 def scattered_once(w, x):
     order = jnp.sort(jnp.sum(x, (1, 2)))
     return bj.map_fn(lambda a: a + 1, order), bj.reduce_sum(order)
@@ -278,7 +278,7 @@ def test_reasons_functions_and_lines():
         y = bj.map_fn(weigh, x)
         ordered = jnp.sort(y, 0)
         far = bj.map_fn(lambda v: y @ v, x)
-        return ordered, bj.reduce_sum(far), bj.map_fn(jnp.cos, jnp.cumsum(y, 0))
+        return ordered, bj.reduce_sum(far), bj.map_fn(jnp.cos, jnp.sort(y, 0))
 
     steps = facts_of(bj.explain(prog, V, options=OPTIONS)).steps
     first = prog.__wrapped__.__code__.co_firstlineno

@@ -170,7 +170,7 @@ def jacobian_of_scan(x):
     return jax.jacfwd(last)(x)
 
 
-@over_members(X, plan="maps 1, gathers 1")
+@over_members(X, plan="maps 1")
 def scan_over_the_members(x):
     # One member after the other can't be distributed.
     last, running = lax.scan(lambda c, v: (jnp.tanh(c + v), c), jnp.zeros(3), x)
@@ -209,7 +209,7 @@ def keys_as_state(key, x):
     return lax.scan(one, (key, keys), None, length=3)
 
 
-@over_members(W, X, plan="maps 1, gathers 1, loops 1")
+@over_members(W, X, plan="maps 1, loops 1")
 def sorting_in_rounds(w, x):
     # The sort takes all members, and what follows stays on the server, round after round.
     one = lambda c, _: (jnp.sort(c, 0) * 0.5 + bj.reduce_mean(bj.map_fn(jnp.sin, x))[None], c[0])
@@ -476,7 +476,7 @@ case(X, K, guarded=True)(float0_made_in_programs)
 case(X, K, guarded=True, plan="maps 4, loops 2, branches 1")(float0_carried)
 
 
-@over_members(X, zeros(N, 2), zeros(3), guarded=True, plan="maps 1, gathers 1")
+@over_members(X, zeros(N, 2), zeros(3), guarded=True, plan="maps 1")
 def float0_inputs(x, placed, served):
     both = lax.concatenate([placed, placed], 0)
     outside = placed[2], placed.reshape(2 * N), both, jnp.sort(x, axis=0)

@@ -1,0 +1,92 @@
+"""Says in a line which rule makes an equation part of a step, for `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from beamjax.interpreters.cutting.stages import (
+    BranchStage,
+    Emission,
+    GatherStage,
+    LoopStage,
+    MapStage,
+    ScatterStage,
+    ServerStage,
+    Stage,
+)
+from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.sharding_rules import ReductionRule, draw_by_batch
+from beamjax.interpreters.staging.flatten import HOST_CALLS
+
+ALONG, REDUCES, CREATED = "along the members", "reduces over the members", "created on workers"
+"""The rules by which a pass computes an equation; see docs/concepts.md."""
+
+INSTEAD = {
+    **dict.fromkeys(("sort", "top_k"), "beamjax.quantile finds medians and quantiles by passes"),
+    **dict.fromkeys(
+        """
+        concatenate conv_general_dilated pad reduce_window reduce_window_max reduce_window_min
+        reduce_window_sum rev slice
+        """.split(),
+        "beamjax.neighbours gives each member those beside it by passes",
+    ),
+    "dot_general": "x.T @ x, which contracts the members, is a reduction",
+    "reshape": "a reduction of x itself, or of its other axes, needs no reshape",
+    "scan": "beamjax.map_fn, beamjax.reduce and jnp.cumsum take the members in passes",
+}
+"""For primitives that mix members, the operator that gathers nothing."""
+
+
+def why_on_server(user: Eqn) -> str:
+    """Why an equation reads a placed value on the server, as text."""
+    name = user.primitive.name
+    if name == "bj_map":
+        draw = draw_by_batch(user.params["jaxpr"])
+        if draw is not None:
+            return (
+                f"the body {user.params['name']} draws from rbg keys ({draw[0]} at "
+                f"{draw[1] or user.line}), and such draws depend on all members"
+            )
+        return f"the body {user.params['name']} closes over a placed value"
+    if user.is_placed_operator:
+        return f"{_short(user)} reads it as a server value"
+    if name in HOST_CALLS:
+        return f"{name} calls back to the host with all members"
+    instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+    return f"{name} mixes members{instead}"
+
+
+def rule_of(stage: Stage) -> str:
+    """The rule that chose a stage, in a line."""
+    match stage:
+        case MapStage(emissions=emissions):
+            groups: dict[str, list[Eqn]] = {}
+            for emission in emissions:
+                groups.setdefault(_answer(emission), []).append(emission.eqn)
+            order = (answer for answer in (ALONG, REDUCES, CREATED) if answer in groups)
+            return "; ".join(f"{answer}: {_names(groups[answer])}" for answer in order)
+        case ServerStage(eqns=eqns):
+            return f"on the server, as no operand is placed: {_names(eqns)}"
+        case LoopStage() | BranchStage():
+            what = "rounds" if isinstance(stage, LoopStage) else "branches"
+            return f"its {what} have steps of their own, as they hold operators or gather nothing"
+        case GatherStage(user=user):
+            return f"gathered: {why_on_server(user)}"
+        case ScatterStage(user=user):
+            return f"scattered: {_short(user)} reads a server value along the members"
+
+
+def _answer(emission: Emission) -> str:
+    if isinstance(emission.rule, ReductionRule):
+        return REDUCES
+    is_placed = any(axis is not None for axis in emission.rule.in_axes)
+    return ALONG if is_placed else CREATED
+
+
+def _names(eqns: Iterable[Eqn]) -> str:
+    return ", ".join(dict.fromkeys(map(_short, eqns)))
+
+
+def _short(eqn: Eqn) -> str:
+    name = eqn.primitive.name
+    return "map_fn" if name == "bj_map" else name.removeprefix("bj_")
