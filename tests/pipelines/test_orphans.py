@@ -8,10 +8,15 @@ import threading
 import time
 from pathlib import Path
 
+import cluster_runners
+import jax
+import numpy as np
 import psutil
 import pytest
 
+import beamjax as bj
 from beamjax.pipelines.clusters import guard, processes
+from beamjax.pipelines.clusters.flink_rest import FlinkRest
 from beamjax.telemetry import process_ids
 
 LAUNCHER = """
@@ -83,6 +88,29 @@ def test_only_the_pipelines_of_a_launcher_that_is_gone_are_cancelled(end, flink)
     # What comes later was on its way.
     flink.jobs[:] = [{"jid": "4", "name": name, "state": "RUNNING"}]
     assert processes.wait_until(lambda: "/jobs/4?mode=cancel" in flink.cancelled, 20)
+
+
+@pytest.mark.parametrize("name", cluster_runners.params("flink"))
+def test_what_reaches_a_cluster_after_its_launcher_was_interrupted(name, started):
+    runner = started(name)
+    address = f"http://127.0.0.1:{runner.supervisor.cluster.rest_port}"
+    ended = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, address, "interrupted"],
+        input="\n", capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    late = f"{ended.stdout.strip()}-late"
+
+    def slow(v):
+        time.sleep(0.25)
+        return v
+
+    body = lambda v: jax.pure_callback(slow, v, v, vmap_method="sequential")
+    total = bj.program(placements={"rows": None})(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    options = runner.flags(job_name=late, shard_size=8)
+    with pytest.raises(bj.WorkerError):
+        bj.run(total, np.ones(256, np.float32), runner=runner.name, options=options)
+    jobs = [job for job in FlinkRest(address).named(None) if job["name"].startswith(late)]
+    assert [job["state"] for job in jobs] == ["CANCELED"]
 
 
 @pytest.mark.long
