@@ -542,6 +542,12 @@ def _kill_all(process: Process) -> None:
     process.wait()
 
 
+def kept_logs(hosts: Hosts) -> str:
+    """Copies the logs of all hosts, and says where they are."""
+    kept = shutil.copytree(hosts.folder / "logs", tempfile.mkdtemp(), dirs_exist_ok=True)
+    return f"logs are in {kept}"
+
+
 @contextlib.contextmanager
 def started(folder: Path) -> Iterator[Hosts]:
     """A context with four hosts and a cluster on them."""
@@ -553,8 +559,8 @@ def started(folder: Path) -> Iterator[Hosts]:
             hosts.start("pool", host)
             hosts.start("tm", host)
         hosts.start("jobserver", "a")
-        if not _wait(lambda: (hosts.ask("overview") or {}).get("slots-total") == 2, 120):
-            sys.exit(f"the cluster does not start; see {folder / 'logs'}")
+        if not _wait(lambda: (hosts.ask("overview") or {}).get("slots-total") == 2, 300):
+            sys.exit(f"the cluster does not start; {kept_logs(hosts)}")
         yield hosts
     finally:
         hosts.down()
@@ -599,8 +605,7 @@ def main() -> None:
         print(f"{bench.passed} passed")
         if bench.failures:
             print(f"failed: {', '.join(bench.failures)}")
-            kept = shutil.copytree(hosts.folder / "logs", tempfile.mkdtemp(), dirs_exist_ok=True)
-            print(f"logs are in {kept}")
+            print(kept_logs(hosts))
     sys.exit(bool(bench.failures))
 
 
