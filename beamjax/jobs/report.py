@@ -180,7 +180,7 @@ def _lines(report: Report) -> Iterator[str]:
     done = progress.done
     yield f"run of {report.program} on {report.runner}: {report.state}"
     yield f"  began {report.started}, took {progress.seconds:.2f} s"
-    yield f"  planning {progress.planning:.2f} s, starting {progress.starting:.2f} s"
+    yield f"  planning took {progress.planning:.2f} s before, starting {progress.starting:.2f} s"
     yield f"  {done.members:,} members, {progress.members_per_second:,.0f}/s"
     shares = [f"{name} {share:.0%}" for name, share in progress.shares.items() if share >= 0.005]
     if shares:

@@ -341,6 +341,24 @@ def test_what_a_page_shows():
     assert found.data["charts"][-1]["series"] == []
 
 
+def test_time_without_workers_is_starting():
+    samples = []
+    for i in range(41):  # Workers begin after 10 s, and report every second.
+        done = Totals(compute=float(max(0, i // 2 - 10)))
+        samples.append(sample(Progress(done, seconds=i / 2)))
+    given = example_report(samples=columns(samples))
+    progress = dataclasses.replace(given.progress, starting=10.0, planning=3.0)
+    found = html_checks.parsed(dataclasses.replace(given, progress=progress).to_html())
+    assert "planning, before" in found.text
+    charts = {chart["title"]: chart for chart in found.data["charts"]}
+    chart = charts["How workers spend their time"]
+    # Each interval of time has two points.
+    series = {each["name"]: np.array(each["y"][::2]) for each in chart["series"]}
+    at = np.array(chart["x"]).reshape(-1, 2).mean(axis=1)
+    np.testing.assert_array_equal(series["starting"], at <= 10)
+    np.testing.assert_array_equal(series["compute"], at > 10)
+
+
 def test_texts_of_users_stay_texts():
     error = {"type": "ValueError", "message": f"{EVIL}\n" * 9, "traceback": EVIL, "step": EVIL}
     for state in ("running", "failed", "cancelled", "lost"):

@@ -15,6 +15,7 @@ from beamjax.spans import KINDS
 
 BINS = 60
 """Largest number of points in a chart of the speed."""
+STARTING = "starting"
 
 
 def run_page(run: Json) -> Page:
@@ -148,17 +149,23 @@ def _bins(seconds: Sequence[float]) -> list[int]:
 
 
 def _kinds_over_time(samples: Json) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns times in seconds, and the share of each kind of work at these times."""
+    """Returns times in seconds, and the share of each kind of work at these times.
+
+    Until a worker reports, all time is "starting"; that is no kind if it is too short.
+    """
     x: list[float] = []
-    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    shares: dict[str, list[float]] = {kind: [] for kind in (*KINDS, STARTING)}
     left = 0
     for right in _bins(samples["seconds"])[1:]:
         spent = {kind: samples[kind][right] - samples[kind][left] for kind in KINDS}
         total = sum(spent.values())
-        if total <= 0:  # no worker reported in this interval; the next report covers it, too
-            continue
+        if total <= 0 and x and not shares[STARTING][-1]:
+            continue  # no worker reported in this interval; the next report covers it, too
         x += [samples["seconds"][left], samples["seconds"][right]]
         for kind in KINDS:
-            shares[kind] += 2 * [spent[kind] / total]
+            shares[kind] += 2 * [spent[kind] / total if total > 0 else 0.0]
+        shares[STARTING] += 2 * [float(total <= 0)]
         left = right
+    if not any(shares[STARTING]):
+        del shares[STARTING]
     return x, shares
