@@ -34,6 +34,7 @@ from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import evaluate
 from beamjax.runtime.materialized_outputs import (
+    NOTHING,
     MaterializedOutputs,
     materialized_outputs,
     refuse_results,
@@ -292,9 +293,16 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
       The backend, the options and the results of the call, as in `Call`.
     """
     sources = sources_of(call.values.values)
-    options = with_fitting_threads(call.plan, sources, call.options, call.runner)
-    check_memory(call.plan, sources, options, call.runner)
+    # The plan keeps the answer, which may also depend on sources.
+    known = {} if sources else call.planned.fitting
+    options = known.get((call.runner, call.options))
+    if options is None:
+        options = with_fitting_threads(call.plan, sources, call.options, call.runner)
+        check_memory(call.plan, sources, options, call.runner)
+        known[call.runner, call.options] = options
     staged = call.planned.staged
+    if options.keep is None and not staged.returns_keyed:
+        return call.backend, options, NOTHING
     keyed = keyed_outputs(staged.out_tree, options) if staged.returns_keyed else []
     numbers = materialized_numbers(keyed)
     results = materialized_outputs(call.plan, staged.out_tree, options, numbers)

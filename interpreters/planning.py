@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,14 @@ class Planned:
     stages: list[Stage]
     plan: Plan
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def fitting(self) -> dict[tuple[str, Options], Options]:
+        """The options with which runs fit in memory, by runner and the options of the user.
+
+        Only of runs without sources.
+        """
+        return {}
 
 
 def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:

@@ -145,8 +145,9 @@ class SessionWorkers:
         results: MaterializedOutputs,
     ) -> dict[str, np.ndarray | Placed]:
         store, shared = self._store, self.connection.shared
-        known = self._known.setdefault((id(plan), repr(options)), _Known(plan))
-        self._known.move_to_end((id(plan), repr(options)))
+        key = id(plan), options
+        known = self._known.setdefault(key, _Known(plan))
+        self._known.move_to_end(key)
         if len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
         if known.pickled is None:

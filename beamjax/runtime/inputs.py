@@ -12,7 +12,7 @@ import numpy as np
 
 from beamjax.bodies.export import raw_array
 from beamjax.plan.steps import Input, Plan
-from beamjax.runtime.values import Leaf, Ref, Values, ref_to, server
+from beamjax.runtime.values import Leaf, Ref, Values, ref_to
 from beamjax.sources import ArraySource
 from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
 from beamjax.sources.padding import count_padding, mask_of
@@ -141,7 +141,9 @@ class Inputs:
 
     def refs(self) -> dict[str, Ref]:
         """All inputs that steps read, by name."""
-        return {name: server(x) for name, x in self.server().items()} | self.placed(self.reader())
+        types = self.plan.values
+        served = {name: ref_to(array, types[name]) for name, array in self.server().items()}
+        return served | self.placed(self.reader())
 
     def placed(self, reader: Reader) -> dict[str, Ref]:
         """The inputs that steps read by shards, by name, as a reader has them."""

@@ -31,7 +31,7 @@ from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, Material
 from beamjax.runtime.ordered_pool import computing_threads
 from beamjax.runtime.passes import Done, Partials, ShardPass, computed
 from beamjax.runtime.shard_executor import ShardExecutor
-from beamjax.runtime.values import Ref, Values, placed, server
+from beamjax.runtime.values import Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import timed
@@ -184,7 +184,7 @@ class Threads:
         with timed(self.spans, step.name, "compute"):
             known = {name: value.array() for name, value in values.items()}
             found = run_server(self.plan, step, known, self.device)
-        return {name: server(array) for name, array in found.items()}
+        return {name: ref_to(array, self.plan.values[name]) for name, array in found.items()}
 
     def _map(self, step: Map, values: Values) -> Values:
         self.computes()
@@ -206,8 +206,9 @@ class Threads:
             self.monitor.drop(letters.dropped, self.plan.sizes)
         with timed(self.spans, step.name, "merge"):
             reduced = partials.results(self.plan)
-        made = {name: server(array) for name, array in reduced.items()}
-        return made | {name: placed(room) for name, room in rooms.items()}
+        types = self.plan.values
+        made = {name: ref_to(array, types[name]) for name, array in reduced.items()}
+        return made | {name: ref_to(room, types[name], n) for name, room in rooms.items()}
 
     def executor(self, step: Map, values: Values) -> ShardExecutor:
         """The executor of a pass; server values that are on the device are not copied again."""

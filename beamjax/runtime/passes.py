@@ -76,6 +76,13 @@ class Partials:
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
         """The server values that the pass reduces to, by name, when all shards are added."""
+        found = self.of_buffers(plan)
+        for combine, tree in zip(self.step.combines, self.trees, strict=True):
+            found.update(finish_tree(combine, tree))
+        return found
+
+    def of_buffers(self, plan: Plan) -> dict[str, np.ndarray]:
+        """Those of `results` that are not from combines."""
         parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         if not self.accumulators:
             self._begin()
@@ -84,15 +91,12 @@ class Partials:
             found = finish_buffer(plan, self.step, buffer, self.accumulators[piece], where)
             for name, _, values in found:
                 parts[name].append(values)
-        whole = {
+        return {
             name: (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).reshape(
                 plan.values[name].shape
             )
             for name, arrays in parts.items()
         }
-        for combine, tree in zip(self.step.combines if self.trees else (), self.trees, strict=True):
-            whole.update(finish_tree(combine, tree))
-        return whole
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class Resident:
                 accumulator = receive(self.store, data) if isinstance(data, bytes) else data
                 self.monitor.computed(accumulator.provenance)
                 merged.merge(ValueRange.from_key(key), accumulator)
-            found = merged.results(self.plan)
+            found = merged.of_buffers(self.plan)
         return {name: server(array) for name, array in found.items()}
 
     def _reduce_on_workers(

@@ -94,6 +94,21 @@ def test_rounds_have_the_bits_of_a_run_in_this_process():
             assert_same_bits(bj.run(fn, *args, options={**OPTIONS, **more}), expected)
 
 
+def test_a_pass_with_sums_and_a_combine():
+    """Their partials take different ways to the launching process."""
+
+    @bj.program(clients=N)
+    def fn(x, w):
+        y = bj.map_fn(lambda v: v * w, x)
+        tail = bj.reduce(lambda a, b: a * 0.5 + b, y)
+        return bj.reduce_sum(y) / N + tail, bj.reduce_argmax(y)
+
+    looped = lambda x, w: jax.lax.scan(lambda w, _: fn(x, w), w, length=2)
+    expected = bj.run(looped, X, W, runner="local", options=OPTIONS)
+    for more in ({}, THREADS, PROCESSES):
+        assert_same_bits(bj.run(looped, X, W, options={**OPTIONS, **more}), expected)
+
+
 @bj.program(clients=N)
 def until(x, w, limit):
     """The condition is computed in this process, each round is one pass."""
