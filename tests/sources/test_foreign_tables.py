@@ -3,12 +3,16 @@
 import base64
 import contextlib
 import datetime as dt
+import os
+import resource
+import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as encryption
 import pytest
+from pyarrow import csv, orc
 from source_files import TABLES, N, assert_reads, refused, save
 
 import beamjax as bj
@@ -250,3 +254,51 @@ def test_deltas_of_dictionaries(tmp_path):
     source = bj.from_arrow(path, "w", text_bytes=1)
     assert_reads(source, padded(["b", "a", "c", "a", "d", "a"], 1))
     assert_reads(source, padded(["b", "a"], 1), 0, 2)
+
+
+# --- many row groups, many files, no rows
+
+
+def test_row_groups_of_one_row(tmp_path):
+    rows = np.arange(1500.0)
+    table = pa.table({"x": rows, "y": -rows})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=1)
+    source = bj.from_parquet(tmp_path / "x.parquet")
+    assert_reads(source, [rows, -rows])
+    assert_reads(bj.take(source, [3, 700, 1499]), [rows[[3, 700, 1499]], -rows[[3, 700, 1499]]])
+
+
+@pytest.mark.parametrize("end", ["parquet", "arrow", "orc", "csv"])
+def test_more_files_than_a_process_may_open(end, tmp_path):
+    write = {
+        "parquet": lambda table, path: pq.write_table(table, path),
+        "arrow": lambda table, path: save(TABLES["arrow"], path, table),
+        "orc": lambda table, path: orc.write_table(table, str(path)),
+        "csv": lambda table, path: csv.write_csv(table, str(path)),
+    }[end]
+    write(pa.table({"x": np.arange(2)}), tmp_path / f"0.{end}")
+    for number in range(1, 300):
+        shutil.copy(tmp_path / f"0.{end}", tmp_path / f"{number}.{end}")
+    read = {"parquet": bj.from_parquet, "csv": bj.from_csv}.get(end, bj.from_arrow)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd" if os.path.isdir("/proc") else "/dev/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 120, limits[1]))
+    try:
+        source = read(tmp_path)
+        assert_reads(source, {"x": np.tile([0, 1], 300)})
+        assert_reads(source, {"x": np.tile([0, 1], 300)}, 137, 411)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_files_without_rows(tmp_path):
+    full, none = pa.table({"x": np.arange(3.0)}), pa.table({"x": np.zeros(0)})
+    for end, write, read in (
+        ("parquet", pq.write_table, bj.from_parquet),
+        ("orc", lambda table, path: orc.write_table(table, str(path)), bj.from_arrow),
+    ):
+        paths = [tmp_path / f"{number}.{end}" for number in range(3)]
+        for table, path in zip((none, full, none), paths, strict=True):
+            write(table, path)
+        assert_reads(read(paths), {"x": np.arange(3.0)})
+        assert_reads(read(paths[0]), {"x": np.zeros(0)})
