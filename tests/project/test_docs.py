@@ -17,7 +17,9 @@ MAX_NOT_RUN = 12
 
 NEEDS = {
     "howto/libraries": {"numpyro": "the extra 'libraries'"},
-    "howto/other-formats": dict.fromkeys(("h5py", "PIL", "datasets"), "the group 'formats'"),
+    "howto/other-formats": dict.fromkeys(
+        ("h5py", "PIL", "datasets", "xarray", "netCDF4"), "the group 'formats'"
+    ),
 }
 """Packages that a page needs and the tests do not have."""
 
