@@ -24,7 +24,7 @@ from beamjax.interpreters.lowering.buckets import (
     with_padding_checks,
 )
 from beamjax.interpreters.lowering.dropped_members import guard_of
-from beamjax.interpreters.lowering.lower import lower, platforms_of
+from beamjax.interpreters.lowering.lower import lower
 from beamjax.interpreters.lowering.shard_size import file_groups
 from beamjax.interpreters.placement.divisors import divide_by_members_left
 from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
@@ -205,11 +205,12 @@ def _groups_to_cut_at(
             along, mine = placed.place(var), argument.file_rows
             if along is not None and mine:
                 rows[along.placement] = min(mine, rows.get(along.placement, mine))
-    platforms = platforms_of(options)
     groups: dict[str, FileGroups] = {}
     notes = []
     for placement, mine in rows.items():
-        found = file_groups(placed, placement, mine, stages, options, platforms, bool(at_each))
+        found: FileGroups | str = FileGroups(1, mine)
+        if not at_each:
+            found = file_groups(placed, placement, mine, stages, options)
         if isinstance(found, str):
             notes.append(f"The shards of {placement} are not cut at files, because {found}.")
             continue

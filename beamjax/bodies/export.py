@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import re
 import threading
 import time
@@ -24,7 +25,8 @@ from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax._text import as_cause, described
-from beamjax.bodies.jaxprs import equations, working_bytes
+from beamjax.bodies.held_bytes import held_bytes
+from beamjax.bodies.jaxprs import equations
 from beamjax.bodies.python_bodies import python_function
 from beamjax.bodies.transfers import from_device
 from beamjax.bodies.xla_threads import use_lapack
@@ -117,7 +119,7 @@ def export_body(
             narrow = tuple(x.dtype.name for x in results)
             compiled = jax.jit(_widened(function, arguments))
             arguments = list(map(_wider, arguments))
-        working = working_bytes(compiled.trace(*arguments).jaxpr)
+        working = math.ceil(held_bytes(compiled.trace(*arguments).jaxpr).peak)
         failed = NotExportedError
         for platform in platforms:
             exported, unstable = _exported(compiled, arguments, platform)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -73,78 +72,6 @@ def evaluate(
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, apply(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
-
-
-# --- how many bytes are alive at once
-
-_ELEMENTWISE = frozenset(
-    """abs add and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp convert_element_type
-    copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow iota is_finite
-    le log log1p logistic lt max min mul ne neg not nextafter or pow real rem reshape round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor""".split()
-)
-_LIBRARY_CALLS = frozenset(
-    "cholesky custom_linear_solve eig eigh fft geqrf householder_product lu qr scatter scatter-add "
-    "sort svd triangular_solve tridiagonal_solve".split()
-)
-"""Primitives that copy their operands or need buffers of their own."""
-
-
-def working_bytes(closed: Any) -> int:
-    """Bytes that a compiled function needs besides its arguments, results included.
-
-    XLA reports its memory only after compiling, and without the memory of its libraries. The result
-    of an elementwise operation with one reader does not count, since XLA fuses it into the reader.
-
-    Args:
-      closed: the jaxpr, closed or open.
-    """
-    return peak_bytes(closed, fuses=True)
-
-
-def peak_bytes(closed: Any, fuses: bool = False) -> int:
-    """Peak bytes of the values of a jaxpr that are alive at once, results included.
-
-    Arguments do not count. A value is alive from the equation that computes it to its last reader.
-
-    Args:
-      closed: the jaxpr, closed or open.
-      fuses: whether to leave out fused values and add buffers of libraries; see `working_bytes`.
-    """
-    jaxpr = getattr(closed, "jaxpr", closed)
-    readers = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if _is_var(v))
-    readers.update(v for v in jaxpr.outvars if _is_var(v))
-    kinds = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.invars if _is_var(v)}
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if _is_var(v)}
-    last.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if _is_var(v)})
-    held: dict[Any, int] = {}
-    alive = peak = 0
-    for i, eqn in enumerate(jaxpr.eqns):
-        name = eqn.primitive.name
-        parts = [peak_bytes(inner, fuses) for inner in jex.jaxprs_in_params(eqn.params)]
-        inner = max(parts, default=0)
-        if fuses and name in _LIBRARY_CALLS:
-            # A copy of the operands and workspace, by a rule of thumb.
-            inner += 3 * sum(nbytes_of(v.aval) for v in eqn.invars)
-        for v in eqn.outvars:
-            fused = name in _ELEMENTWISE and readers[v] == 1 and _fuses(kinds.get(v))
-            held[v] = 0 if fuses and fused else nbytes_of(v.aval)
-            alive += held[v]
-        peak = max(peak, alive + inner)
-        for v in {v for v in (*eqn.invars, *eqn.outvars) if _is_var(v)}:
-            if last.get(v, i) == i:
-                alive -= held.pop(v, 0)
-    return peak
-
-
-def _fuses(name: str | None) -> bool:
-    """Whether XLA fuses the operands of a primitive into it."""
-    return name is not None and (name in _ELEMENTWISE or name.startswith(("reduce_", "arg")))
-
-
-def _is_var(atom: Any) -> bool:
-    return not hasattr(atom, "val")
 
 
 def nbytes_of(aval: Any) -> int:

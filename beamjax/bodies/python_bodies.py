@@ -15,6 +15,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import platform
 import threading
 import traceback
@@ -30,7 +31,7 @@ import jax
 
 from beamjax import _compat
 from beamjax._text import MAX_CHARACTERS, cut
-from beamjax.bodies.jaxprs import working_bytes
+from beamjax.bodies.held_bytes import held_bytes
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan, PythonBody, Vectorization
@@ -162,11 +163,11 @@ class PythonFunction:
         return call
 
     def check(self, members: int | None, arguments: Sequence[Any]) -> int:
-        """Lowers the function, to find errors before it runs; returns its `working_bytes`."""
+        """Lowers the function, to find errors before it runs; returns its `held_bytes`."""
         with with_settings(self._settings):
             traced = self._compile(members).trace(*arguments)
             traced.lower()
-            return working_bytes(traced.jaxpr)
+            return math.ceil(held_bytes(traced.jaxpr).peak)
 
     def _compile(self, members: int | None) -> Any:
         if members not in self._compiled:

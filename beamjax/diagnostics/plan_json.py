@@ -423,18 +423,26 @@ Choice = tuple[str, str, str, str]
 """What is chosen, the choice, the reason for it, and the option that fixes it, or ""."""
 
 
+def _at_once_bytes(plan: Plan, step: Map) -> int:
+    """Returns the bytes that the members hold that a pass computes at once."""
+    how, size = step.vectorization, plan.shard_sizes[step.placement]
+    members = {"vmap": size, "batches": how.batch, "loop": 1}[how.kind]
+    operands: int = sum(plan.values[name].nbytes for name in step.operands)
+    return members * operands + plan.bodies[step.body].working
+
+
 def _choices(plan: Plan, every: Iterable[Json], options: Options, runner: str) -> Iterator[Choice]:
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     for placement in dict.fromkeys(step.placement for step in passes.values()):
-        why = "by bytes and operations of a member"
+        why = "as few as pay for a call, by counted operations"
         if options.shard_size is not None:
             why = "the option shard_size"
         cut = ", cut at files" if placement in plan.file_starts else ""
         chosen = f"{plan.shard_sizes[placement]} members{cut}"
         yield f"shards of {placement}", chosen, why, "shard_size"
     for name, step in passes.items():
-        at_once = step.vectorization.kind == "vmap"
-        why = step.loop_reason or ("all members of a shard at once" if at_once else "")
+        why = step.loop_reason or "all members of a shard"
+        why += f": {human_bytes(_at_once_bytes(plan, step))} at once"
         yield f"members in {name}", str(step.vectorization), why, "member_loop"
     for each in every:
         if merge := each.get("merge"):

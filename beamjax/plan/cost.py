@@ -52,7 +52,6 @@ class Rates:
       flops: operations of matrix products per second on one core, in typical bodies (not the peak).
       nbytes: bytes per second between memory and the processor.
       call: seconds to start an operation in an executable.
-      shard: seconds of overhead per shard: passing it to an executable and getting its results.
       extra: units of `Cost.extra` per second. It equals `flops` on a machine where slow operations
         are as slow as the tables in `interpreters/cutting/cost.py` assume.
     """
@@ -60,7 +59,6 @@ class Rates:
     flops: float = 5e10
     nbytes: float = 1e10
     call: float = 1e-6
-    shard: float = 1e-4
     extra: float = 5e10
 
     def seconds(self, cost: Cost) -> float:

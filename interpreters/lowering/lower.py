@@ -20,7 +20,7 @@ from beamjax.bodies.export import (
     wrap,
 )
 from beamjax.errors import StagingError
-from beamjax.interpreters.cutting.cost import server_cost
+from beamjax.interpreters.cutting.cost import member_cost, server_cost
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,
@@ -31,7 +31,7 @@ from beamjax.interpreters.cutting.stages import (
     ServerStage,
     Stage,
 )
-from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.lowering import callbacks
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.lowering.dropped_members import guard_of, with_dropped_masks
@@ -42,10 +42,7 @@ from beamjax.interpreters.lowering.map_bodies import (
 )
 from beamjax.interpreters.lowering.reasons import rule_of, why_on_server
 from beamjax.interpreters.lowering.shard_size import (
-    MASKED_SECONDS,
     choose_vectorization,
-    cost_of_member,
-    masked_values,
     shard_sizes,
     with_whole_blocks,
 )
@@ -53,8 +50,10 @@ from beamjax.interpreters.placement.places import MemberAxis, Place, PlacedProgr
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
     FunctionReductionRule,
+    ReductionRule,
     evaluate,
     read,
+    shape_of,
 )
 from beamjax.ops.primitives import default_promotion
 from beamjax.options import Options
@@ -82,6 +81,8 @@ from beamjax.plan.steps import (
 
 EXECUTABLE_SECONDS = 0.3
 """Assumed seconds to stage, export and compile one more executable."""
+MASKED_SECONDS = 1e-9
+"""Assumed seconds to mask one value of one member."""
 UNKNOWN_MEMBERS = 1 << 20
 """Assumed number of members if it is unknown."""
 
@@ -110,7 +111,7 @@ def lower(
       StagingError: a stage can't be exported, or more would be gathered than the options allow.
     """
     if sizes is None:
-        sizes = shard_sizes(program, stages, options, platforms_of(options))
+        sizes = shard_sizes(program, stages, options)
     sizes = with_whole_blocks(program, stages, sizes)
     return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
 
@@ -360,7 +361,7 @@ class _Lowering:
         if vectorization.kind != "vmap":
             batch = vectorization.batch or 1
             sized = functools.partial(sequential_body, sized, stage, buffers, guard, batch)
-        self.costs[name] = cost_of_member(stage, n)
+        self.costs[name] = member_cost(stage, n)
         eqns = [e.eqn for e in stage.emissions]
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.
@@ -467,7 +468,18 @@ def _separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n
-    return masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+    return _masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+
+
+def _masked_values(stage: MapStage, n: Any) -> float:
+    """The number of values per member that reductions read."""
+    values = 0.0
+    for emission in stage.emissions:
+        if isinstance(emission.rule, ReductionRule):
+            for atom, axis in zip(emission.eqn.inputs, emission.rule.in_axes, strict=True):
+                if axis is not None:
+                    values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
+    return values
 
 
 def platforms_of(options: Options) -> tuple[str, ...]:

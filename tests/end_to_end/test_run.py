@@ -84,7 +84,7 @@ FILES = {
 }
 PIECES = {"plan.buffer_ranges.RANGE_VALUES": 2}
 GROUPS = {"plan.merging.MERGE_RATE": 1.0}
-LARGE = {"interpreters.lowering.shard_size.LARGE_MEMBER_BYTES": 0}
+LARGE = {"interpreters.lowering.shard_size.MAX_SHARD_BYTES": 0}
 APART = {"interpreters.lowering.lower.MASKED_SECONDS": 1.0}
 AT_ONCE = {f"runtime.shard_times.{name}": 0.0 for name in ("LONG", "WORTH_STARTING", "SURELY_LONG")}
 FAST, LOOP = {"reduction": "fast"}, {"member_loop": "loop"}

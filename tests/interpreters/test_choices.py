@@ -42,7 +42,7 @@ def test_each_choice_has_its_option_and_its_reason():
     found = explained(rounds, W, X, options=options)
     expected = {
         "shards of clients": ("24 members", "the option shard_size"),
-        "members in map_clients_0": ("loop", "the option member_loop='loop'"),
+        "members in map_clients_0": ("loop", "the option member_loop='loop': 804 B at once"),
         "reduction of map_clients_0": ("16 B a shard, merged in one step", "on one worker"),
         "rounds of loop_0": ("on resident workers", "one job serves all rounds"),
     }

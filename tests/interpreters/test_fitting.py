@@ -144,8 +144,8 @@ def test_shards_are_those_of_usual_members():
     rows = {"x": np.zeros((sum(lengths), 3), np.float32), "y": np.zeros(sum(lengths), np.float32)}
     sizes = lambda *args, **options: planned(*args, **options).plan.shard_sizes["clients"]
     source, alone = (bj.from_ragged(rows, lengths, buckets=b) for b in (None, [20_000]))
-    assert sizes(mean_loss, W, alone) == 16  # in batches of 8
-    assert sizes(mean_loss, W, source) == 64
+    assert sizes(mean_loss, W, alone) == 64
+    assert sizes(mean_loss, W, source) == 64  # of the longest, no more fit in 32 MiB
     assert sizes(mean_loss, W, source, shard_size=16) == 16
     huge = bj.from_ragged(np.zeros(2_000_999, np.float32), [*np.full(999, 1), 2_000_000])
 

@@ -1,13 +1,21 @@
 """How many members make a shard."""
 
+import os
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import plan_of
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from streams import stream
 
 import beamjax as bj
+from beamjax.interpreters.lowering import shard_size
+from beamjax.interpreters.lowering.shard_size import Pass
 
 
 def array(*shape, dtype="float32"):
@@ -74,7 +82,7 @@ def table(n):
     return prog, array(n, 32)
 
 
-def small_network(n):
+def network(n):
     def loss(w, x):
         return jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2
 
@@ -82,20 +90,12 @@ def small_network(n):
     def prog(u, v, x):
         return bj.reduce_mean(bj.map_fn(lambda x: jax.grad(loss)((u, v), x), x))
 
-    return prog, jnp.zeros((16, 32)), jnp.zeros(32), array(n, 16)
+    return prog, jnp.zeros((784, 256)), jnp.zeros(256), array(n, 784)
 
 
 def outer_products(n, size):
     prog = bj.program(clients=n)(lambda x: bj.reduce_sum(jnp.tanh(x[:, :, None] * x[:, None, :])))
     return prog, array(n, size)
-
-
-def many_results(count):
-    @bj.program(clients=10_000)
-    def prog(x):
-        return [bj.map_fn(lambda v, i=i: jnp.sin(v * i), x) for i in range(1, count)]
-
-    return prog, array(10_000, 2048)
 
 
 def two_placements():
@@ -113,14 +113,6 @@ def waits_for_data():
     return mean_of(body, *regression(10)[2:], shared=array(64))
 
 
-def calls_back():
-    def body(w, x, y):
-        jax.debug.callback(lambda v: None, y[0])
-        return w * x[0]
-
-    return mean_of(body, *regression(10)[2:], shared=array(64))
-
-
 def in_order():
     @bj.program(clients=None)
     def prog(w, x):
@@ -133,65 +125,122 @@ def without_a_pass():
     return bj.program(clients=100)(lambda x: x + 1), jnp.zeros(3)
 
 
-AT_ONCE = {"member_loop": "vmap"}
-BATCHES = {"member_loop": "batches"}
+VMAP, BATCHES, LOOP = ({"member_loop": kind} for kind in ("vmap", "batches", "loop"))
 CUDA, BOTH = {"platforms": ["cuda"]}, {"platforms": ["cpu", "cuda"]}
 SIZES = [
-    # All members of a shard at once: as many as the cache holds, at most 64.
-    (regression(10), AT_ONCE, 64),
-    (regression(50, 4096, 64, 256), AT_ONCE, 8),
-    (mean_of(sgd(convolution, 1), array(500, 3, 28, 28), shared=array(8, 3, 3, 3)), AT_ONCE, 8),
-    (mean_of(repeated_sine, array(1000, 1000)), AT_ONCE, 64),
-    (total(20, 2_500_000), AT_ONCE, 8),
-    (outer_products(1000, 256), AT_ONCE, 8),
-    (small_network(10**6), AT_ONCE, 1024),
-    # A shard reads and gives at most 32 MiB: so many arrays of 8 KiB a member.
-    (many_results(128), AT_ONCE, 32),
-    (many_results(129), AT_ONCE, 16),
-    # Tiny members come in thousands, and in more where there are many.
-    (draws(100_000), AT_ONCE, 4096),
-    (draws(262_144), AT_ONCE, 4096),
-    (draws(524_287), AT_ONCE, 4096),
-    (draws(524_288), AT_ONCE, 8192),
-    (draws(10**9), AT_ONCE, 65_536),
+    # As few members as pay for a call; at once as many as the cache holds.
+    (regression(10), {}, 1024, "batches of 32"),
+    (regression(100), {}, 256, "batches of 32"),
+    (regression(1000), {}, 32, "vmap"),
+    (regression(50, 4096, 64, 256), {}, 64, "loop"),
+    (mean_of(sgd(convolution, 1), array(500, 3, 28, 28), shared=array(8, 3, 3, 3)), {}, 64, "loop"),
+    (mean_of(repeated_sine, array(1000, 1000)), {}, 64, "vmap"),
+    (total(10_000, 65_536), {}, 64, "batches of 8"),
+    (waits_for_data(), {}, 2048, "batches of 256"),
+    (in_order(), {}, 3456, "vmap"),
+    # One after the other if members are large.
+    (total(20, 2_500_000), {}, 8, "loop"),
+    (total(20, 2_500_000), CUDA, 8, "loop"),
+    # The same size for other devices, which compute a shard at once.
+    (regression(10), CUDA, 1024, "vmap"),
+    (regression(10), BOTH, 1024, "vmap"),
+    # At least eight shards, of equal size, unless they would be shorter than four calls.
+    (regression(10, n=4096), {}, 512, "batches of 32"),
+    (regression(10, n=1000), {}, 512, "batches of 32"),
+    (draws(100_000), {}, 102_400, "vmap"),
+    (draws(10**9), {}, 4_194_304, "batches of 524288"),
+    # At least two if the result of a shard is large.
+    (network(4000), {}, 1024, "vmap"),
+    (outer_products(1000, 256), {}, 128, "vmap"),
+    # A shard reads and returns at most 32 MiB.
+    (scaled(10_000, 65_536), {}, 128, "batches of 16"),
+    (scaled(10_000, 65_537), {}, 64, "batches of 16"),
+    (table(10**9), {}, 262_144, "batches of 32768"),
     # No more than there are members, in eights.
-    *((scaled(n, 400), AT_ONCE, size) for n, size in [(1, 8), (8, 8), (9, 16), (63, 64), (65, 64)]),
-    (without_a_pass(), {}, 8),
-    (two_placements(), AT_ONCE, (4096, 8)),
-    # On a CPU, a shard has many batches of such a size; work, bytes and n bound their number.
-    (regression(10), {}, 512),
-    (regression(10), BATCHES, 512),
-    (regression(10), CUDA, 64),
-    (regression(10), BOTH, 64),
-    (regression(1000), {}, 64),
-    (regression(10, n=4096), {}, 256),
-    (total(10_000, 65_536), {}, 32),
-    (small_network(10**6), {}, 32_768),
-    (waits_for_data(), {}, 64),
-    (calls_back(), {}, 64),
-    (in_order(), {}, 64),
-    # Tables that are only read come by 8 MiB.
-    (table(100_000), {}, 4096),
-    (table(2_000_000), {}, 65_536),
-    (table(10**9), {}, 65_536),
-    # The user's size, and no more members than there are.
-    (scaled(1000), {"shard_size": 24}, 24),
-    (scaled(30), {"shard_size": 64}, 32),
+    *((scaled(n, 400), {}, size, "vmap") for n, size in [(1, 8), (8, 8), (9, 16), (63, 64)]),
+    (without_a_pass(), {}, 8, ""),
+    (two_placements(), {}, (5120, 256), "vmap"),
+    # What the user chooses, and no more members than there are.
+    (scaled(1000), {"shard_size": 24}, 24, "vmap"),
+    (scaled(30), {"shard_size": 64}, 32, "vmap"),
+    (regression(10), {"shard_size": 64}, 64, "batches of 32"),
+    (regression(10), VMAP, 1024, "vmap"),
+    (regression(10), LOOP, 1024, "loop"),
+    (regression(1000), BATCHES, 32, "batches of 16"),
 ]
 
 
-def test_sizes_fit_the_members_the_cache_and_the_platform():
+def test_sizes_follow_from_what_passes_hold_and_compute():
     faults = []
-    for number, ((fn, *args), options, expected) in enumerate(SIZES):
-        found = tuple(plan_of(fn, *args, **options).shard_sizes.values())
-        if found != (expected if isinstance(expected, tuple) else (expected,)):
-            faults.append((number, args, options, found, expected))
+    for number, ((fn, *args), options, size, how) in enumerate(SIZES):
+        plan = plan_of(fn, *args, **options)
+        found = tuple(plan.shard_sizes.values())
+        first = next(map(str, plan.vectorizations.values()), "")
+        if (found, first) != (size if isinstance(size, tuple) else (size,), how):
+            faults.append((number, options, found, first, size, how))
     assert faults == []
 
 
 def test_members_of_unknown_number_come_in_shards_of_the_usual_size():
     fn = bj.program(clients=None)(lambda x: bj.reduce_mean(bj.map_fn(jnp.tanh, x)))
     for size in (1000, 30_000, 300_000):
-        known = plan_of(fn, array(10_000, size), **AT_ONCE).shard_sizes
-        members = stream(np.zeros((3, size), np.float32))
-        assert plan_of(fn, members, **AT_ONCE).shard_sizes == known, size
+        known = plan_of(fn, array(10**6, size))
+        found = plan_of(fn, stream(np.zeros((3, size), np.float32)))
+        assert found.shard_sizes == known.shard_sizes, size
+        assert found.vectorizations == known.vectorizations, size
+
+
+def test_sizes_do_not_depend_on_the_machine(monkeypatch):
+    fn, *args = regression(10, n=4096)
+    before = plan_of(fn, *args)
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
+    after = plan_of(lambda *args: fn(*args), *args)
+    assert (after.shard_sizes, after.vectorizations) == (before.shard_sizes, before.vectorizations)
+
+
+NBYTES = st.floats(0, 1e9)
+PASSES = st.builds(
+    lambda moved, inner, looped, reduced, operations: Pass(
+        moved, moved + inner, min(looped, moved + inner), reduced, operations
+    ),
+    NBYTES, NBYTES, NBYTES, st.integers(0, 10**9), st.floats(0, 1e12),
+)  # fmt: skip
+COUNTS = st.integers(1, 10**9)
+
+
+@given(PASSES, COUNTS)
+def test_each_size_suits_its_members(each, n):
+    size = shard_size._shard_size([each], n)
+    assert size % 8 == 0
+    assert size == 8 or size * each.moved <= 32 * 2**20
+    assert each.at_once == 1 or each.at_once % 8 == 0
+    assert each.at_once <= 1 or each.at_once * each.looped <= shard_size.CACHE_BYTES
+    # There are two shards, unless they would compute less than four times what their calls take.
+    calls = shard_size.CALL_OPERATIONS + shard_size.MERGE_OPERATIONS * each.reduced
+    if size > 8 and size * each.operations > 8 * calls:
+        assert size < n
+
+
+@given(PASSES, COUNTS, st.floats(1, 1e3), st.sampled_from(["moved", "peak", "looped"]))
+def test_members_of_more_bytes_come_in_smaller_shards(each, n, factor, name):
+    more = replace(each, **{name: factor * getattr(each, name)})
+    assert more.at_once <= each.at_once
+    assert shard_size._shard_size([more], n) <= max(shard_size._shard_size([each], n), 8)
+
+
+@given(PASSES, st.floats(1, 1e3))
+def test_members_of_more_work_come_in_smaller_shards(each, factor):
+    more = replace(each, operations=factor * each.operations)
+    assert shard_size._shard_size([more], 2**40) <= shard_size._shard_size([each], 2**40)
+
+
+@pytest.mark.parametrize(("steps", "how"), [(10, "batches of 32"), (1000, "vmap")])
+def test_explain_says_what_is_at_once(steps, how):
+    fn, *args = regression(steps)
+    choices = {x["what"]: x for x in bj.explain(fn, *args).to_json()["choices"]}
+    shards, members = choices["shards of clients"], choices["members in map_clients_0"]
+    assert members["chosen"] == how
+    assert "KiB at once" in members["why"]
+    assert shards["chosen"] in (f"{1024} members", f"{32} members")
+    assert "operations" in shards["why"]

@@ -314,7 +314,7 @@ def test_what_can_not_be_replayed(tmp_path):
 @pytest.mark.parametrize("at_each", [False, True])
 def test_shards_that_end_where_files_end(tmp_path, monkeypatch, at_each):
     if at_each:
-        monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.MAX_CUT_SHARE", np.inf)
+        monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.GROUP_SHARDS", 1e-9)
     rows = [5, 11, 3, 6] * 10
     for number, start in enumerate(np.cumsum([0, *rows[:-1]])):
         array = np.arange(start, start + rows[number], dtype=np.float32)

@@ -323,7 +323,8 @@ def carried(w, x):
 @pytest.fixture
 def cut_at_each(monkeypatch):
     """Shards end at each file, whatever that costs."""
-    monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.MAX_CUT_SHARE", np.inf)
+    monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.PAYING", 0)
+    monkeypatch.setattr("beamjax.interpreters.lowering.shard_size.GROUP_SHARDS", 1e-9)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -383,7 +384,7 @@ def test_an_inserted_file_moves_no_member_of_others_to_another_shard(tmp_path, s
 
     assert check({"b": 21, "d": 30, "e": 17}) >= 3
     new = {"a": 19, "b": 21, "c": 24, "d": 30, "e": 17}
-    assert check(new) == (2 if shard_size is None else 6)
+    assert check(new) == 6
     assert check(new) == 0
 
 
@@ -401,15 +402,15 @@ def test_a_file_inserted_among_small_ones_changes_its_group_only(tmp_path, runne
         assert np.asarray(found).tobytes() == np.asarray((x * W).min(axis=0)).tobytes()
         return done.shards, done.shards - done.shards_cached
 
-    files = {f"f{i:02}": 2 + i % 4 for i in range(0, 100, 2)}
+    files = {f"f{i:03}": 2 + i % 4 for i in range(0, 400, 2)}
     text = str(bj.explain(fn, W, write_files(folder, files)[0], options={"shard_size": SIZE}))
     group = int(re.search(r"where a group of about (\d+) files ends", text)[1])
     shards, computed = check(files)
     assert computed <= shards < len(files) <= 2 * group * shards
-    for new in ("f01", "f41", "f99"):
+    for new in ("f001", "f041", "f399"):
         files = dict(sorted({**files, new: 3}.items()))
         assert 1 <= check(files)[1] <= shards // 3
-    for file in folder.glob("f5*.npy"):
+    for file in folder.glob("f15*.npy"):
         file.unlink()
         del files[file.stem]
     assert check(files)[1] <= shards // 3
@@ -417,9 +418,8 @@ def test_a_file_inserted_among_small_ones_changes_its_group_only(tmp_path, runne
     assert check(files, tmp_path / "moved")[1] == 0
 
 
-@pytest.mark.usefixtures("cut_at_each")
-def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
-    source, _ = write_files(tmp_path, {f"f{i:02}": 20 + i % 30 for i in range(40)})
+def test_a_file_with_enough_work_is_cut_into_shards(tmp_path):
+    source, _ = write_files(tmp_path, {f"f{i:02}": 40 + i % 30 for i in range(40)})
 
     @bj.program(placements={"clients": None})
     def costly(x):
@@ -429,11 +429,9 @@ def test_a_small_file_is_one_shard_of_several_batches(tmp_path):
 
         return bj.reduce_max(bj.map_fn(one, x))
 
-    options = parse_options({})
-    plan = plan_for(flatten_call(costly, (source,)), options).plan
-    (step,) = plan.steps[:1]
-    assert plan.shard_sizes["clients"] > 8 == step.vectorization.batch
-    assert len(plan.shards("clients")) == 40
+    plan = plan_for(flatten_call(costly, (source,)), parse_options({})).plan
+    assert plan.shard_sizes["clients"] == 8
+    assert len(plan.file_starts["clients"]) == 39
 
 
 def test_whether_shards_are_cut_does_not_depend_on_the_cache(tmp_path):
@@ -457,7 +455,7 @@ def test_whether_shards_are_cut_does_not_depend_on_the_cache(tmp_path):
     assert check(tiny, shard_size=SIZE) is None
     source, _ = write_files(tmp_path, dict(zip("abcd", tiny, strict=True)))
     text = str(bj.explain(fn, W, source, options={"shard_size": SIZE}))
-    assert "are not cut at files, because passes would take about" in text
+    assert "are not cut at files, because there would be fewer than 4 groups" in text
 
 
 @pytest.mark.usefixtures("cut_at_each")
