@@ -6,7 +6,7 @@
 Each program runs with `runner="local"` and the default, with shards of 8, 32, 128 and 512 members,
 each once with all members of a shard at once and once one by one, and with `jax.jit`. All ways are
 timed in turn in one process; the table shows the shortest times, those of the other ways as ratios
-to the best fixed one.
+to the best fixed one. With `--cpu` they are times of the processor, for machines that others use.
 """
 
 from __future__ import annotations
@@ -242,16 +242,18 @@ def jnp_tree(tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def least_seconds(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def least_seconds(
+    ways: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """The shortest time of each way; the first call, which compiles, does not count."""
     for way in ways.values():
         jax.block_until_ready(way())
     least = dict.fromkeys(ways, math.inf)
     for _ in range(repeats):
         for name, way in ways.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(way())
-            least[name] = min(least[name], time.perf_counter() - start)
+            least[name] = min(least[name], clock() - start)
     return least
 
 
@@ -259,13 +261,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="times of the processor")
     args = parser.parse_args()
+    clock = time.process_time if args.cpu else time.perf_counter
     fixed = [f"{size} {loop}" for loop, size in itertools.product(LOOPS, SIZES)]
     print(f"{'':12} {'best fixed':>21} {'default':>27} {'jit':>6}", *(f"{x:>8}" for x in fixed))
     ratios = []
     for name in args.cases:
         case = CASES[name]()
-        seconds = least_seconds(ways_of(case), args.repeats)
+        seconds = least_seconds(ways_of(case), args.repeats, clock)
         best = min(fixed, key=seconds.__getitem__)
         ratios.append(seconds["default"] / seconds[best])
         print(

@@ -49,6 +49,8 @@ PAYING = 32
 """A shard computes this many times the operations of its call and of adding up its partials."""
 FEWEST_SHARDS = 8
 """Fewest shards of a placement, unless partials are large: two for each of four workers."""
+UNKNOWN_SIZE = 4096
+"""Most members per shard of a placement of unknown size, which may have few."""
 GROUP_SHARDS = 4
 """Fewest shards of a group of files, so that the padding of its last shard is little."""
 FEWEST_GROUPS = 4
@@ -139,7 +141,8 @@ def _shard_size(passes: Sequence[Pass], n: Any, groups: FileGroups | None = None
         return MULTIPLE
     count, paying = math.inf if is_unknown(n) else n, _paying(passes)
     fewest = 2 if _merging(passes) > _calling(passes) else FEWEST_SHARDS
-    size = min(paying, max(count / fewest, paying / FEWEST_SHARDS))
+    most = UNKNOWN_SIZE if is_unknown(n) else max(n / fewest, paying / FEWEST_SHARDS)
+    size = min(paying, most)
     if groups is not None:
         size = min(size, groups.rows / GROUP_SHARDS)
     size = power_of_two(math.sqrt(2) * size)

@@ -31,7 +31,7 @@ def normal(*shape):
 @pytest.fixture
 def large(monkeypatch):
     """All members are taken to be large."""
-    monkeypatch.setattr(sizing, "LARGE_MEMBER_BYTES", 0)
+    monkeypatch.setattr(sizing, "MAX_SHARD_BYTES", 0)
 
 
 @pytest.fixture
