@@ -186,15 +186,15 @@ class Progress:
 
     Args:
       options: the options of the pipeline.
-      resident: see `RunnerSpec.progress`.
+      attempts: see `reason_of`.
     """
 
     SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
     SECONDS_OF_SILENCE = 15.0
     """Seconds in which a job manager that ended may be back."""
 
-    def __init__(self, options: PipelineOptions, resident: bool = False):
-        self._resident = resident
+    def __init__(self, options: PipelineOptions, attempts: int = 3):
+        self._attempts = attempts
         self._rest = rest_of(options)
         self._name = options.view_as(GoogleCloudOptions).job_name
         self._pool = options.view_as(PortableOptions).environment_config or ""
@@ -210,9 +210,7 @@ class Progress:
         self._next = now + self.SECONDS_BETWEEN
         try:
             failures = self._rest.failures(self._name)
-            # Rounds can do without the pools of some task managers.
-            managers = self._rest.ask("overview")["taskmanagers"] if self._resident else 1
-            reason = reason_of(failures, self._pool, 2 if self._resident else 3, managers)
+            reason = reason_of(failures, self._pool, self._attempts)
         except (OSError, ValueError, KeyError, TypeError):
             # The job manager is restarted, or the job has just ended.
             return gone(self._flags) if now - self._answered > self.SECONDS_OF_SILENCE else None

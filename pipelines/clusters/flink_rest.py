@@ -8,21 +8,13 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from beamjax.errors import OptionsError
 
 ENDED = ("FINISHED", "FAILED", "CANCELED")
 _SECONDS_TO_ANSWER = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.5
-
-
-class Failure(NamedTuple):
-    """A failure of a task: when, on which task manager, and its stack trace."""
-
-    moment: int
-    where: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -96,15 +88,13 @@ class FlinkRest:
         history = self.ask(f"jobs/{last['jid']}/exceptions")
         return last["state"], str(history.get("root-exception"))
 
-    def failures(self, name: str) -> list[Failure]:
-        """The failures of tasks of the running jobs of a name."""
+    def failures(self, name: str) -> list[tuple[int, str]]:
+        """When the tasks of the running jobs of a name failed, and the stack traces."""
         found = []
         for job in self.running(name):
             history = self.ask(f"jobs/{job['jid']}/exceptions")
-            for entry in history.get("exceptionHistory", {}).get("entries", []):
-                for one in (entry, *entry.get("concurrentExceptions", [])):
-                    where = str(one.get("endpoint") or one.get("location"))
-                    found.append(Failure(int(one["timestamp"]), where, str(one["stacktrace"])))
+            entries = history.get("exceptionHistory", {}).get("entries", [])
+            found += [(int(entry["timestamp"]), str(entry["stacktrace"])) for entry in entries]
         return found
 
 
@@ -173,11 +163,10 @@ def check(
 _REFUSED = re.compile(
     r"(?:Connection refused|UnknownHostException)[^\n]*?([\w.-]+(?:/[\d.]+)?:\d+)"
 )
-MANY = 3
 _NO_SLOTS = "NoResourceAvailableException"
 
 
-def reason_of(failures: list[Failure], pool: str, attempts: int, managers: int = 1) -> str | None:
+def reason_of(failures: list[tuple[int, str]], pool: str, attempts: int) -> str | None:
     """Why a job does not get on, if its failures show it; None if they don't.
 
     Args:
@@ -185,18 +174,15 @@ def reason_of(failures: list[Failure], pool: str, attempts: int, managers: int =
       pool: the address of the pools of workers, as task managers see it.
       attempts: the number of failures of one kind from which on it is a reason. A pool may just
         have been restarted.
-      managers: the number of task managers on which there must be such failures, until there are
-        `MANY` times as many.
     """
     refusals = {}
-    for failure in failures:
-        refused = _REFUSED.search(failure.text)
+    for moment, text in failures:
+        refused = _REFUSED.search(text)
         if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
-            refusals[failure.moment, failure.where] = refused[0]
-        if _NO_SLOTS in failure.text:
+            refusals[moment] = refused[0]
+        if _NO_SLOTS in text:
             return "Flink has no slots for it: other jobs have them, or task managers are gone"
-    everywhere = len({where for _, where in refusals}) >= managers
-    if len(refusals) < (attempts if everywhere else MANY * attempts):
+    if len(refusals) < attempts:
         return None
     return (
         f"a task manager can't reach its pool of workers at {pool} ({refusals[max(refusals)]}); "

@@ -54,10 +54,10 @@ class Flink(RunnerSpec):
 
         flink_jobs.rename(flags)
 
-    def progress(self, flags: PipelineOptions, resident: bool = False) -> Look:
+    def progress(self, flags: PipelineOptions, attempts: int = 3) -> Look:
         from beamjax.pipelines.clusters import flink_jobs
 
-        return flink_jobs.Progress(flags, resident)
+        return flink_jobs.Progress(flags, attempts)
 
     def goes_on(self, flags: PipelineOptions) -> bool:
         from beamjax.pipelines.clusters import flink_jobs

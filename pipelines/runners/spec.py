@@ -102,12 +102,12 @@ class RunnerSpec:
     def begin(self, flags: PipelineOptions) -> None:
         """Prepares the options of a new pipeline."""
 
-    def progress(self, flags: PipelineOptions, resident: bool = False) -> Look:
+    def progress(self, flags: PipelineOptions, attempts: int = 3) -> Look:
         """A look for the reason why a pipeline does not get on.
 
         Args:
           flags: the options of the pipeline.
-          resident: whether it starts resident workers, of which one is enough.
+          attempts: the number of failures of a worker after which it counts as unreachable.
         """
         return lambda: None
 
