@@ -331,6 +331,8 @@ def _times(x: jax.Array, weight: jax.Array, identity: Any) -> jax.Array:
 
 def _finite(x: jax.Array, weight: Any) -> jax.Array:
     # 0 * inf and 0 * nan are NaN, but a member with weight 0 must not change the result.
+    if isinstance(weight, int):
+        return x
     return jnp.where((weight == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
 
 
