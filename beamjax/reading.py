@@ -23,6 +23,7 @@ from beamjax.interpreters.staging.unknown_sizes import SOME_NUMBER
 from beamjax.options import Options
 from beamjax.sources.source_base import Source
 from beamjax.sources.streams.spool import spooled_here
+from beamjax.telemetry.messages import announced
 
 
 def with_lengths(
@@ -145,7 +146,9 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
         from beamjax.pipelines.tables.spool import spooled
 
         files = spooled(list(streams.values()), runner, options)
-    with files as found:
+    with contextlib.ExitStack() as stack:
+        with announced("reading and counting the members of a stream", options.progress):
+            found: Sequence[Source] = stack.enter_context(files)
         known: dict[int, Source] = dict(zip(streams, found, strict=True))
         arguments = [
             of_members(a, known[id(a.value)], len(known[id(a.value)])) if a.is_stream else a

@@ -38,6 +38,7 @@ from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
 from beamjax.options import Options
 from beamjax.plan.steps import Plan, Vectorization
 from beamjax.sources.source_base import cut_number
+from beamjax.telemetry.messages import announced
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,11 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
     known = _plans.get(call.fn, full_key)
-    made = known or _with_lengths(call, options, unroll, buckets)
+    made = known
+    if made is None:
+        name = getattr(call.fn, "__name__", "a function")
+        with announced(f"planning {name}", options.progress):
+            made = _with_lengths(call, options, unroll, buckets)
     planned = with_file_starts(made, call.arguments)
     if planned is not known:
         _plans.put(call.fn, full_key, planned)

@@ -10,14 +10,11 @@ import time
 from typing import Any, Protocol
 
 from beamjax.options import Options
+from beamjax.telemetry.messages import SOON_SECONDS
 from beamjax.telemetry.progress import Progress, Totals, in_words
 
-DELAY = 2.0
-"""Seconds of a run after which the bar appears by default."""
 EVERY = 10.0
 """Seconds between two lines of progress."""
-SELDOM = 30.0
-"""The same where nobody has asked for progress, and there is no terminal."""
 NOTEBOOK_COLUMNS = 140
 """Width of the bar in a notebook, in characters."""
 
@@ -42,7 +39,7 @@ def display_for(options: Options, launched: bool) -> Display | None:
     wish = options.progress
     if wish is False or (wish is None and launched):
         return None
-    delay = 0.0 if wish else DELAY
+    delay = 0.0 if wish else SOON_SECONDS
     if _in_notebook():
         return NotebookBar(delay)
     if sys.stderr is not None and sys.stderr.isatty():

@@ -23,7 +23,7 @@ from beamjax.errors import (
     JobError,
     SourceError,
 )
-from beamjax.jobs.display import SELDOM, display_for, say
+from beamjax.jobs.display import display_for, say
 from beamjax.jobs.recording import Recording, save_report
 from beamjax.jobs.report import Report, read_report
 from beamjax.jobs.results import read_result, write_result
@@ -31,6 +31,7 @@ from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.storage import files, records, temporary, trust
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.job_folder import JobFolder
+from beamjax.telemetry.messages import SELDOM_SECONDS
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 
@@ -403,7 +404,7 @@ class JobRun:
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls a function that runs the job, and returns its result."""
         work = interrupts.Work[Any](self.cancel, self._abandon)
-        return work.run(function, SELDOM, self._say if self._says else None)
+        return work.run(function, SELDOM_SECONDS, self._say if self._says else None)
 
     def _say(self) -> None:
         say(self._call.plan.name, self.monitor.progress())

@@ -17,6 +17,7 @@ import beamjax as bj
 from beamjax.jobs import display
 from beamjax.jobs.display import Bar, Lines, NotebookBar, display_for
 from beamjax.options import Options
+from beamjax.telemetry import messages
 from beamjax.telemetry.progress import Progress, Totals
 
 HALF = Progress(
@@ -116,7 +117,7 @@ def test_a_narrow_terminal_shows_bar_share_and_time_left(columns, in_terminal, m
 
 
 def test_a_long_run_says_so_outside_of_terminals(capsys, monkeypatch):
-    monkeypatch.setattr("beamjax.jobs.job.SELDOM", 0.2)
+    monkeypatch.setattr("beamjax.jobs.job.SELDOM_SECONDS", 0.2)
 
     def wait(v):
         time.sleep(0.05)
@@ -192,3 +193,18 @@ def test_a_run_is_silent_unless_it_is_asked(runner, capfd):
     assert out == ""
     assert err.startswith("beamjax: map_clients_0: 1 of 1 shards of 20 members")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wish", [None, True, False])
+def test_long_planning_says_so(wish, in_terminal, monkeypatch):
+    monkeypatch.setattr(messages, "SOON_SECONDS", 0.2)
+    body = lambda v: [time.sleep(0.5), v][1]  # runs while it is traced
+    program = bj.program(clients=8)(lambda x: bj.reduce_sum(bj.map_fn(body, x)))
+    options = Options(progress=wish)
+    stream = in_terminal()
+    bj.explain(program, np.ones(8, np.float32), options=options)
+    said = "beamjax: planning <lambda>, 0 s\n"
+    assert (stream.getvalue() == "") if wish is False else (said in stream.getvalue())
+    before = stream.getvalue()
+    bj.explain(program, np.ones(8, np.float32), options=options)  # The plan is there already.
+    assert stream.getvalue() == before
