@@ -66,8 +66,7 @@ def member_cost(stage: MapStage, n: Any) -> Cost:
             own = [axis is not None for axis in emission.rule.in_axes]
             total += body_cost(eqn.params["jaxpr"], own)
         else:
-            whole = _flat_cost(eqn, n)
-            total += replace(whole.times(1 / n), calls=whole.calls)
+            total += _flat_cost(eqn, n).times(1 / n)
     return total
 
 
@@ -147,19 +146,19 @@ def _operation(
     if dense is not None:
         convolves = name == "conv_general_dilated"
         extra = GATHERED * _places(params, ins, outs) if convolves else 0.0
-        return Cost(dense, float(_bytes(read) + _bytes(outs)), 1, extra=extra)
+        return Cost(dense, float(_bytes(read) + _bytes(outs)), extra=extra)
     made = sum(map(_size, outs))
     if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
         flops = float(max(sum(map(_size, ins)), made))
-        return _loose(flops, _FUSED * (_bytes(read) + _bytes(outs)), 1)
+        return _loose(flops, _FUSED * (_bytes(read) + _bytes(outs)))
     if name in _BY_OPERAND:
-        return _loose(_OPERATIONS[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs), 1)
-    return _loose(_OPERATIONS.get(name, 1.0) * made, _FUSED * _bytes(outs), 0.25)
+        return _loose(_OPERATIONS[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs))
+    return _loose(_OPERATIONS.get(name, 1.0) * made, _FUSED * _bytes(outs))
 
 
-def _loose(flops: float, nbytes: float, calls: float) -> Cost:
+def _loose(flops: float, nbytes: float) -> Cost:
     """The cost of operations outside of a library, each of which takes longer (`LOOSE`)."""
-    return Cost(flops, nbytes, calls, extra=(LOOSE - 1) * flops)
+    return Cost(flops, nbytes, extra=(LOOSE - 1) * flops)
 
 
 def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:

@@ -14,7 +14,7 @@ from jax import lax
 
 import beamjax as bj
 from beamjax.interpreters.cutting.cost import GATHERED, GUESSED_ROUNDS, body_cost
-from beamjax.plan.cost import Cost, Rates
+from beamjax.plan.cost import Cost
 
 
 def array(*shape, dtype="float32"):
@@ -66,14 +66,14 @@ def test_operations_are_those_that_xla_counts():
 
 def test_products_and_reductions_are_counted_exactly():
     dot = cost_of(jnp.dot, *FACTORS)
-    assert dot == Cost(2.0 * 30 * 40 * 50, 4.0 * (30 * 40 + 40 * 50 + 30 * 50), 1)
+    assert dot == Cost(2.0 * 30 * 40 * 50, 4.0 * (30 * 40 + 40 * 50 + 30 * 50))
     batched = cost_of(einsum, array(4, 8, 9), array(4, 9, 7))
     assert batched.flops == 2 * 4 * 8 * 9 * 7
     # Functions stand for 8 operations, and each of what is no product takes 8 times as long.
     sine, add = cost_of(jnp.sin, array(100)), cost_of(lambda x: x + 1, array(100))
     assert (sine.flops, add.flops, add.weight, add.nbytes) == (800, 100, 800, 100)
     total = cost_of(jnp.sum, array(50, 40))
-    assert (total.flops, total.calls, total.nbytes) == (2000, 1, (2000 + 1))
+    assert (total.flops, total.nbytes) == (2000, 2000 + 1)
     scatter = cost_of(lambda x: x.at[jnp.arange(8)].add(1.0), SQUARE)
     assert scatter.flops >= 40 * 64
 
@@ -125,7 +125,7 @@ def test_rounds_and_branches():
         assert found.flops >= GUESSED_ROUNDS * 2 * 8**3
 
 
-costs = st.builds(Cost, *[st.integers(0, 10**9).map(float)] * 3, st.booleans())
+costs = st.builds(Cost, *[st.integers(0, 10**9).map(float)] * 2, st.booleans())
 
 
 @given(costs, costs, costs)
@@ -134,14 +134,14 @@ def test_costs_are_added(a, b, c):
     assert (a + b) + c == a + (b + c)
     assert a + Cost() == a
     assert a.times(2) == a + a
-    assert Rates().seconds(a + b) >= Rates().seconds(a)
+    assert (a + b).weight >= a.weight
 
 
 def test_what_members_share_is_read_and_computed_once():
     fn = lambda w, x: x @ jnp.tanh(w)
     args = array(64, 64), array(64)
     own, shared = cost_of(fn, *args), cost_of(fn, *args, own=[False, True])
-    assert shared == Cost(2.0 * 64 * 64, 2.0 * 4 * 64, 1)
+    assert shared == Cost(2.0 * 64 * 64, 2.0 * 4 * 64)
     assert own.flops == shared.flops + 8 * 64 * 64
     assert own.nbytes > 4 * 64 * 64
     scanned = lambda w, x: lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
