@@ -75,27 +75,32 @@ def skip_exit_handlers() -> None:
         atexit.unregister(handler)
 
 
-_show = sys.unraisablehook
-
-
 def _interrupt_soon() -> None:
     time.sleep(0.01)  # else the main thread would raise it in the hook
     _thread.interrupt_main()
 
 
-def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
-    """Repeats an interrupt that Python ignores, as it does in callbacks of the garbage collector.
+def _repeating(
+    show: Callable[[sys.UnraisableHookArgs], Any],
+) -> Callable[[sys.UnraisableHookArgs], None]:
+    """A hook that repeats an interrupt that Python ignores, as it does in garbage collection.
 
-    JAX has such a callback, and a signal that arrives during a collection is raised there.
+    JAX has a callback there, and a signal that arrives during a collection is raised in it.
     """
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        with contextlib.suppress(RuntimeError):  # The process ends, and starts no threads any more.
-            _thread.start_new_thread(_interrupt_soon, ())
-    else:
-        _show(ignored)
+    # Names of this function, as Python clears those of a module while it ends.
+    start, soon, suppress = _thread.start_new_thread, _interrupt_soon, contextlib.suppress
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            show(ignored)
+            return
+        with suppress(RuntimeError):  # The process ends, and starts no threads any more.
+            start(soon, ())
+
+    return hook
 
 
-sys.unraisablehook = _interrupt_again
+sys.unraisablehook = _repeating(sys.unraisablehook)
 
 
 def is_tracing() -> bool:
