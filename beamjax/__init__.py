@@ -6,6 +6,8 @@ import typing as _typing
 
 from beamjax._version import __version__ as __version__
 
+_importlib.import_module("beamjax._unraisable")
+
 
 def _load() -> list[str]:
     """Imports the public names into this module; returns them."""

@@ -6,15 +6,12 @@ names below.
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import dataclasses
 import functools
 import logging
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -73,34 +70,6 @@ def skip_exit_handlers() -> None:
     """Removes JAX's exit handlers, which wait for computations and clear caches that these use."""
     for handler in (api.clean_up, dispatch.wait_for_tokens):
         atexit.unregister(handler)
-
-
-def _interrupt_soon() -> None:
-    time.sleep(0.01)  # else the main thread would raise it in the hook
-    _thread.interrupt_main()
-
-
-def _repeating(
-    show: Callable[[sys.UnraisableHookArgs], Any],
-) -> Callable[[sys.UnraisableHookArgs], None]:
-    """A hook that repeats an interrupt that Python ignores, as it does in garbage collection.
-
-    JAX has a callback there, and a signal that arrives during a collection is raised in it.
-    """
-    # Names of this function, as Python clears those of a module while it ends.
-    start, soon, suppress = _thread.start_new_thread, _interrupt_soon, contextlib.suppress
-
-    def hook(ignored: sys.UnraisableHookArgs) -> None:
-        if not issubclass(ignored.exc_type, KeyboardInterrupt):
-            show(ignored)
-            return
-        with suppress(RuntimeError):  # The process ends, and starts no threads any more.
-            start(soon, ())
-
-    return hook
-
-
-sys.unraisablehook = _repeating(sys.unraisablehook)
 
 
 def is_tracing() -> bool:

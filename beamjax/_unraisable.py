@@ -1,0 +1,38 @@
+"""Repeats interrupts that Python ignores. It is imported before JAX, whose import takes long."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def _interrupt_soon() -> None:
+    time.sleep(0.01)  # else the main thread would raise it in the hook
+    _thread.interrupt_main()
+
+
+def _repeating(
+    show: Callable[[sys.UnraisableHookArgs], Any],
+) -> Callable[[sys.UnraisableHookArgs], None]:
+    """A hook that repeats an interrupt that Python ignores, as it does in garbage collection.
+
+    JAX has a callback there, and a signal that arrives during a collection is raised in it.
+    """
+    # Names of this function, as Python clears those of a module while it ends.
+    start, soon, suppress = _thread.start_new_thread, _interrupt_soon, contextlib.suppress
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            show(ignored)
+            return
+        with suppress(RuntimeError):  # The process ends, and starts no threads any more.
+            start(soon, ())
+
+    return hook
+
+
+sys.unraisablehook = _repeating(sys.unraisablehook)
