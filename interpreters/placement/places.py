@@ -74,6 +74,7 @@ class PlacedProgram:
         division by the number of members that counts dropped ones.
       by_shards: inputs that only workers read. The server reads all others whole, where it needs
         them, and gathers nothing for that.
+      guarded: whether members may be dropped or are checked for NaN.
       shard_size: members per shard, if the user gives it.
       file_groups: for each placement whose shards are cut at files, how its files are grouped.
     """
@@ -89,6 +90,7 @@ class PlacedProgram:
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
     undropped: list[tuple[str, str]] = field(default_factory=list)
     by_shards: frozenset[Var] = frozenset()
+    guarded: bool = False
     shard_size: int | None = None
     file_groups: dict[str, FileGroups] = field(default_factory=dict)
 

@@ -90,7 +90,12 @@ def place(
     inputs = make_views(flat, demand, keys.sizes)
     inputs |= _places_of_inputs(flat, known, keys, demand, served)
     program = PlacedProgram(
-        flat, keys.sizes, inputs, by_shards=frozenset(known), shard_size=shard_size
+        flat,
+        keys.sizes,
+        inputs,
+        by_shards=frozenset(known),
+        guarded=guarded,
+        shard_size=shard_size,
     )
     _Placing(program, keys, demand, guarded).block(flat)
     program.settle()

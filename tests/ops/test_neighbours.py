@@ -194,7 +194,7 @@ def test_explain_names_the_operator():
     options = {"shard_size": 8}
     facts = facts_of(bj.explain(program(1, 1), x, options=options))
     assert [step.functions for step in facts.steps if step.kind == "Map"] == [["neighbours"]] * 2
-    shifted = bj.program(days="x")(lambda x: bj.map_fn(jnp.subtract, (x, jnp.roll(x, 1))))
+    shifted = bj.program(days="x")(lambda x: bj.map_fn(jnp.subtract, (x, jnp.roll(2 * x, 1))))
     text = str(bj.explain(shifted, x, options=options))
     assert "beamjax.neighbours gives each member those beside it by passes" in text
 
