@@ -30,6 +30,8 @@ _WITH_WORKSPACE = frozenset(
     "sort svd triangular_solve tridiagonal_solve".split()
 )
 """Primitives that copy their operands or need buffers of their own."""
+_DRAWS = ("threefry2x32", "random_bits", "random_fold_in")
+"""Primitives that XLA's CPU backend computes by a loop over the rounds of a cipher."""
 _NOT_CALLS = ("scan", "bj_map", "reduce", "scatter", "select_and", "custom_lin")
 """First letters of primitives that do more with a jaxpr than to evaluate it once."""
 WORKSPACE = 3
@@ -137,6 +139,9 @@ class Operations:
             case "bj_map":
                 held = held_bytes(eqn.params["jaxpr"])
                 return max(0, eqn.params["n"] * held.peak - sum(v.nbytes for v in outs))
+            case name if name in _DRAWS:
+                rounds = WORKSPACE * sum(value.nbytes for value in outs)
+                return self.loop([*ins, *outs], Held(rounds))
             case name if name in _WITH_WORKSPACE:
                 return WORKSPACE * sum(value.nbytes for value in ins)
         parts = [self._part(x, ins[-_arity(x) :] if _arity(x) else []) for x in inner]

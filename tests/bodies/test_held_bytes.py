@@ -83,3 +83,9 @@ def test_a_map_holds_the_values_of_all_members():
     fn = bj.program(clients=100)(lambda x: bj.map_fn(lambda v: jnp.outer(v, v) @ v, x))
     x = jax.ShapeDtypeStruct((100, 32), np.float32)
     assert held_bytes(jax.make_jaxpr(fn)(x)).peak >= 100 * 4 * 32 * 32
+
+
+def test_draws_are_loops():
+    draw = lambda key: jax.random.normal(key, (64,))
+    found = held(draw, {0}, jax.eval_shape(lambda: jax.random.key(0)))
+    assert 3 * 4 * 64 <= found.looped <= 12 * 4 * 64 + 4 * 4 * ROWS * ROWS
