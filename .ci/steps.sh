@@ -64,5 +64,5 @@ readme_command() {
 # Checks the prose of the tree in this folder by Vale and the word list in docs/vale.
 prose() {
     GOBIN="$WORK/bin" go install github.com/vale-cli/vale/v3/cmd/vale@v3.21.0
-    "$WORK/bin/vale" --output=line README.md CHANGELOG.md CONTRIBUTING.md CODE_OF_CONDUCT.md docs benchmarks/README.md
+    "$WORK/bin/vale" --output=line README.md CHANGELOG.md CONTRIBUTING.md CODE_OF_CONDUCT.md SECURITY.md docs benchmarks/README.md
 }
