@@ -351,7 +351,7 @@ def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     monkeypatch.setattr("beamjax.runtime.ordered_pool.usual_threads", lambda: 4)
     x = np.zeros((2048, 4096), np.float32)
     local(summed, x, shard_size=256, memory="3000MiB")
-    local(summed, x, shard_size=256, memory="300MiB")
+    local(summed, x, shard_size=256, memory="280MiB")
     assert len(pools) == 1  # The second run has room for one thread.
     with pytest.raises(StagingError, match="use 1 of 4 threads"):
-        local(summed, x, shard_size=256, memory="300MiB", local_threads=4)
+        local(summed, x, shard_size=256, memory="280MiB", local_threads=4)
