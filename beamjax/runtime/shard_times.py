@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -56,13 +57,16 @@ def learn(body: Hashable, span: timed, begun: float) -> None:
     before = _times.get(body)
     if before is not None and before.known:
         return
+    if before is None and len(_times) >= _MAX_KNOWN:
+        _times.pop(next(iter(_times)))
+    if span.compiling:
+        # A first call counts as compilation as a whole, and says nothing about the body.
+        _times[body] = before or _ShardTime(math.inf, 1.0, False)
+        return
     seconds = max(span.seconds, 1e-6)
     cores = (time.process_time() - begun) / seconds
     if before is None:
-        if len(_times) >= _MAX_KNOWN:
-            _times.pop(next(iter(_times)))
-        # Compilation uses all cores, so the CPU time of the process says nothing about the body.
-        _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG and not span.compiling)
+        _times[body] = _ShardTime(seconds, cores, seconds >= SURELY_LONG)
     else:
         _times[body] = _ShardTime(min(seconds, before.seconds), cores, True)
 

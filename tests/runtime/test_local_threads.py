@@ -355,3 +355,11 @@ def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     assert len(pools) == 1  # The second run has room for one thread.
     with pytest.raises(StagingError, match="use 1 of 4 threads"):
         local(summed, x, shard_size=256, memory="280MiB", local_threads=4)
+
+
+def test_a_call_that_compiles_says_nothing_about_later_ones():
+    body = object()
+    for seconds, compiling in ((1e-4, 0.5), (5e-2, 0.0)):
+        begun = time.process_time() - seconds
+        shard_times.learn(body, SimpleNamespace(seconds=seconds, compiling=compiling), begun)
+    assert shard_times.pays(body, 100, 2)
