@@ -177,20 +177,20 @@ class Operations:
         for operation in self._all:
             for value in operation.ins:
                 readers.setdefault(value, []).append(operation.name)
-        kept = {value for value in results if not value.shared}
+        returned = {value for value in results if not value.shared}
         # Of each value, those in memory that it is computed from: itself, unless it is fused.
         sources: dict[Value, frozenset[Value]] = {}
         last: dict[Value, int] = {}
         reads: list[frozenset[Value]] = []
         for number, operation in enumerate(self._all):
             read = frozenset().union(*(sources.get(v, frozenset((v,))) for v in operation.ins))
-            fused = operation.name in _ELEMENTWISE and not kept.intersection(operation.outs)
+            fused = operation.name in _ELEMENTWISE and not returned.intersection(operation.outs)
             for value in operation.outs:
                 whole = not fused or not _is_fused(readers.get(value, ()))
                 sources[value] = frozenset((value,)) if whole else read
             last.update(dict.fromkeys((*read, *operation.outs), number))
             reads.append(read)
-        last.update(dict.fromkeys(kept, len(self._all)))
+        last.update(dict.fromkeys(returned, len(self._all)))
         return Held(self._peak(sources, last), self._looped)
 
     def _peak(self, sources: dict[Value, frozenset[Value]], last: dict[Value, int]) -> float:

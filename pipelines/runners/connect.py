@@ -81,8 +81,8 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
     """
     _check_ipython()
     runner = make_runner(runner)
-    _check_folder(runner, options)
     spec, flags = spec_of(runner), _flags_of(options)
+    _check_folder(runner, options, flags)
     _check_named(runner, flags)
     options, flags = spec.connect(options, flags, dry)
     _check_stores(flags)
@@ -156,11 +156,10 @@ def _check_stores(flags: PipelineOptions) -> None:
             )
 
 
-def _check_folder(runner: Any, options: Options) -> None:
+def _check_folder(runner: Any, options: Options, flags: PipelineOptions) -> None:
     """Raises OptionsError for workers on other hosts without a folder that they reach."""
     if options.work_folder or options.checkpoint or options.job_folder:
         return
-    flags = _flags_of(options)
     if not isinstance(runner, PortableRunner) or loops_back(flags):
         return
     given = flags.get_all_options(drop_default=True)
