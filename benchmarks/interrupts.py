@@ -9,8 +9,8 @@ random moment from its start to its end. After that it checks:
     seconds   from the signal to `KeyboardInterrupt`, or to the end of the command
     exit      by SIGINT, or 130 of the command
     state     of the job: cancelled, or none if it had not begun, or done if it had ended; or
-              "imports" before beamjax was imported. What JAX's extensions do with an interrupt then
-              (an ImportError, or nothing) is not checked
+              "imports" before beamjax and JAX were imported. What the extensions of NumPy and JAX
+              make of an interrupt then (an ImportError, say) is not checked
     left      temporary files, processes, and jobs on the Flink cluster
     text      on stderr: no abort, no worker that died, no swallowed error
 
@@ -141,7 +141,8 @@ class Interrupts:
     def judge(self, found: Interrupt, code: int, out: str, err: str, at: float) -> None:
         told = out.split()
         found.seconds = found.to_end
-        if found.kind != "command" and "imported" not in told:
+        in_import = "ImportError" in err and "KeyboardInterrupt" in err
+        if in_import if found.kind == "command" else "imported" not in told:
             found.state, found.seconds = "imports", 0.0
             return
         if "interrupted" in told:

@@ -9,11 +9,11 @@ print("begins", flush=True)
 
 def calls(runner, options, folder):
     """Functions that run a program for some seconds, by name."""
+    # First, as JAX's callback in the garbage collector swallows interrupts without beamjax.
+    import beamjax as bj  # isort: skip
     import jax
     import jax.numpy as jnp
     import numpy as np
-
-    import beamjax as bj
 
     dir(bj)  # imports its public names
     print("imported", flush=True)

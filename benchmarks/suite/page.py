@@ -302,24 +302,32 @@ def _model(paper: Mapping[str, Any], images: Mapping[str, str]) -> Iterator[str]
 
 def _gpu(gpu: Any) -> Iterator[str]:
     if gpu is None:
-        yield "No GPU was at hand when this page was written, so nothing was measured there. The"
-        yield "script is ready: `python -m benchmarks.suite.gpu --json gpu.json` runs A, B, C and"
-        yield "F, and `--gpu gpu.json` puts its table here.\n"
+        yield "Not run yet: `python -m benchmarks.suite.gpu --json gpu.json` runs A, B and F, and"
+        yield "`--gpu gpu.json` puts its table here.\n"
         return
-    yield f"{gpu['device']}, {gpu['bandwidth'] / 1e9:,.0f} GB/s of memory as measured by a copy.\n"
-    yield "| | way | seconds | members/s | device busy | transfer | x jit | x bandwidth limit |"
-    yield "| --- | --- |" + " ---: |" * 6
+    yield (
+        f"Measured {gpu['date']} with JAX {gpu['jax']} on one {gpu['device']}, whose memory copies "
+        f"{gpu['bandwidth'] / 1e12:.1f} TB/s.\nThe first way has its data on the device before the "
+        "clock starts; the others read files.\n*x limit* is seconds over the time that reading all "
+        "members once at that bandwidth takes.\n*Same bits*: of all calls of the way.\n"
+    )
+    yield (
+        "| | way | first call, s | seconds | members/s | x jit | x limit | device busy "
+        "| transfer | peak MiB | same bits |"
+    )
+    yield "| --- | --- |" + " ---: |" * 9
     for row in gpu["rows"]:
         yield (
-            f"| {row['case']} | {row['title']} | {row['seconds']:.3f} | {row['rate']:,.0f} "
-            f"| {_share(row['busy'])} | {_share(row['transfer'])} | {row['x_jit']:.2f} "
-            f"| {row['x_limit']:.1f} |"
+            f"| {row['case']} | {row['title']} | {row['first']:.1f} | {row['seconds']:.4f} "
+            f"| {row['rate']:,.0f} | {row['x_jit']:.1f} | {row['x_limit']:,.0f} "
+            f"| {_share(row['busy'])} | {_share(row['transfer'])} "
+            f"| {(row['peak'] or 0) / 2**20:,.0f} | {'yes' if row['same_bits'] else 'no'} |"
         )
     yield ""
 
 
 def _share(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.0%}"
+    return "" if value is None else f"{value:.0%}"
 
 
 def _image(images: Mapping[str, str], name: str, text: str) -> Iterator[str]:
