@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 MAX_READERS = 64
 """Readers of a thread of which the last value stays in the cache."""
+ARRAY_BYTES, VALUE_BYTES = 256, 1 << 11
+"""Bytes that an array takes besides its numbers, and a cached value besides its arrays."""
 
 
 class SingleFlight(Generic[T]):
@@ -192,15 +194,19 @@ class SharedCache(Generic[T]):
             return
         # Readers request these again soon.
         staying = {key}.union(*(last.values() for last in self._last.values()))
-        for other in [other for other in self._values if other not in staying]:
+        oldest = (other for other in self._values if other not in staying)
+        # Looks at the oldest alone: a cache may hold very many small values.
+        left, gone = self._total, []
+        while left > self.limit and (other := next(oldest, None)) is not None:
+            left -= self._values[other].weight
+            gone.append(other)
+        for other in gone:
             self._drop(other)
-            if self._total <= self.limit:
-                return
 
     def _drop(self, key: Hashable) -> None:
         self._total -= self._values.pop(key).weight
 
 
 def nbytes(arrays: Iterable[np.ndarray]) -> int:
-    """Bytes of arrays, as the weight of a value."""
-    return sum(array.nbytes for array in arrays)
+    """Bytes of arrays and of what belongs to them, as the weight of a value."""
+    return VALUE_BYTES + sum(ARRAY_BYTES + array.nbytes for array in arrays)

@@ -18,8 +18,10 @@ from source_files import TABLES, N, assert_reads, refused, save
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources import blocks
+from beamjax.sources.arrays.data_files import DataFile
 from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.tables import csv_files
+from beamjax.sources.tables.table_files import TableFile, check_unchanged
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +110,33 @@ def test_wide_tables_take_time_in_proportion_to_their_columns(tmp_path):
     calls_with(10, tmp_path)
     few, many = calls_with(50, tmp_path), calls_with(400, tmp_path)
     assert many < 10 * few
+
+
+class Rows(tuple):
+    """The rows of the batches of a file, which are not to be compared one by one."""
+
+    __hash__ = tuple.__hash__
+
+    def __iter__(self):
+        raise AssertionError("all batches are looked at")
+
+    __eq__ = __ne__ = __iter__
+
+
+def test_a_batch_of_a_file_of_many_is_checked_alone():
+    file = DataFile("/rows.parquet", 0, "")
+    schema = pa.schema({"x": pa.float32()})
+
+    def check(number, rows):
+        old = TableFile(file, Rows([5] * 1000))
+        check_unchanged(old, "row group", number, rows, schema, ["x"])
+
+    check(3, Rows([5] * 1000))
+    check(3, Rows([5] * 4 + [7] * 996))
+    with pytest.raises(SourceError, match="found 7 rows in row group 4, expected 5;"):
+        check(4, Rows([5] * 4 + [7] * 996))
+    with pytest.raises(SourceError, match="found 999 row groups, expected 1000;"):
+        check(4, Rows([5] * 999))
 
 
 # --- fields of structs, decimals, names of folders

@@ -31,6 +31,7 @@ from beamjax.errors import SourceError, StructureError
 from beamjax.sources import blocks
 from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.tables import arrow_files, parquet_files
+from beamjax.storage.shared_cache import nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +135,8 @@ def test_each_batch_is_decoded_once_and_what_is_kept_is_bounded(name, tmp_path, 
     monkeypatch.setattr(type(source), "_decode", counted)
     read_in_threads(source, LONG)
     assert sorted(count) == [0, 1, 2, 3]
+    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 2 * nbytes(source.read(0, 100)))
     blocks.BLOCKS.clear()
-    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 2 * 100 * (24 + 5))
     for start in range(0, 16 * N, N):
         assert_reads(source, LONG, start, start + N)
     assert len(blocks.BLOCKS.passing._values) == 2

@@ -11,6 +11,7 @@ from beamjax.storage.block_cache import LASTING_READS, BlockCache
 from beamjax.storage.shared_cache import nbytes
 
 SIZE = 10
+BLOCK_BYTES = nbytes([np.zeros(SIZE, np.uint8)])
 
 
 def read(cache, key, log, reader="x"):
@@ -28,17 +29,17 @@ def held(cache):
 
 def test_passes_over_many_blocks_keep_a_few():
     cache, log = BlockCache(), []
-    cache.passing.limit = 3 * SIZE
+    cache.passing.limit = 3 * BLOCK_BYTES
     for _ in range(2):
         for key in range(100):
             read(cache, key, log)
-            assert held(cache) <= 3 * SIZE
+            assert held(cache) <= 3 * BLOCK_BYTES
     assert log == [*range(100)] * 2
 
 
 def test_blocks_of_rounds_stay():
     cache, log = BlockCache(), []
-    cache.passing.limit = 3 * SIZE
+    cache.passing.limit = 3 * BLOCK_BYTES
     for _ in range(10):
         for key in range(100):
             read(cache, key, log)
@@ -80,4 +81,4 @@ def test_no_more_is_held_than_the_limit_and_the_last_ones(reads, limit):
     for key, reader in reads:
         assert len(read(cache, (key, reader), log, reader)[0]) == SIZE
         # In each of the two parts of the cache every reader may have a last block.
-        assert held(cache) <= max(limit // 2, 3 * SIZE) * 2
+        assert held(cache) <= max(limit // 2, 3 * BLOCK_BYTES) * 2

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,6 +13,52 @@ from beamjax.storage.shared_cache import SharedCache, nbytes
 
 def made(cache, key, size=10):
     return cache.get(key, lambda: [np.full(size, key, np.uint8)])
+
+
+def weight(arrays):
+    return sum(array.nbytes for array in arrays)
+
+
+class Key:
+    """A key that counts how often it is looked up."""
+
+    looks = 0
+
+    def __init__(self, number):
+        self.number = number
+
+    def __hash__(self):
+        Key.looks += 1
+        return hash(self.number)
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+
+def test_a_full_cache_of_many_small_values_looks_at_few_of_them():
+    cache = SharedCache(10 * 2_000, weight)
+
+    def fill(first, count):
+        for number in range(first, first + count):
+            cache.get(Key(number), lambda: [np.zeros(10, np.uint8)])
+
+    fill(0, 2_000)
+    before = Key.looks
+    fill(2_000, 100)
+    assert Key.looks - before < 100 * 20
+
+
+def test_what_belongs_to_small_values_counts():
+    def fill(cache):
+        for number in range(4_000):
+            cache.get(("a file", number), lambda: [np.zeros(4), np.zeros(4)])
+
+    cache = SharedCache(1 << 20, nbytes)
+    tracemalloc.start()
+    fill(cache)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1.1 * cache.limit
 
 
 def test_those_who_wait_get_what_the_limit_does_not_keep():
@@ -38,7 +85,7 @@ def test_those_who_wait_get_what_the_limit_does_not_keep():
 
 
 def test_the_last_used_stay_within_the_limit():
-    cache = SharedCache(30, nbytes)
+    cache = SharedCache(30, weight)
     first, second = made(cache, 1), made(cache, 2)
     made(cache, 3)
     assert made(cache, 1) is first
@@ -53,7 +100,7 @@ def test_the_last_used_stay_within_the_limit():
 
 
 def test_what_fails_is_tried_again_by_the_next():
-    cache, errors = SharedCache(100, nbytes), [OSError("first")]
+    cache, errors = SharedCache(100, weight), [OSError("first")]
 
     def load():
         if errors:
@@ -67,7 +114,7 @@ def test_what_fails_is_tried_again_by_the_next():
 
 
 def test_keys_are_loaded_at_the_same_time():
-    cache, both = SharedCache(100, nbytes), threading.Barrier(2, timeout=30)
+    cache, both = SharedCache(100, weight), threading.Barrier(2, timeout=30)
 
     def load(size):
         both.wait()  # fails unless the other one is loading, too
@@ -79,7 +126,7 @@ def test_keys_are_loaded_at_the_same_time():
 
 
 def test_an_owner_takes_only_its_own_values_along():
-    cache = SharedCache(1000, nbytes)
+    cache = SharedCache(1000, weight)
 
     def ask(key, *owners):
         for owner in owners:

@@ -38,7 +38,7 @@ class ArrowFormat(Format):
         # A different number of batches is an error of `check_unchanged`. That of rows shows when
         # the batch is decoded.
         found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
-        check_unchanged(file, self.batch_kind, found, whole.schema, list(types))
+        check_unchanged(file, self.batch_kind, number, found, whole.schema, list(types))
         if whole.mapped:
             return whole.batch(number)
         fields = {path_of(whole.schema, name)[0]: None for name in types}

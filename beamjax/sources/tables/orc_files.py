@@ -26,7 +26,7 @@ class OrcFormat(Format):
 
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
         found = _layout(file.file)
-        check_unchanged(file, self.batch_kind, found.rows, found.schema, list(types))
+        check_unchanged(file, self.batch_kind, number, found.rows, found.schema, list(types))
         with _opened(file.file, f"stripe {number} of ") as orc:
             return orc.read_stripe(number, columns=list(types))
 

@@ -14,7 +14,7 @@ from beamjax.sources.arrays.data_files import DataFile, is_url, look, open_file
 from beamjax.sources.tables.arrow_columns import arrow_readable, checked_rows, checked_schema
 from beamjax.sources.tables.arrow_types import column_in, column_type
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile, check_unchanged
-from beamjax.storage.shared_cache import SharedCache
+from beamjax.storage.shared_cache import VALUE_BYTES, SharedCache
 
 PIECE_BYTES = 2**26
 """Bytes of decoded members in a piece. A row group of more than twice as many is read in pieces."""
@@ -45,7 +45,7 @@ class ParquetFormat(Format):
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
         file.file.check()
         footer, columns = _footer(file.file), list(types)
-        check_unchanged(file, self.batch_kind, footer.rows, footer.schema, columns)
+        check_unchanged(file, self.batch_kind, number, footer.rows, footer.schema, columns)
         try:
             return _rows_of(file, footer, number, columns, rows)
         except SourceError as error:  # Arrow does not say in which column.
@@ -223,8 +223,12 @@ def _int96_columns(schema: Any) -> frozenset[str]:
     return frozenset(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))
 
 
-_FOOTERS: SharedCache[_Footer] = SharedCache(2**26, lambda footer: footer.metadata.serialized_size)
-"""Footers of the files that this process reads, up to 64 MiB in serialized form."""
+FOOTER_RATIO = 12
+"""Bytes of memory for each byte of a serialized footer, at most."""
+_FOOTERS: SharedCache[_Footer] = SharedCache(
+    2**27, lambda footer: FOOTER_RATIO * footer.metadata.serialized_size + VALUE_BYTES
+)
+"""Footers of the files that this process reads, up to 128 MiB."""
 
 
 def _footer(file: DataFile) -> _Footer:

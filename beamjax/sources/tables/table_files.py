@@ -82,13 +82,23 @@ class Format(Protocol):
 
 
 def check_unchanged(
-    file: TableFile, kind: str, rows: Sequence[int], schema: Any, columns: Sequence[str]
+    file: TableFile,
+    kind: str,
+    number: int,
+    rows: Sequence[int],
+    schema: Any,
+    columns: Sequence[str],
 ) -> None:
-    """Raises SourceError if the rows or columns of a file have changed."""
-    path = file.file.path
-    if tuple(rows) != file.rows:
+    """Raises SourceError if the columns of a file or the rows of one of its batches have changed.
+
+    The other batches are checked when they are read: a file may have very many.
+    """
+    path, expected = file.file.path, file.rows
+    if len(rows) != len(expected) or rows[number] != expected[number]:
+        differ = f"{len(rows)} {kind}s, expected {len(expected)}"
+        if len(rows) == len(expected):
+            differ = f"{rows[number]} rows in {kind} {number}, expected {expected[number]}"
         raise SourceError(
-            f"{path}: found {kind}s of {list(rows)!r:.80} rows, expected "
-            f"{list(file.rows)!r:.80}; the file was changed after the source was made from it."
+            f"{path}: found {differ}; the file was changed after the source was made from it."
         )
     check_columns(schema, columns, path)
