@@ -99,7 +99,8 @@ class MaterializedOutputs:
           The handle.
 
         Raises:
-          SourceError: members are missing, or the folder can't be read.
+          WorkerError: members are missing.
+          SourceError: the folder can't be read.
         """
         from beamjax.storage import files
 
@@ -109,13 +110,7 @@ class MaterializedOutputs:
         folder = self.folders[name]
         parts = Placed.members_in(files.names(folder), self.stem)
         placed = Placed(folder, self.stem, parts, leaf, n)
-        missing = placed.missing()
-        if missing:
-            raise SourceError(
-                f"{folder}: {len(missing)} of {n} members of a result are missing, the "
-                f"first one is {missing[0]}; do the launcher and the workers see the same files "
-                "there?"
-            )
+        placed.check_complete(f"result {name}")
         return placed
 
     def finish(self, placed: Placed) -> Placed:

@@ -259,11 +259,5 @@ def find_placed(
     source = MembersSource(
         store.root, stem, MembersSource.members_in(names, stem), leaf_spec(value), n
     )
-    missing = source.missing()
-    if missing:
-        raise WorkerError(
-            f"result {name}: {len(missing)} of {n} members are missing, the first one is "
-            f"{missing[0]}; do the launcher and the workers see the same files in {store.root}, "
-            "and were none removed while the pipeline ran?"
-        )
+    source.check_complete(f"result {name}")
     return source

@@ -1,13 +1,14 @@
 """Placed values between pipelines: the members that were asked for, from any cut into files."""
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.pipelines.graph import streaming
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.pipelines.values.members import (
@@ -60,12 +61,25 @@ def test_members_in_files(tmp_path):
         for dtype in ("float32", "bfloat16", "bool", "uint8"):
             x = (X % 7).astype(np.dtype(dtype))
             source = written(tmp_path, x, cut, f"{dtype}{number}")
-            assert source.missing() == []
+            source.check_complete("x")
             check(source, x)
     check(written(tmp_path, X[:, :0], [(0, 20)]), X[:, :0])
-    assert written(tmp_path, X, [(0, 4), (6, 10)]).missing() == [4, 5, 16, 17, 18, 19]
+    gaps = written(tmp_path, X, [(0, 4), (6, 10)])
+    with pytest.raises(WorkerError, match="x: 6 of 20 members are missing, the first one is 4;"):
+        gaps.check_complete("x")
     names = ["v-1-0-8.members", "v-10-8-8.members", "v-1-8-4.members", "v-1-8.members", "w-1-0-9.x"]
     assert MembersSource.members_in(names, "v-1") == [(0, 8), (8, 4)]
+
+
+def test_a_billion_members_are_found_complete_from_the_names_of_their_files():
+    n, count = 10**9, 10**6
+    parts = [(start, count) for start in range(0, n, count)]
+    tracemalloc.start()
+    source = MembersSource("/folder", "v", parts, LeafSpec((), np.dtype(np.float32)), n)
+    source.check_complete("x")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
 
 
 @settings(deadline=None, derandomize=True, database=None)

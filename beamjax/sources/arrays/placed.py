@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.sources.arrays import data_files
 from beamjax.sources.arrays.npy_source import map_file, restored, storable, stored_dtype, unmap
 from beamjax.sources.source_base import (
@@ -104,12 +104,21 @@ class MemberFiles(FileSource):
         """The names of the files."""
         return [self.file_name(self.stem, *part) for part in self.parts]
 
-    def missing(self) -> list[int]:
-        """The members that are in no file."""
-        seen = np.zeros(self.size, bool)
-        for start, count in self.parts:
-            seen[start : start + count] = True
-        return np.flatnonzero(~seen).tolist()
+    def check_complete(self, what: str) -> None:
+        """Checks that each member is in a file; `what` names the value in the message.
+
+        Raises:
+          WorkerError: members are missing.
+        """
+        ends = [0, *(start + count for start, count in self.parts)]
+        starts = [*(start for start, _ in self.parts), self.size]
+        gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        if gaps:
+            raise WorkerError(
+                f"{what}: {sum(stop - start for start, stop in gaps)} of {self.size} members are "
+                f"missing, the first one is {gaps[0][0]}; do the launcher and the workers see the "
+                f"same files in {self.folder}, and were none removed while the job ran?"
+            )
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         check_range(self, start, stop)
