@@ -171,7 +171,6 @@ def encode_task(task: WorkerTask) -> bytes:
         "results": to_plain(current.results),
     }
     if current.operands is not None:
-        # One text, as it is much faster to encode: a spec may list thousands of files.
         meta["operands"] = json.dumps(current.operands.to_json(arrays))
     return encode_arrays(arrays, meta)
 

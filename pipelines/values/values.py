@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import weakref
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +19,7 @@ from beamjax.plan.steps import Plan, ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.values import Leaf, Part, Ref, ref_to
 from beamjax.sources.source_base import LeafSpec, Source, open_spec, spec_of
+from beamjax.storage.shared_cache import SharedCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +80,16 @@ class Operands:
 
     def to_json(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         """The values as plain values; bytes are added to `arrays`."""
-        sources: dict[int, tuple[int, dict[str, Any]]] = {}
+        sources: dict[int, int] = {}
+        """The number in `arrays` of the spec of each source, by its id."""
 
         def data(part: Part) -> Any:
             if isinstance(part.data, Leaf):
                 source = part.data.source
                 if id(source) not in sources:
-                    sources[id(source)] = len(sources), spec_of(source)
-                return {"source": sources[id(source)][0], "leaf": part.data.leaf}
+                    sources[id(source)] = len(arrays)
+                    arrays.append(np.frombuffer(_encoded_spec(source), np.uint8))
+                return {"source": sources[id(source)], "leaf": part.data.leaf}
             assert isinstance(part.data, Stored)
             assert isinstance(part.data.ref, StoreRef)
             arrays.append(np.frombuffer(part.data.ref.inline, np.uint8))
@@ -97,18 +103,21 @@ class Operands:
             ]
             for name, value in self.values.items()
         }  # fmt: skip
-        specs = [spec for _, spec in sources.values()]
-        return {"values": values, "specs": specs, "x64": self.x64}
+        return {"values": values, "x64": self.x64}
 
     @classmethod
     def from_json(cls, record: dict[str, Any], arrays: list[np.ndarray]) -> Operands:
         """Undoes `to_json`."""
-        sources, x64 = list(map(open_spec, record["specs"])), record["x64"]
+        sources: dict[int, Source] = {}
+        x64 = record["x64"]
 
         def part(start: int, count: int, at: list[int], entry: list[int], data: Any) -> Part:
             held: Leaf | Stored
             if "source" in data:
-                held = Leaf(sources[data["source"]], data["leaf"], x64)
+                number = data["source"]
+                if number not in sources:
+                    sources[number] = _open(arrays[number].tobytes())
+                held = Leaf(sources[number], data["leaf"], x64)
             else:
                 inline = arrays[data["inline"]].tobytes()
                 held = Stored(Store(data["root"]), StoreRef.from_json(data["ref"], inline))
@@ -119,3 +128,31 @@ class Operands:
             for name, (dtype, shape, n, parts) in record["values"].items()
         }
         return cls(values, x64)
+
+
+CACHED_BYTES = 1 << 12
+"""Bytes of an encoded spec from which on a process holds the source that it describes."""
+_specs: dict[int, tuple[weakref.ref[Source], bytes]] = {}
+"""Sources and their encoded specs, by the ids of the sources."""
+_opened: SharedCache[Source] = SharedCache(4, lambda _: 1)
+"""Sources that this process has opened, by their encoded specs."""
+
+
+def _encoded_spec(source: Source) -> bytes:
+    """The spec of a source as compressed JSON. It may list very many files, for each task."""
+    number = id(source)
+    known, encoded = _specs.get(number, (lambda: None, b""))
+    if known() is not source:
+        encoded = zlib.compress(json.dumps(spec_of(source)).encode(), 1)
+        _specs[number] = weakref.ref(source, lambda _: _specs.pop(number, None)), encoded
+    return encoded
+
+
+def _open(encoded: bytes) -> Source:
+    """The source of an encoded spec."""
+
+    def opened() -> Source:
+        return open_spec(json.loads(zlib.decompress(encoded)))
+
+    # Each round reads the sources of the run; those of values of the last round are small.
+    return opened() if len(encoded) < CACHED_BYTES else _opened.get(encoded, opened)

@@ -14,7 +14,7 @@ from beamjax.plan.steps import ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.values import Leaf, placed, ref_to, scattered, server, stacked
 from beamjax.sources import from_npy
-from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.source_base import LeafSpec, spec_of
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays
 
@@ -115,3 +115,30 @@ def test_integers_that_would_wrap_are_refused_in_views(tmp_path):
     whole = ref_to(Leaf(from_npy(tmp_path / "x.npy"), 0, False), of(x), N)
     with pytest.raises(SourceError, match=r"found 1099511627776, which would wrap"):
         whole.entry(1).rows(4, 9)
+
+
+def test_a_source_of_very_many_files_is_described_and_opened_once(monkeypatch):
+    n, count = 40_000, []
+    for name in ("spec", "from_spec"):
+        real = getattr(MembersSource, name)
+
+        def counted(*arguments, name=name, real=real):
+            count.append(name)
+            return real(*arguments)
+
+        own = staticmethod(counted) if name == "from_spec" else counted
+        monkeypatch.setattr(MembersSource, name, own)
+    leaf = LeafSpec((), np.dtype(np.float32))
+    source = MembersSource("/folder", "v", [(i, 1) for i in range(n)], leaf, n)
+    plain = len(json.dumps(spec_of(source)))
+    operands = Operands({"x": ref_to(Leaf(source, 0, False), of(np.zeros(n, "f4")), n)}, False)
+    count.clear()
+    found = []
+    for _ in range(5):  # tasks
+        arrays = []
+        record = operands.to_json(arrays)
+        assert len(json.dumps(record)) + sum(x.nbytes for x in arrays) < plain / 3
+        found.append(Operands.from_json(record, arrays).values["x"].leaf.source)
+    assert count == ["spec", "from_spec"]
+    assert all(other is found[0] for other in found)
+    assert spec_of(found[0]) == spec_of(source)
