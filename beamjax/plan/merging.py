@@ -1,4 +1,4 @@
-"""Chooses how far in parallel the reductions of a pass are merged.
+"""Chooses in how many ranges a pass starts, and how far in parallel its reductions are merged.
 
 The choice depends only on bytes, shards, workers and fixed rates, so that `explain` can show it
 before anything runs and it is the same on all machines.
@@ -26,9 +26,16 @@ GROUP_SECONDS = 0.1
 WORTH_SECONDS = 1.0
 """Smallest number of estimated seconds that merging in groups must save to be chosen."""
 
-MAX_PARTIALS = 256
-"""Largest number of partials per range of values: a pass is distributed in at most as many ranges
-of shards, each with one partial."""
+RANGES, RANGES_PER_WORKER, RANGE_SHARDS = 256, 4, 256
+"""A pass starts from at most 256 ranges of shards, or four for each worker if they are more, so
+that there are few partials. But a range has at most 256 shards: a worker that dies or is slow holds
+up no more, and runners distribute ranges, not shards."""
+
+
+def range_width(shards: int, workers: int | None) -> int:
+    """The number of shards of each range that a pass starts from."""
+    most = max(RANGES, RANGES_PER_WORKER * (workers or 1))
+    return max(1, min(-(-shards // most), RANGE_SHARDS))
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
     """
     nbytes = sum(accumulator_bytes(buffer, mode) for buffer in step.buffers)
     pieces = len(accumulator_ranges(step))
-    partials = MAX_PARTIALS if shards is None else min(shards, MAX_PARTIALS)
+    # Most bundles have one range, and each bundle has one partial.
+    partials = RANGES if shards is None else -(-shards // range_width(shards, workers))
     each = nbytes // pieces if pieces else 0
     groups = _groups(pieces, partials, each, workers or 1)
     workers_text = "the workers" if workers is None else f"{workers} workers"

@@ -56,13 +56,11 @@ from beamjax.pipelines.worker.merge import (
 )
 from beamjax.pipelines.worker.tasks import Sources, StoredBody
 from beamjax.plan.dropping import Dropped
+from beamjax.plan.merging import range_width
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Ref
 from beamjax.storage import files
-
-MAX_RANGES = 256
-"""Largest number of elements that a pass starts from. Each is a range of shards."""
 
 
 @dataclass
@@ -296,7 +294,7 @@ class Graph:
         ranges = (
             self.root
             | f"{name}/Impulse" >> beam.Impulse()
-            | f"{name}/Shards" >> beam.ParDo(Ranges(count, -(-count // MAX_RANGES)))
+            | f"{name}/Shards" >> beam.ParDo(Ranges(count, range_width(count, self.tasks.workers)))
         )
         if self.spread and count > 1:
             ranges |= f"{name}/Deal" >> beam.Reshuffle()

@@ -22,7 +22,6 @@ import numpy as np
 from beamjax.bodies.export import default_platform, run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import UNKNOWN
-from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.results import ReadMembers, find_placed, find_provenance
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
@@ -54,6 +53,7 @@ from beamjax.pipelines.worker.merge import (
 from beamjax.pipelines.worker.tasks import Sources, StepFn
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
+from beamjax.plan.merging import range_width
 from beamjax.plan.steps import Gather, Map, Plan, Server, Step
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
@@ -346,7 +346,7 @@ class Resident:
     def _ranges(self, placement: str) -> list[tuple[int, int]]:
         """The ranges of shards of a pass, as in a pipeline."""
         count = len(self.plan.shards(placement))
-        return list(Ranges(count, -(-count // build.MAX_RANGES)).process(None))
+        return list(Ranges(count, range_width(count, self._tasks.workers)).process(None))
 
     def _assemble(
         self, parts: list[Environment], names: Iterable[str], axes: dict[str, int] | None = None

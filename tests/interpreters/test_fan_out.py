@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.plan import merging as module
-from beamjax.plan.merging import accumulator_bytes, fan_out, workers_of
+from beamjax.plan.merging import accumulator_bytes, fan_out, range_width, workers_of
 from beamjax.plan.steps import FusedBuffer, Map
 
 GIB = 1 << 30
@@ -62,7 +62,7 @@ def test_pieces_groups_and_what_is_told_of_them():
         (3, 10_000, 1, 768, 1, "on one worker"),
         (3, 10_000, 96, 768, 1, "in parallel on 96 workers"),
         (1 / 256, None, 8, 1, 8, "8 workers for 256 partials"),
-        (1 / 256, 10_000, 64, 1, 8, "64 workers for 256 partials"),
+        (1 / 256, 10_000, 64, 1, 8, "64 workers for 250 partials"),
         (1 / 256, 4, 64, 1, 1, "too few bytes to divide among 64 workers"),
         (1 / (1 << 18), 10_000, 64, 1, 1, "too few bytes to divide among 64 workers"),
     ):
@@ -74,7 +74,19 @@ def test_pieces_groups_and_what_is_told_of_them():
 def test_groups_are_few(size, shards, workers):
     found = fan_out(step(FusedBuffer("sum", "float32", size, ())), shards, workers, "exact")
     assert 1 <= found.groups <= max(1, workers or 1)
-    assert found.groups**2 <= max(1, min(shards or 256, module.MAX_PARTIALS))
+    width = range_width(shards or 256, workers)
+    assert found.groups**2 <= max(1, -(-(shards or 256) // width))
+
+
+def test_ranges_of_shards_are_few_and_short_and_enough_for_all_workers():
+    for shards, workers, ranges in (
+        (1, None, 1), (256, None, 256), (257, None, 129), (65_536, None, 256),
+        (10**6, None, 3907), (10**6, 1000, 4000), (10**4, 1000, 3334), (3000, 1000, 3000),
+        (10**6, 4, 3907), (10**8, 1000, 390_625),
+    ):  # fmt: skip
+        width = range_width(shards, workers)
+        assert -(-shards // width) == ranges, (shards, workers)
+        assert width <= module.RANGE_SHARDS
 
 
 def test_workers_that_options_ask_for():
