@@ -206,15 +206,27 @@ class ByKey:
         return _carried(found) if "special" in found else found
 
     def added(self, waiting: list[Rows], rows: Iterable[Rows]) -> list[Rows]:
-        """Rows that wait to be merged, with more of them."""
+        """Rows that wait to be merged, with more of them.
+
+        If they are many, the latest are merged, from the first one that is not much longer than all
+        after it together. So each row is merged a few times, even if all keys are different.
+        """
         waiting = [*waiting, *rows]
-        return waiting if len(waiting) <= MAX_WAITING else [self.merged(waiting)]
+        if len(waiting) <= MAX_WAITING:
+            return waiting
+        first, after = len(waiting) - 1, len(waiting[-1].keys)
+        while first and len(waiting[first - 1].keys) <= 2 * after:
+            first -= 1
+            after += len(waiting[first].keys)
+        return [*waiting[:first], self.merged(waiting[first:])]
 
     def divided(self, rows: Rows, parts: int) -> Iterator[tuple[int, Rows]]:
         """Divides rows among parts by a hash of their keys."""
         part = (hashed(rows.keys) % np.uint64(parts)).astype(np.int64)
-        for number in np.unique(part).tolist():
-            yield number, rows.take(np.flatnonzero(part == number))
+        order = np.argsort(part, kind="stable")
+        numbers, starts = np.unique(part[order], return_index=True)
+        for number, each in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+            yield number, rows.take(each)
 
     def finished(self, parts: Iterable[Rows]) -> list[np.ndarray]:
         """The keys, ascending, and the leaves of the result."""

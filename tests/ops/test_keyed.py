@@ -328,6 +328,55 @@ def test_a_table_in_arrow(tmp_path):
 # --- bits
 
 
+SUMS = by_key.ByKey("sum", ((), np.dtype("i8")), (((), np.dtype("i8")),), (np.dtype("i8"),))
+
+
+@pytest.mark.parametrize("keys", [4, 1 << 40], ids=["few", "all different"])
+def test_each_row_is_merged_a_few_times_however_many_blocks_there_are(keys, monkeypatch):
+    monkeypatch.setattr(by_key, "MAX_WAITING", 16)
+    rng, blocks, rows = np.random.default_rng(0), 4_000, 8
+    merged, count = by_key.ByKey.merged, []
+
+    def counted(self, parts, blocks=True):
+        parts = list(parts)
+        if len(parts) > 1:
+            count.append(sum(len(part.keys) for part in parts))
+        return merged(self, parts, blocks)
+
+    monkeypatch.setattr(by_key.ByKey, "merged", counted)
+    waiting, most = [], 0
+    for block in range(blocks):
+        members = rng.integers(0, keys, rows)
+        waiting = SUMS.added(waiting, [SUMS.of_block(members, [members], block * rows)])
+        most = max(most, len(waiting))
+    assert sum(count) < 8 * blocks * rows
+    assert most <= 32
+    assert len(merged(SUMS, waiting).keys) == min(keys, blocks * rows)
+
+
+class Looked(np.ndarray):
+    """Numbers of parts that count how many of them NumPy operations look at."""
+
+    seen = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **more):
+        Looked.seen += self.size
+        plain = [x.view(np.ndarray) if isinstance(x, Looked) else x for x in inputs]
+        found = getattr(ufunc, method)(*plain, **more)
+        return found.view(Looked) if isinstance(found, np.ndarray) else found
+
+
+def test_rows_are_divided_among_any_number_of_parts_at_once(monkeypatch):
+    members = np.arange(5_000)
+    rows = SUMS.of_block(members, [members], 0)
+    monkeypatch.setattr(by_key, "hashed", lambda keys: keys.astype(np.uint64).view(Looked))
+    parts = dict(SUMS.divided(rows, 500))
+    assert Looked.seen < 10 * len(members)
+    assert list(parts) == list(range(500))
+    assert all((part.keys % 500 == number).all() for number, part in parts.items())
+    assert sum(len(part.keys) for part in parts.values()) == len(members)
+
+
 SPECIALS = [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-45, 1.0, -1.0, 2.0**-30, 1e10, -1e10, 0.0]
 
 
