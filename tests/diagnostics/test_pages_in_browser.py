@@ -69,12 +69,20 @@ def measured():
         return job.report().to_html()
 
 
+def cell(shown):
+    """What a notebook shows, as a document."""
+    styles = "html { color-scheme: light dark } body { margin: 0 }"
+    return f"<!DOCTYPE html><meta charset=utf-8><style>{styles}</style>{shown._repr_html_()}"
+
+
 PAGES = {
     "gather": lambda: bj.explain(trimmed, X).to_html(),
     "rounds": lambda: bj.explain(rounds, np.ones(3, np.float32), X).to_html(),
     "wide": wide_plan,
     "flat": lambda: bj.explain(trimmed, X, stage="flat").to_html(),
     "run": lambda: document(run_page(example_report().to_json())),
+    "plan in a notebook": lambda: cell(bj.explain(rounds, np.ones(3, np.float32), X)),
+    "run in a notebook": lambda: cell(example_report()),
     "evil": evil_run,
     "measured": measured,
 }
@@ -167,6 +175,21 @@ def test_all_can_be_seen(name, tmp_path):
     assert faults == []
 
 
+@pytest.mark.parametrize("name", ["plan in a notebook", "run in a notebook", "rounds", "gather"])
+def test_what_can_be_seen_without_scrolling(name):
+    script = """
+    const svg = document.querySelector('svg.graph');
+    const [x, y, width, height] = svg.getAttribute('viewBox').split(' ').map(Number);
+    return [document.querySelector('.bjx').offsetHeight, innerHeight,
+      +svg.getAttribute('width') <= width + 1, +svg.getAttribute('height') <= height + 1];
+    """
+    found, console = browser.look(html_of(name), script)
+    page, window, *whole = found
+    assert console == []
+    assert page <= window or "notebook" not in name
+    assert whole == [True, True] or name == "run in a notebook"  # whose graph is folded
+
+
 WHITE = "rgb(255, 255, 255)"
 
 # Helpers for scripts that act as a user does.
@@ -256,8 +279,8 @@ def test_a_loop_folds():
     return found;
     """
     open_, folded, again = act(html_of("rounds"), script)
-    assert open_ == again == [1, "true", 7]
-    assert folded == [0, "false", 5]
+    assert open_ == again == [1, "true", 6]
+    assert folded == [0, "false", 4]
 
 
 def test_charts_are_drawn_and_losses_have_a_logarithmic_axis():
@@ -278,5 +301,5 @@ def test_charts_are_drawn_and_losses_have_a_logarithmic_axis():
     """
     page = document(run_page(example_report(curves=curves).to_json()))
     count, drawn, log = browser.look(page, script)[0]
-    assert (count, drawn) == (10, True)
-    assert log == ["false"] * 6 + ["true", "false", "false", "true", None]
+    assert (count, drawn) == (9, True)
+    assert log == ["false"] * 5 + ["true", "false", "false", "true", None]

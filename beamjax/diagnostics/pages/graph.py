@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from beamjax._text import add_bytes, human_bytes
 from beamjax.diagnostics.plan_json import Json, all_steps
 from beamjax.diagnostics.text import human_seconds, step_title
 
-GROUPED = 4
-"""Largest number of inputs of an argument, or outputs of a step, that have a box each."""
+LISTED = 4
+"""Largest number of arrays of an argument that its box lists."""
 
 Home = tuple[tuple[str, int], ...]
 """The blocks around an area, from the outside: a step, and the number of its block."""
@@ -49,17 +49,16 @@ class _Graph:
         self.kinds = {step["name"]: step["kind"] for step in all_steps(plan["steps"])}
         self.paths = dict(_paths(plan["steps"], (), ()))
         read = {edge["source"] for edge in plan["edges"]}
-        self.inputs = _groups([i for i in plan["inputs"] if i["path"] in read], self._readers)
-        outputs = [output for output in plan["outputs"] if output["value"]]
-        self.outputs = _groups(outputs, lambda output: str(output["source"]))
+        self.inputs: dict[str, list[Json]] = {}
+        for end in plan["inputs"]:
+            if end["path"] in read:
+                self.inputs.setdefault(_root(end["path"]), []).append(end)
+        self.outputs: dict[str, list[Json]] = {}
+        for end in plan["outputs"]:
+            if end["value"]:
+                self.outputs.setdefault(f"result of {end['source']}", []).append(end)
         for ends in (self.inputs, self.outputs):
             self.paths |= {end["path"]: (((), k),) for k, group in ends.items() for end in group}
-
-    def _readers(self, end: Json) -> str:
-        """Returns the boxes of the outermost area that read an input, as a key."""
-        edges = self.plan["edges"]
-        readers = (edge["target"] for edge in edges if edge["source"] == end["path"])
-        return " ".join(sorted({_within(self.paths.get(name, ()), ()) or name for name in readers}))
 
     def outermost(self) -> Json:
         nodes = [_ends("input", key, group) for key, group in self.inputs.items()]
@@ -172,14 +171,17 @@ def _node(
 
 
 def _ends(kind: str, key: str, group: Sequence[Json]) -> Json:
-    """Returns the box of some inputs, or of some outputs."""
+    """Returns the box of the inputs of an argument, or of the outputs of a step."""
     names = [end["path"] for end in group]
+    total = human_bytes(add_bytes(end["nbytes"] for end in group))
     if len(group) == 1:
-        (end,) = group
-        words = [[end["path"], "name"], [end["type"], ""], [human_bytes(end["nbytes"]), ""]]
+        words = [[names[0], "name"], [group[0]["type"], ""], [total, ""]]
     else:
-        total = human_bytes(add_bytes(end["nbytes"] for end in group))
-        words = [[f"{_root(names[0])}…", "name"], [f"{len(group)} arrays, {total}", ""]]
+        root = _root(names[0])
+        title = "constants" if root == "constant" else root
+        words = [[title, "name"], [f"{len(group)} arrays, {total}", ""]]
+        if len(group) <= LISTED:
+            words += [[f"{end['path'].removeprefix(root)} {end['type']}", ""] for end in group]
     title = "\n".join(f"{e['path']}: {e['type']}, {human_bytes(e['nbytes'])}" for e in group)
     return _node(key, kind, words, names, title)
 
@@ -238,17 +240,6 @@ def _values(plan: Json) -> Iterator[Json]:
 
 
 def _root(path: str) -> str:
-    """Returns `args[0]` of `args[0]['w']`, `result` of `result[1]`."""
+    """Returns `args[0]` of `args[0]['w']`, `result` of `result[1]`, `constant` of `constant 2`."""
     found = re.match(r"args\[\d+\]|\w+", path)
     return found[0] if found else path
-
-
-def _groups(ends: Sequence[Json], other: Callable[[Json], str]) -> dict[str, list[Json]]:
-    """Groups inputs or outputs into boxes: many with the same other end share a box."""
-    found: dict[str, list[Json]] = {}
-    for end in ends:
-        found.setdefault(f"{_root(end['path'])} {other(end)}", []).append(end)
-    groups: dict[str, list[Json]] = {}
-    for key, group in found.items():
-        groups |= {key: group} if len(group) > GROUPED else {end["path"]: [end] for end in group}
-    return groups

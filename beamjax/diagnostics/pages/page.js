@@ -27,7 +27,7 @@ const titled = (text) => make("title", {}, text);
 
 // --- the graph
 
-const LINE = 15, PAD = 9, MARGIN = 12, MOST = 44;
+const LINE = 15, PAD = 9, MARGIN = 12, MOST = 44, SMALLEST = 0.3;
 const pen = document.createElement("canvas").getContext("2d");
 const widthOf = (text, kind) => {
   pen.font = `${kind === "name" ? "650 13px" : "600 11px"} ${color("--mono")}`;
@@ -193,27 +193,20 @@ const showGraph = (box) => {
       titled(label), make("defs", {}, ...heads), drawArea(area, MARGIN, MARGIN, draw));
     box.replaceChildren(svg);
   };
-  // Fits the width; if letters would be too small, shows the part that begins at the first box.
-  const fit = (least = 0.62) => {
-    const room = box.clientWidth, shapes = all("a.box .shape", svg);
-    const widest = Math.max(0, ...shapes.map((shape) => shape.width.baseVal.value));
-    view.scale = Math.max(Math.min(1, room / width), Math.min(least, room / (widest + 16)), 0.3);
-    box.style.height = `${Math.max(180, Math.min(height * view.scale, innerHeight * 0.78))}px`;
-    const seen = room / view.scale;
-    const { x, width: first } = shapes[0] ? place(shapes[0]) : { x: 0, width };
-    view.x = seen < width ? Math.min(Math.max(x + first / 2 - seen / 2, 0), width - seen) : (width - seen) / 2;
+  // Shows all of it, unless boxes would be too small to see: then the part at the first box.
+  const fit = (scale) => {
+    const room = box.clientWidth, most = parseFloat(getComputedStyle(box).maxHeight) - 2 || height; // without its border; none on paper
+    view.scale = scale ?? Math.max(SMALLEST, Math.min(1, room / width, most / height));
+    box.style.height = `${Math.min(height * view.scale, most) + 2}px`;
+    const seen = room / view.scale, shape = svg.querySelector("a.box .shape");
+    const first = shape ? place(shape) : { x: 0, width };
+    view.x = seen < width ? Math.min(Math.max(first.x + first.width / 2 - seen / 2, 0), width - seen) : (width - seen) / 2;
     view.y = 0;
     show();
   };
   const place = (shape) => {
     const { x, y, width, height } = shape.getBBox(), matrix = svg.getCTM().inverse().multiply(shape.getCTM());
     return { x: x + matrix.e, y: y + matrix.f, width, height };
-  };
-  const whole = () => {
-    view.scale = Math.min(1.5, box.clientWidth / width, box.clientHeight / height);
-    view.x = width / 2 - box.clientWidth / view.scale / 2;
-    view.y = height / 2 - box.clientHeight / view.scale / 2;
-    show();
   };
   const zoom = (factor, at) => {
     const bounds = box.getBoundingClientRect();
@@ -300,7 +293,7 @@ const showGraph = (box) => {
     const step = 60 / view.scale, toggle = event.target.closest(".fold");
     const go = (dx, dy) => () => { view.x += dx; view.y += dy; show(); };
     const keys = {
-      "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: whole, Escape: () => choose(null),
+      "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => fit(), Escape: () => choose(null),
       ArrowLeft: go(-step, 0), ArrowRight: go(step, 0), ArrowUp: go(0, -step), ArrowDown: go(0, step),
       ...(toggle && { Enter: () => fold(toggle), " ": () => fold(toggle) }),
     };
@@ -319,20 +312,20 @@ const showGraph = (box) => {
   tools.setAttribute("aria-label", "Zoom");
   for (const [text, title, action] of [
     ["+", "zoom in", () => zoom(1.25)], ["−", "zoom out", () => zoom(0.8)],
-    ["fit", "show the whole graph", whole], ["1:1", "original size", () => fit(1)],
+    ["fit", "show the whole graph", () => fit()], ["1:1", "original size", () => fit(1)],
   ]) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
     button.setAttribute("aria-label", title);
     button.addEventListener("click", action);
     tools.append(button);
   }
-  box.closest("section").querySelector(".bar").append(tools);
+  box.closest(".section").querySelector(".bar").append(tools);
   box.tabIndex = 0;
   render();
   fit();
   let before = box.clientWidth;
   new ResizeObserver(() => {
-    if (Math.abs(box.clientWidth - before) < 2) return;
+    if (!box.clientWidth || Math.abs(box.clientWidth - before) < 2) return; // 0: it is folded
     before = box.clientWidth;
     fit();
   }).observe(box);
@@ -361,7 +354,7 @@ const marks = (chart) => ({ hooks: { draw: (plot) => {
   ctx.restore();
 } } });
 
-const plain = (value) => value == null ? "–" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4, ...(Math.abs(value) < 1e-3 && value && { notation: "scientific" }) });
+const plain = (value) => value == null ? "" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4, ...(Math.abs(value) < 1e-3 && value && { notation: "scientific" }) });
 
 // The lines of a logarithmic axis: only powers of ten, of the ticks of all digits.
 const decades = (_, ticks) => ticks.map((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6))) ? tick : null);
@@ -381,7 +374,7 @@ const showChart = (figure, chart) => {
   const series = chart.series.map(({ name, color: of = "--map" }, i) => ({
     label: name, stroke: () => paint(of), width: chart.stacked ? 0 : 2, points: { show: chart.x.length <= 40 && !chart.stacked },
     fill: chart.stacked ? () => paint(of) : chart.area ? () => paint(of).replace("rgb(", "rgba(").replace(")", ", 0.13)") : undefined,
-    value: (_, __, ___, at) => at == null ? "–" : plain(chart.series[i].y[at]),
+    value: (_, __, ___, at) => plain(chart.series[i].y[at]),
   }));
   if (chart.stacked) { columns.reverse(); series.reverse(); } // the topmost area is painted first
   if (chart.goal != null) {
@@ -392,7 +385,7 @@ const showChart = (figure, chart) => {
     width: figure.clientWidth || 440, height: 200, plugins: [marks(chart)], cursor: { y: false, drag: { setScale: false } },
     scales: { x: { time: false }, y: isLog ? { distr: 3 } : chart.area ? { range: (_, __, top) => [0, 1.05 * Math.max(top, 0) || 1] } : chart.stacked ? { range: [0, 1] } : {} },
     axes: [axis(chart.x_name), axis(chart.y_name)],
-    series: [{ label: chart.x_name, value: (_, x) => x == null ? "–" : plain(x) }, ...series],
+    series: [{ label: chart.x_name, value: (_, x) => plain(x) }, ...series],
   };
   const plot = new uPlot(options, [chart.x, ...columns], figure);
   figure.dataset.log = isLog;

@@ -112,8 +112,6 @@ def _over_time(run: Json) -> Iterator[Json]:
         title = "How workers spend their time"
         at = [second / scale for second in times]
         yield _chart(title, at, shares, unit, "share", stacked=True)
-    if any(samples["rounds"]):
-        yield counted("Rounds done", "rounds", goal=progress["rounds_total"], saved=saved)
     for name, title in (("retries", "Shards retried"), ("dropped", "Members dropped")):
         if any(samples[name]):
             yield counted(title, name)
