@@ -6,6 +6,7 @@ parameters as raw arrays, so a worker needs neither the code that made it nor a 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -61,15 +62,12 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
         or 1, 8 and 64. Beam's batches have at most as many examples as the largest.
       platforms: the platforms of the workers: "cpu", "cuda", "rocm" or "tpu"; by default that of
         this process.
-      min_batch_size: see Beam's `ModelHandler`.
-      max_batch_duration_secs: see Beam's `ModelHandler`.
-      large_model: see Beam's `ModelHandler`.
-      model_copies: see Beam's `ModelHandler`.
-      env_vars: see Beam's `ModelHandler`.
+      options: those of Beam's `ModelHandler`, such as `min_batch_size`, `max_batch_duration_secs`,
+        `large_model`, `model_copies` and `env_vars`, but for `max_batch_size`.
 
     Raises:
       OptionsError: neither or both of a model and a path are given, a batch size is no int >= 1, or
-        a platform is unknown.
+        a platform or an option is unknown.
       StructureError: the model does not fit the example, or is larger than 8 MiB; save a larger one
         with `save_model`.
       ArrayFormatError: the file at `model_path` holds no model.
@@ -89,12 +87,9 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
         model_path: str | None = None,
         batch_sizes: Sequence[int] | None = None,
         platforms: Sequence[str] | None = None,
-        min_batch_size: int | None = None,
-        max_batch_duration_secs: int | None = None,
-        large_model: bool = False,
-        model_copies: int | None = None,
-        env_vars: dict[str, str] | None = None,
+        **options: Any,
     ):
+        _check_options(options)
         if (fn is None) == (model_path is None):
             raise OptionsError(
                 "JaxModelHandler: expected either a function fn with params and example, or "
@@ -113,14 +108,7 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
         elif batch_sizes is None:
             batch_sizes = decode_model(_read(self._path or ""), self._path or "").batch_sizes
         self._sizes = _checked_sizes(batch_sizes)
-        super().__init__(
-            min_batch_size=min_batch_size,
-            max_batch_size=self._sizes[-1],
-            max_batch_duration_secs=max_batch_duration_secs,
-            large_model=large_model,
-            model_copies=model_copies,
-            env_vars=env_vars or {},
-        )
+        super().__init__(max_batch_size=self._sizes[-1], **options)
 
     def load_model(self) -> Model:
         """Reads the model, and puts its parameters on the device."""
@@ -164,6 +152,18 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
     def get_metrics_namespace(self) -> str:
         """The namespace of the metrics that `RunInference` counts."""
         return "BeamML_JAX"
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses options that Beam's `ModelHandler` does not have, which it would ignore."""
+    parameters = inspect.signature(ModelHandler.__init__).parameters.values()
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"max_batch_size"}
+    unknown = sorted(options.keys() - known - {"env_vars"})
+    if unknown:
+        raise OptionsError(
+            f"JaxModelHandler: found the option {unknown[0]!r}, expected one of batch_sizes, "
+            f"platforms, env_vars, {', '.join(sorted(known))}."
+        )
 
 
 def save_model(

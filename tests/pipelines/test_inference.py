@@ -244,6 +244,8 @@ def test_what_is_no_model_is_refused_at_once():
         ("batch_sizes", OptionsError, (linear, PARAMS, one), {"batch_sizes": [0]}),
         ("batch_sizes", OptionsError, (linear, PARAMS, one), {"batch_sizes": 8}),
         ("platforms", OptionsError, (linear, PARAMS, one), {"platforms": "gpu"}),
+        ("large_modl", OptionsError, (linear, PARAMS, one), {"large_modl": True}),
+        ("max_batch_size", OptionsError, (linear, PARAMS, one), {"max_batch_size": 8}),
         ("save_model", StructureError, (lambda p, x: x, wide, one), {}),
         ("axis 0", StructureError, (lambda p, x: x.sum(), 0, one), {}),
         ("no arrays", StructureError, (linear, PARAMS, None), {}),
