@@ -39,9 +39,9 @@ from beamjax.runtime.materialized_outputs import (
     materialized_outputs,
     refuse_results,
 )
+from beamjax.sources.array_source import is_immutable
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
-from beamjax.storage.snapshots import is_immutable
 from beamjax.tables.keyed_results import (
     keyed_outputs,
     materialized_numbers,

@@ -215,7 +215,7 @@ class Hosts:
 
 
 def _cache() -> Path:
-    from beamjax.storage.cache_folder import cache_folder
+    from beamjax.storage.trust import cache_folder
 
     return Path(cache_folder("x")).parent
 

@@ -34,7 +34,7 @@ from beamjax.runtime.values import Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import StreamSource, live_spec, register, release, spec_of
 from beamjax.storage import files, patience, temporary
-from beamjax.storage.block_cache import store_budget
+from beamjax.storage.shared_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
 

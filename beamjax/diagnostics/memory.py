@@ -32,8 +32,13 @@ from beamjax.sources.source_base import (
     members_bytes,
 )
 from beamjax.sources.source_kinds import block_bytes_of
-from beamjax.storage.block_cache import LASTING_BYTES, PASSING_BYTES, block_budget, store_budget
-from beamjax.storage.shared_cache import SharedCache
+from beamjax.storage.shared_cache import (
+    LASTING_BYTES,
+    PASSING_BYTES,
+    SharedCache,
+    block_budget,
+    store_budget,
+)
 
 BASE_BYTES = 272 << 20
 """Bytes of a process with Python, JAX and Beam. 155 MiB were measured with small bodies, and up to

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from beamjax.sources.source_base import LeafSpec
-from beamjax.storage.block_cache import Arrays, BlockCache
+from beamjax.storage.shared_cache import Arrays, BlockCache
 
 BLOCKS = BlockCache()
 """Decoded blocks of this process."""
@@ -58,15 +58,7 @@ def read_blocks(
     start: int,
     stop: int,
 ) -> Arrays:
-    """Members start..stop-1: views of one block, or copies from several.
-
-    Args:
-        leaves: one member of each.
-        blocks: the blocks with these members.
-        load: returns all members of a block.
-        start: the first member.
-        stop: the end of the members (exclusive).
-    """
+    """Members start..stop-1: views of one block, or copies from several."""
     found: Arrays = []
     for block in blocks:
         low, high = max(start, block.first), min(stop, block.last)

@@ -39,18 +39,7 @@ ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
 
 
 def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64: bool) -> None:
-    """Refuses integers that a source has read and that would wrap in 32 bits.
-
-    Args:
-      source: the source that was read.
-      leaf: the number of the leaf.
-      array: consecutive members of the leaf.
-      start: the number of the first one.
-      x64: whether JAX computes with 64-bit types.
-
-    Raises:
-      SourceError: a value would wrap; names the first one, and where it is.
-    """
+    """Refuses integers that a source has read and that would wrap in 32 bits."""
     index = _first_outside(array, x64)
     if index is not None and not may_wrap(source, leaf):
         raise _misfit(array, index, where(source, leaf, (start + index[0], *index[1:])))
@@ -117,13 +106,7 @@ def _misfit(array: np.ndarray, index: tuple[int, ...], where: str) -> SourceErro
 
 
 def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> None:
-    """Warns once of values that JAX will change because `jax_enable_x64` is off, if there are any.
-
-    Args:
-      arguments: the flat arguments of `interpreters.stage`.
-      x64: whether JAX computes with 64-bit types.
-      stacklevel: as for `warnings.warn`, counted from the caller of this function.
-    """
+    """Warns once of values that JAX will change because `jax_enable_x64` is off."""
     if x64:
         return
     found = [text for argument in arguments if (text := _change(argument))]

@@ -39,17 +39,7 @@ def is_opener(value: Any) -> bool:
 
 
 def opener_name(opener: Any) -> tuple[str, str]:
-    """The module of an opener and its name there.
-
-    Args:
-      opener: the function, or a string "module:function".
-
-    Returns:
-      The name of the module, and the name of the function.
-
-    Raises:
-      StructureError: a string has another form, or the function is not at the top of its module.
-    """
+    """The module of an opener and its name there."""
     if not isinstance(opener, str):
         name = opener.__qualname__
         if "." in name:
@@ -82,14 +72,7 @@ class OpenedBy:
     kwargs: Mapping[str, Any]
 
     def open(self) -> Any:
-        """The dataset. A process opens it once.
-
-        Returns:
-          The dataset.
-
-        Raises:
-          SourceError: the function is not found, is not marked, or fails.
-        """
+        """The dataset. A process opens it once."""
         key = self.module, self.name, self._arguments()
         return _DATASETS.get(key, lambda: _opened(*key))
 

@@ -58,15 +58,7 @@ class TakenSource(WrapperSource, RaggedMembers):
     """Members of another source; see `take`."""
 
     def __init__(self, source: Source, numbers: Source) -> None:
-        """Use `take` or `sample`, which check.
-
-        Args:
-            source: the source of the members.
-            numbers: one leaf int64[]: the numbers of the members, ascending.
-
-        Raises:
-            TypeError: `numbers` has other leaves.
-        """
+        """Use `take` or `sample`, which check; `numbers` ascend."""
         if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
         self._source = source
@@ -239,14 +231,7 @@ def _source(given: Any, caller: str) -> Source:
 
 
 def grouped(source: Source, rows: int) -> Source:
-    """The source with `rows` consecutive members as one: leaves of shape `(rows, *leaf.shape)`.
-
-    Its members are those of `x.reshape(len(source) // rows, rows, ...)`; `rows` divides the number
-    of members. Nothing is read or copied.
-
-    Returns:
-        The source of groups.
-    """
+    """The members of `x.reshape(len(source) // rows, rows, ...)`; nothing is read or copied."""
     if not isinstance(source, ArraySource):
         return GroupedSource(source, rows)
     arrays = source.read(0, len(source))
@@ -314,15 +299,7 @@ class ShortSource(WrapperSource):
 
 
 class ZippedSource(DerivedSource):
-    """The leaves of several sources with the same number of members.
-
-    Args:
-      sources: one or more sources.
-      treedef: the tree that all leaves form; a tuple by default.
-
-    Raises:
-      PlacementError: they have different numbers of members.
-    """
+    """The leaves of several sources with the same number of members."""
 
     def __init__(self, sources: Sequence[Source], treedef: PyTreeDef | None = None) -> None:
         self._sources = tuple(sources)
@@ -389,14 +366,7 @@ class ZippedSource(DerivedSource):
 
 
 def snapshot_of(source: Source) -> Source:
-    """The same members, without memory that the caller can still write to.
-
-    Writable arrays are copied. Files, and objects or functions that give members, are still read
-    later.
-
-    Returns:
-        A source of the same members; the given one if there is nothing to copy.
-    """
+    """The same members, with a copy of arrays that the caller can still write to."""
     if isinstance(source, ArraySource):
         return source.snapshot()
     if not isinstance(source, DerivedSource):

@@ -29,16 +29,7 @@ def scalar_error(name: str, found: str) -> StructureError:
 
 
 def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
-    """The leaf as a NumPy array; a view of `value` if possible.
-
-    Args:
-        name: the path of the leaf.
-        value: an array of any kind.
-        where: the file of the array, for messages: " in data/x.npy".
-
-    Raises:
-        StructureError: it is no array of numbers, or has no axis of members.
-    """
+    """The leaf as a NumPy array; a view of `value` if possible."""
     if isinstance(value, bool | int | float | complex | np.generic):
         raise scalar_error(name, f"the scalar {value!r}{where}")
     if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
@@ -57,17 +48,7 @@ def checked_leaf(name: str, value: Any, where: str = "") -> np.ndarray:
 
 
 def checked_dtype(name: str, shape: Sequence[int], dtype: Any, where: str) -> np.dtype:
-    """The dtype, in native byte order, of a leaf that has not been read yet.
-
-    Args:
-        name: the path of the leaf.
-        shape: the shape of all members.
-        dtype: a dtype of NumPy.
-        where: the place of the array, for messages: "data/x.npz, array 'y'".
-
-    Raises:
-        StructureError: it has no axis of members, or does not hold numbers.
-    """
+    """The dtype, in native byte order, of a leaf that has not been read yet."""
     if not shape:
         raise scalar_error(name, f"an array of shape () in {where}")
     try:
@@ -102,15 +83,7 @@ def native_view(array: np.ndarray) -> np.ndarray:
 
 
 def member_leaves(member: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
-    """The leaves of a member, from a tree of types or arrays.
-
-    Args:
-      member: a tree of `jax.ShapeDtypeStruct` or arrays of shape (...), typed keys included.
-      caller: the caller, for messages: "from_chunks".
-
-    Raises:
-      StructureError: there is no leaf, or a leaf is neither.
-    """
+    """The leaves of a member, from a tree of types or arrays."""
     import jax
 
     from beamjax.bodies.export import value_type

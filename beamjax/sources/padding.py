@@ -41,17 +41,10 @@ def without_padding(arrays: Sequence[np.ndarray], ragged: Sequence[int]) -> list
 
     The check then compares results without padding to results with padding. Padding in both would
     hide some effects: the maximum of negative rows is 0 with any padding.
-
-    Args:
-      arrays: arrays of shape (members, ...).
-      ragged: the numbers of the arrays with padded rows, of shape (members, rows, ...). The mask is
-        among them if the body reads it. A row that is zero in all of them counts as padding.
-
-    Returns:
-      The arrays; None if no member has a row.
     """
     if not len(arrays[ragged[0]]):
         return None
+    # A row that is zero in all arrays, the mask included if the body reads it, is padding.
     has_row: np.ndarray = np.zeros(arrays[ragged[0]].shape[:2], np.bool_)
     for i in ragged:
         x = arrays[i]
@@ -76,16 +69,7 @@ def check_padding(
     pairs: Iterable[tuple[np.ndarray, np.ndarray]],
     operands: Iterable[np.ndarray] = (),
 ) -> None:
-    """Compares the results of a body for the same members with less and with more padding.
-
-    Args:
-      shapes: the shape of a member of each operand, with less padding.
-      pairs: results with less padding, and the same results with more.
-      operands: the operands of the body.
-
-    Raises:
-      StructureError: results differ by more than rounding can explain.
-    """
+    """Compares the results of a body for the same members with less and with more padding."""
     largest = max(map(_largest, operands), default=0.0)
     for left, right in pairs:
         if _far(left, right, largest):
@@ -107,11 +91,6 @@ def same_values(
     """Pairs the results of a body with less padding with those with more padding.
 
     Results whose shapes depend on the padding are left out.
-
-    Args:
-      buffers: the buffers of both bodies.
-      less: with less padding, the vector of each buffer, then other arrays.
-      more: the same with more padding.
     """
     for (left, right), x, y in zip(buffers, less, more, strict=False):
         for a, b in zip(left.reductions, right.reductions, strict=True):
@@ -162,14 +141,7 @@ SAMPLED_SHARDS = 64
 def count_padding(
     leaves: Sequence[LeafSpec], arrays: Sequence[np.ndarray], used: Sequence[int], mask: int
 ) -> None:
-    """Counts the padding of ragged members that this thread has read.
-
-    Args:
-      leaves: the leaves of their source.
-      arrays: the members of each leaf.
-      used: the numbers of the leaves that count.
-      mask: the number of the mask among the leaves.
-    """
+    """Counts the padding of ragged members that this thread has read."""
     rows = arrays[mask]
     short = rows.size - int(np.count_nonzero(rows))
     for number in used:
@@ -185,15 +157,7 @@ def mask_of(source: Source) -> int | None:
 
 
 def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
-    """Estimates the share of the members that are padded to each bucket.
-
-    Args:
-      source: a source of ragged members.
-      shard_size: the number of members that are padded together.
-
-    Returns:
-      float64[buckets]; None if the lengths are not known before the members are read.
-    """
+    """Estimates the share of the members that are padded to each bucket."""
     n, buckets = len(source), np.array(buckets_of(source))
     counts = np.zeros(len(buckets))
     starts = range(0, n, shard_size)
@@ -212,14 +176,7 @@ def _rows_of(source: Source, start: int, stop: int) -> np.ndarray | None:
 def padding_text(source: Source, shard_size: int, short: bool) -> str:
     """Describes the bytes that a pass over ragged members reads, and the share of padding.
 
-    Args:
-      source: the source of the members.
-      shard_size: the number of members that are padded together.
-      short: whether a shard is padded to the first bucket in which its members fit, rather than to
-        the last one.
-
-    Returns:
-      A line; "" if the lengths are not known before the members are read.
+    It is "" if the lengths are not known before the members are read.
     """
     n, buckets = len(source), np.array(buckets_of(source))
     shards = np.zeros(len(buckets), np.int64)

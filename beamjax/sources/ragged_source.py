@@ -45,18 +45,7 @@ class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
         mask_at: Count,
         treedef: PyTreeDef | None = None,
     ) -> None:
-        """Use `from_ragged`, which checks.
-
-        Args:
-            rows: the rows of all members, those of member 0 first.
-            ends: one leaf int64[]: for each member the number of rows up to its end.
-            buckets: numbers of rows to pad to, ascending; the longest member fits in the last one.
-            mask_at: the position of the mask among the leaves.
-            treedef: the tree that they form, the mask included; a tuple by default.
-
-        Raises:
-            TypeError: the arguments do not fit each other.
-        """
+        """Use `from_ragged`, which checks; `ends` are the numbers of rows up to each end."""
         if [(leaf.shape, leaf.dtype) for leaf in ends.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found ends {ends!r}, expected one leaf int64[]")
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[-1] > _most_rows(rows):
@@ -212,13 +201,7 @@ def from_ragged(rows: Any, lengths: Any, *, buckets: Sequence[int] | None = None
 
 
 def choose_buckets(lengths: np.ndarray) -> list[int]:
-    """Default lengths to pad members to: about the longest, its half, and so on.
-
-    Those that no member would be padded to are left out.
-
-    Returns:
-        The lengths, ascending.
-    """
+    """Default lengths to pad members to: about the longest, its half, and so on, if used."""
     longest = max(int(lengths.max(initial=0)), 1)
     ladder = sorted({-(-longest // (MULTIPLE << k)) * MULTIPLE for k in range(MAX_BUCKETS)})
     fits = {*np.searchsorted(ladder, lengths).tolist(), len(ladder) - 1}
@@ -231,14 +214,7 @@ def _most_rows(rows: Source) -> int:
 
 
 def _chosen_buckets(buckets: Sequence[int] | None, lengths: np.ndarray, rows: Source) -> list[int]:
-    """The buckets of a user, checked, or default ones for members of these lengths.
-
-    Returns:
-      The buckets, ascending.
-
-    Raises:
-      SourceError: the buckets of the user are not valid for these members.
-    """
+    """The buckets of a user, checked, or default ones for members of these lengths."""
     if buckets is None:
         return choose_buckets(lengths)
     chosen, most = list(map(int, buckets)), _most_rows(rows)

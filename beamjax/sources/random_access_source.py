@@ -41,14 +41,7 @@ class RandomAccessSource(HoldsLeaves, FileSource):
         leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
-        """Use `from_random_access`, which checks.
-
-        Args:
-            dataset: the object, or the call that opens it once per process, at the first read.
-            size: the number of members.
-            leaves: one member of each.
-            treedef: the tree that they form; a tuple by default.
-        """
+        """Use `from_random_access`, which checks."""
         super().__init__(leaves, treedef)
         self._dataset = dataset
         self._size = size

@@ -21,17 +21,7 @@ class RangeSource(HoldsLeaves):
     """Member i is the number i; see `from_range`."""
 
     def __init__(self, size: Count, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
-        """Use `from_range`, which checks.
-
-        Args:
-            size: the number of members.
-            leaf: scalars of integers.
-            treedef: the tree of one leaf; a tuple by default.
-
-        Raises:
-            TypeError: the leaf is no scalar of integers.
-            ValueError: the dtype of the leaf does not hold all numbers.
-        """
+        """Use `from_range`, which checks."""
         super().__init__([leaf], treedef)
         self._size = size
         self._leaf = leaf

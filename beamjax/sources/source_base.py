@@ -329,12 +329,7 @@ def _arguments(cls: type[Source]) -> dict[str, Any]:
 
 
 class HoldsLeaves(Source):
-    """A source that is made with its leaves and their tree.
-
-    Args:
-        leaves: one member of each.
-        treedef: the tree that they form; a tuple by default.
-    """
+    """A source that is made with its leaves and their tree."""
 
     def __init__(self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None = None) -> None:
         self._leaves = tuple(leaves)
@@ -350,14 +345,7 @@ class HoldsLeaves(Source):
 
 
 def natural(value: Any, least: int = 0) -> int:
-    """Checks a number of members or the like in a spec.
-
-    Returns:
-        The number.
-
-    Raises:
-        TypeError: it is no int, or out of range.
-    """
+    """Checks a number of members or the like in a spec."""
     if type(value) is not int or not least <= value < MAX_VALUES:
         raise TypeError(f"found {value!r:.80}, expected a number from {least}")
     return value
@@ -401,11 +389,7 @@ _LIVE_LOCK = threading.Lock()
 
 
 def register(source: Source) -> str:
-    """Shares a live source with the other threads of this process, until `release`.
-
-    Returns:
-        A token for `lookup`, or for `open_spec(live_spec(token))`.
-    """
+    """Shares a live source with the other threads of this process, until `release`."""
     token = uuid.uuid4().hex
     with _LIVE_LOCK:
         _LIVE[token] = source
@@ -418,14 +402,7 @@ def live_spec(token: str) -> dict[str, Any]:
 
 
 def lookup(token: str) -> Source:
-    """The source that was registered under `token`.
-
-    Returns:
-        The source.
-
-    Raises:
-        SourceError: if it was released, or registered in another process.
-    """
+    """The source that was registered under `token`."""
     with _LIVE_LOCK:
         source = _LIVE.get(token)
     if source is None:
@@ -459,15 +436,7 @@ def spec_of(source: Source) -> dict[str, Any]:
 
 
 def open_spec(spec: dict[str, Any]) -> Source:
-    """Opens the source that a `spec_of` or a `live_spec` describes.
-
-    Returns:
-      The source.
-
-    Raises:
-      SourceError: the class is unknown here, or the spec is not one.
-      PlacementError: its parts have different numbers of members.
-    """
+    """Opens the source that a `spec_of` or a `live_spec` describes."""
     name = str(spec.get("class")) if isinstance(spec, dict) else ""
     if name == _LIVE_CLASS:
         return lookup(str(spec.get("token")))

@@ -29,24 +29,11 @@ class FileSource(Source):
     block_bytes = 0
 
     def identity(self) -> tuple[Any, list[str]]:
-        """Describes what the members depend on, to detect a changed source.
-
-        Returns:
-            Plain JSON values, and the paths or URLs of files whose contents count as well. The
-            location of the files and the time at which they were written make no difference.
-        """
+        """Describes what the members depend on, to detect a changed source."""
         return spec_of(self), []
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
-        """The file, column and row of a value as text, for messages.
-
-        Args:
-            leaf: the number of the leaf.
-            index: the index of the value in the array of all members, with the member first.
-
-        Returns:
-            The text.
-        """
+        """The file, column and row of a value as text, for messages."""
         return member_text(self, leaf, index)
 
 
@@ -67,15 +54,7 @@ class DerivedSource(Source):
 
     @abc.abstractmethod
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
-        """The source from which a value comes: another one, or this one.
-
-        Args:
-            leaf: the number of the leaf.
-            index: the index of the value in the array of all members, with the member first.
-
-        Returns:
-            The source, and the leaf and the index there.
-        """
+        """The source from which a value comes, another one or this one, and its place there."""
 
 
 class RaggedMembers(Source):
@@ -111,16 +90,7 @@ def buckets_of(source: Source) -> tuple[int, ...]:
 def innermost(
     source: Source, leaf: int, index: tuple[int, ...] | None = None
 ) -> tuple[Source, int, tuple[int, ...]]:
-    """The source that stores a value, and the leaf and the index there.
-
-    Args:
-      source: any source.
-      leaf: the number of the leaf.
-      index: the index of the value in the array of all members; the first by default.
-
-    Returns:
-      The source, the leaf and the index.
-    """
+    """The source that stores a value (the first by default), and the leaf and the index there."""
     at = (0,) * (1 + len(source.leaves[leaf].shape)) if index is None else index
     while isinstance(source, DerivedSource):
         found, leaf, at = source.origin(leaf, at)

@@ -48,18 +48,7 @@ _MAX_BYTES = 2**63 - 1
 
 
 def plain_array(array: Any, where: str = "array") -> np.ndarray:
-    """The array as a contiguous NumPy array that can be stored; copied only if necessary.
-
-    Args:
-        array: a NumPy array or scalar, or a JAX array, which is fetched.
-        where: start of the error message.
-
-    Returns:
-        A base-class array, C-contiguous, little-endian.
-
-    Raises:
-        StructureError: it is no array, is masked, or has a dtype that is not raw data.
-    """
+    """The array as a contiguous NumPy array that can be stored; copied only if necessary."""
     if isinstance(array, np.ma.MaskedArray) or not hasattr(array, "__array__"):
         raise StructureError(
             f"{where}: found {type(array).__name__}, expected a NumPy or JAX array (masks "
@@ -97,21 +86,7 @@ class Joined:
 
 
 def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> bytes:
-    """Encodes arrays and a small dictionary to one buffer.
-
-    Args:
-        arrays: NumPy arrays (or JAX arrays, which are fetched) of any shape, layout and byte
-            order, with a dtype that JAX computes with; or `Joined` ones.
-        meta: plain JSON values: dictionaries with string keys, lists, strings, finite numbers,
-            booleans, None.
-
-    Returns:
-        The buffer; the same arrays and `meta` give the same bytes.
-
-    Raises:
-        StructureError: for a dtype that is not raw data, a masked array, something that is no
-            array, a `meta` that JSON would change, or a header of more than 16 MiB.
-    """
+    """Encodes arrays and a dictionary of plain JSON values to one buffer, always the same."""
     views = [
         array if isinstance(array, Joined) else plain_array(array, f"array {index}")
         for index, array in enumerate(arrays)
@@ -133,18 +108,7 @@ def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> 
 
 
 def decode_arrays(data: Buffer) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """Decodes what `encode_arrays` made, without copying it.
-
-    Args:
-        data: the whole buffer and nothing else; any contiguous bytes-like object.
-
-    Returns:
-        The arrays, as read-only views that keep `data` alive, and `meta`.
-
-    Raises:
-        ArrayFormatError: `data` is truncated, corrupted, of another version, or does not hold the
-            arrays that its header describes.
-    """
+    """Decodes what `encode_arrays` made, without copying it."""
     view = _byte_view(data)
     header, position = _read_header(view)
     records, meta = header.get("arrays"), header.get("meta")
@@ -171,11 +135,7 @@ def encode_array(array: Any) -> bytes:
 
 
 def decode_array(data: Buffer) -> np.ndarray:
-    """Decodes one array, as a read-only view of `data`; see `decode_arrays`.
-
-    Raises:
-        ArrayFormatError: as `decode_arrays`, or the buffer does not hold exactly one array.
-    """
+    """Decodes one array, as a read-only view of `data`; see `decode_arrays`."""
     arrays, _ = decode_arrays(data)
     if len(arrays) != 1:
         raise ArrayFormatError(f"array buffer: found {len(arrays)} arrays, expected one.")
@@ -346,11 +306,7 @@ def _read_array(
 
 
 def checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]:
-    """Checks a shape that was read.
-
-    Raises:
-        ArrayFormatError: it is no list of sizes, or too large for NumPy.
-    """
+    """Checks a shape that was read."""
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
         found = f"{len(shape)} dimensions" if isinstance(shape, list) else repr(shape)
         raise ArrayFormatError(

@@ -33,14 +33,7 @@ _DTYPES = _dtype_table()
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype that a buffer can hold: `"float32"`, `"bfloat16"`, `"float0"`, ...
-
-    Args:
-        dtype: a NumPy dtype, in any byte order.
-
-    Raises:
-        StructureError: objects, strings, dates, long doubles, structured or extended dtypes.
-    """
+    """The name of a dtype that a buffer can hold: `"float32"`, `"bfloat16"`, `"float0"`, ..."""
     if isinstance(dtype, np.dtype):
         if dtype == FLOAT0:
             return "float0"
@@ -56,11 +49,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def dtype_from_name(name: object) -> np.dtype:
-    """Undoes `dtype_name`; the dtype is in native byte order.
-
-    Raises:
-        ArrayFormatError: there is no such dtype, or the installed ml_dtypes does not have it.
-    """
+    """Undoes `dtype_name`; the dtype is in native byte order."""
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ArrayFormatError(

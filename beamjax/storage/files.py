@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from beamjax.storage import trust
 from beamjax.storage.patience import patiently
-from beamjax.storage.urls import is_url as is_url
-from beamjax.storage.urls import local_path as local_path
+from beamjax.storage.trust import is_url as is_url
+from beamjax.storage.trust import local_path as local_path
 
 TEMPORARY = ".tmp"
 """Suffix of files that are not yet whole."""
@@ -40,16 +40,8 @@ def write(
 ) -> None:
     """Writes a file under a temporary name, and renames it.
 
-    Args:
-        path: the path or URL of the file.
-        data: the whole content.
-        keep: leave an existing file of this name and size as it is, for names that are hashes of
-            the content.
-        make: make the folder of a local file, for this user only (mode 0700), if it is not there.
-        sync: wait until the content of a local file is on the disk before the file is renamed.
-
-    Raises:
-        Exception: whatever the file system raises.
+    With `keep`, an existing file of this name and size stays, for names that are hashes of the
+    content. With `sync`, the content is on the disk before the file is renamed.
     """
     if is_url(path):
         remote().write(path, data, keep)
@@ -70,9 +62,6 @@ def read(path: str) -> memoryview:
     """The whole content, read-only. A large local file is mapped, not read.
 
     A local file must be a regular one: links, FIFOs and devices are errors.
-
-    Raises:
-        Exception: whatever the file system raises.
     """
     if is_url(path):
         return remote().read(path)
@@ -84,21 +73,13 @@ def read(path: str) -> memoryview:
 
 @patiently
 def size(path: str) -> int:
-    """Bytes of a file.
-
-    Raises:
-        Exception: whatever the file system raises.
-    """
+    """Bytes of a file."""
     return remote().size(path) if is_url(path) else os.path.getsize(path)
 
 
 @patiently
 def names(folder: str) -> list[str]:
-    """Names of the files in a folder; none if it is not there.
-
-    Raises:
-        Exception: whatever the file system raises.
-    """
+    """Names of the files in a folder; none if it is not there."""
     if is_url(folder):
         return remote().names(folder)
     try:
@@ -110,11 +91,7 @@ def names(folder: str) -> list[str]:
 
 @patiently
 def folders(folder: str) -> list[str]:
-    """Names of the folders in a folder, without links; none if it is not there.
-
-    Raises:
-      Exception: whatever the file system raises.
-    """
+    """Names of the folders in a folder, without links; none if it is not there."""
     if is_url(folder):
         return remote().folders(folder)
     try:
@@ -151,11 +128,7 @@ class Listed(NamedTuple):
 
 @patiently
 def listed(folder: str) -> list[Listed]:
-    """The files in a folder; none if it is not there.
-
-    Raises:
-        Exception: whatever the file system raises.
-    """
+    """The files in a folder; none if it is not there."""
     if is_url(folder):
         return list(itertools.starmap(Listed, remote().listed(folder)))
     found = []
@@ -168,21 +141,13 @@ def listed(folder: str) -> list[Listed]:
 
 @patiently
 def exists(path: str) -> bool:
-    """Whether there is a file.
-
-    Raises:
-        Exception: whatever the file system raises.
-    """
+    """Whether there is a file."""
     return bool(remote().exists(path)) if is_url(path) else os.path.exists(path)
 
 
 @patiently
 def remove_files(folder: str, gone: Sequence[str]) -> None:
-    """Removes files from a folder; some may already be gone.
-
-    Raises:
-        Exception: whatever the file system raises.
-    """
+    """Removes files from a folder; some may already be gone."""
     if is_url(folder):
         remote().remove_files(folder, gone)
         return
@@ -191,11 +156,7 @@ def remove_files(folder: str, gone: Sequence[str]) -> None:
 
 
 def remove(folder: str, suffix: str | tuple[str, ...]) -> None:
-    """Removes files with a suffix, temporary files, and a local folder that is then empty.
-
-    Raises:
-        Exception: whatever the file system raises; a missing folder is no error.
-    """
+    """Removes files with a suffix, temporary files, and a local folder that is then empty."""
     suffixes = (*((suffix,) if isinstance(suffix, str) else suffix), TEMPORARY)
     if is_url(folder):
         remove_files(folder, [name for name in names(folder) if name.endswith(suffixes)])
@@ -230,9 +191,6 @@ def link(source: str, target: str) -> None:
     """Gives a file a second name, as a link if possible; else copies it.
 
     The file is never in memory as a whole.
-
-    Raises:
-        Exception: whatever the file systems raise.
     """
     if is_url(source) or is_url(target):
         remote().copy(source, target)

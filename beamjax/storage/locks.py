@@ -16,18 +16,7 @@ _SECONDS_BETWEEN_ATTEMPTS = 0.02
 
 
 def try_lock(path: str | os.PathLike[str], seconds: float = 0.0) -> int | None:
-    """Locks a file, which is created if it does not exist.
-
-    Args:
-      path: the file.
-      seconds: how long to wait for its lock.
-
-    Returns:
-      A descriptor, which holds the lock until it is closed; None if another one holds it.
-
-    Raises:
-      OSError: the file can't be opened or locked, or is not a regular file.
-    """
+    """Locks a file, which is created if it does not exist."""
     end = time.monotonic() + seconds
     while (handle := _attempt(path)) is None:
         if time.monotonic() >= end:

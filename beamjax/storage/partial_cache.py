@@ -34,11 +34,9 @@ _log = logging.getLogger(__name__)
 class PartialCache:
     """Finds and stores arrays by address; thread-safe.
 
-    Args:
-        folder: path or URL. Files of local folders count as used when they are read, those at URLs
-            when they are written.
-        limit: bytes of all files. A process checks it before its first write, and each time that
-            it has written a sixteenth of it; in between, the files may exceed it.
+    Files of local folders count as used when they are read, those at URLs when they are written.
+    A process checks the limit before its first write, and each time that it has written a
+    sixteenth of it; in between, the files may exceed it.
     """
 
     def __init__(self, folder: str, limit: int = LIMIT) -> None:

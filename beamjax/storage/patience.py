@@ -51,11 +51,7 @@ def patiently(operation: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def retried(operation: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Calls a function, and again if it fails with one of `MOMENTARY`.
-
-    Raises:
-      OSError: it fails for `SECONDS`.
-    """
+    """Calls a function, and again if it fails with one of `MOMENTARY`."""
     global _failed
     begun = time.monotonic()
     while True:

@@ -23,20 +23,12 @@ SUFFIX = ".record"
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """The bytes of a record.
-
-    Raises:
-      StructureError: it holds more than plain JSON values.
-    """
+    """The bytes of a record."""
     return encode_arrays([], record)
 
 
 def decode(data: bytes | memoryview, path: str) -> dict[str, Any]:
-    """Undoes `encode`. The caller checks the fields; `path` is for messages.
-
-    Raises:
-      ArrayFormatError: the bytes are no record, or are damaged.
-    """
+    """Undoes `encode`. The caller checks the fields; `path` is for messages."""
     try:
         return decode_arrays(data)[1]
     except ArrayFormatError as error:
@@ -54,12 +46,7 @@ class WorkerTraceback(Exception):
 
 
 def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
-    """A record of an error, made in the process that raises it.
-
-    Args:
-      error: the error, while it is handled, so that it has its traceback.
-      step: the step of the plan, for errors without one.
-    """
+    """A record of an error, made in the process that raises it."""
     known = getattr(error, "failure", None) or Failure(step)
     text = "".join(traceback.format_exception(error))
     kinds = (kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
@@ -92,16 +79,7 @@ class _Raised:
 def error_of(
     record: dict[str, Any], path: str, otherwise: type[BeamjaxError] = errors.WorkerError
 ) -> BeamjaxError:
-    """The error of a record, with its `failure`.
-
-    Args:
-      record: what `error_record` returned.
-      path: the path of the record, for messages.
-      otherwise: the type for errors that are not errors of beamjax.
-
-    Raises:
-      ArrayFormatError: the record is not one that `error_record` makes.
-    """
+    """The error of a record, with its `failure`."""
     raised = from_plain(_Raised, record, path)
     failure = from_plain(Failure, record, path)
     # Python prints errors as they are, and the process that wrote this one may run foreign code.

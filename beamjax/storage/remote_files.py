@@ -89,11 +89,7 @@ def write(path: str, data: bytes, keep: bool) -> None:
 
 
 def read(path: str) -> memoryview:
-    """The whole content.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-    """
+    """The whole content."""
     with _requests(path) as system:
         return memoryview(system.cat_file(path))
 
@@ -266,12 +262,7 @@ def _replace(system: Any, temporary: str, path: str, reusable_bytes: int | None 
 def _rename(system: Any, temporary: str, path: str, set_aside: bool) -> None:
     """Renames a file to a name that may be taken. If that fails, the file of that name remains.
 
-    Args:
-      system: the file system.
-      temporary: the old name.
-      path: the new name.
-      set_aside: whether to rename a file of the new name first, if it can't be replaced, as in
-        HDFS.
+    With `set_aside`, it is renamed first if it can't be replaced, as in HDFS.
     """
     try:
         system.mv(temporary, path)

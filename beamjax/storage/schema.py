@@ -30,26 +30,12 @@ _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
 
 def add_codec(kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
-    """Registers how a class and its subclasses are written as plain values.
-
-    Args:
-      kind: the class.
-      encode: returns plain values.
-      decode: undoes `encode`; raises KeyError, TypeError or ValueError for anything else.
-    """
+    """Registers how a class is written; `decode` raises KeyError, TypeError or ValueError."""
     _CODECS[kind] = encode, decode
 
 
 def parse_json(data: bytes | bytearray | memoryview, where: str) -> Any:
-    """The values of a JSON text.
-
-    Args:
-      data: the text.
-      where: the beginning of the message of an error, such as the path of the file.
-
-    Raises:
-      ArrayFormatError: it is no JSON, is too long, or is nested too deeply.
-    """
+    """The values of a JSON text."""
     if len(data) > MAX_JSON_BYTES:
         raise ArrayFormatError(
             f"{where}: found {len(data)} bytes of JSON, expected at most {MAX_JSON_BYTES}"
@@ -97,16 +83,8 @@ def from_plain(kind: type[T], value: Any, path: str) -> T:
     """Undoes `to_plain`, also after a round trip through JSON.
 
     Fields that the class does not have are ignored. Missing ones get their defaults.
-
-    Args:
-      kind: the class, with fields of plain types, of such classes, of types with a codec, and of
-        tuples, sequences and mappings. `Annotated[kind, check]` calls `check`, which may refuse a
-        value with a `ValueError` or `TypeError`, as may a `__post_init__`.
-      value: the value that was read.
-      path: the path from which it was read, for the message.
-
-    Raises:
-      ArrayFormatError: the value does not have this type.
+    `Annotated[kind, check]` calls `check`, which may refuse a value with a `ValueError` or
+    `TypeError`, as may a `__post_init__`.
     """
     return typing.cast(T, _value(kind, value, path, getattr(kind, "__name__", "a value")))
 

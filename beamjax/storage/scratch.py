@@ -17,16 +17,7 @@ _ZEROS = bytes(1 << 20)
 
 
 def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = None) -> np.ndarray:
-    """An array of zeros in a temporary file, which is removed with the array.
-
-    Args:
-      shape: the shape of the array, without a 0.
-      dtype: the dtype of the array.
-      folder: the folder of the file; None for the default of `tempfile`.
-
-    Raises:
-      SourceError: the file can't be made, or there is no space for it.
-    """
+    """An array of zeros in a temporary file, which is removed with the array."""
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -45,14 +36,6 @@ def allocate(file: int, offset: int, nbytes: int) -> None:
     A file that is extended without being written has no blocks on the disk. If the disk is full
     when a memory map of it is written, SIGBUS ends the process. Reserving the blocks first raises
     an error instead.
-
-    Args:
-      file: descriptor of a file that is open for writing.
-      offset: start of the range, in bytes.
-      nbytes: length of the range.
-
-    Raises:
-      OSError: there is no space for it, or the file can't be written.
     """
     try:
         os.posix_fallocate(file, offset, nbytes)

@@ -31,13 +31,7 @@ class SingleFlight(Generic[T]):
         self._flights: dict[Hashable, _Flight[T]] = {}
 
     def get(self, key: Hashable, find: Callable[[], T | None], load: Callable[[], T]) -> T:
-        """The value of a key.
-
-        Args:
-          key: the key of the value.
-          find: looks the value up where `load` stores it, in constant time; None if it is missing.
-          load: makes and stores the value.
-        """
+        """The value that `find` looks up in constant time, or that `load` makes and stores."""
         with self._lock:
             # `find` runs under the lock: a load that ends between `find` and the look at the
             # flights would be started a second time.
@@ -77,12 +71,10 @@ class _Entry(Generic[T]):
 
 
 class SharedCache(Generic[T]):
-    """Least recently used values of this process, up to a number of bytes; thread-safe.
+    """Least recently used values of this process, up to `limit` bytes or the like; thread-safe.
 
-    Args:
-      limit: the bytes of all values. The newest value stays even if it alone exceeds the limit,
-        and so does the last one of each reader of each live thread.
-      weigh: returns the bytes of a value, or whatever else is limited.
+    The newest value stays even if it alone exceeds the limit, and so does the last one of each
+    reader of each live thread.
     """
 
     def __init__(self, limit: int, weigh: Callable[[T], int]) -> None:
@@ -105,14 +97,10 @@ class SharedCache(Generic[T]):
         reader: Hashable = None,
         owner: Hashable = None,
     ) -> T:
-        """The value of a key, which `load` computes once for all threads that ask at the same time.
+        """The value of a key, which `load` computes once for all threads that ask at once.
 
-        Args:
-          key: the key of the value.
-          load: computes the value.
-          reader: identifies a sequence of reads, such as those of a source. The last value of each
-            reader stays in the cache.
-          owner: identifies what needs the value, see `open`.
+        The last value of each `reader`, such as a source, stays in the cache; for `owner` see
+        `open`.
         """
         entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
         if owner is not None:
@@ -210,3 +198,76 @@ class SharedCache(Generic[T]):
 def nbytes(arrays: Iterable[np.ndarray]) -> int:
     """Bytes of arrays and of what belongs to them, as the weight of a value."""
     return VALUE_BYTES + sum(ARRAY_BYTES + array.nbytes for array in arrays)
+
+
+# --- decoded blocks of sources
+
+Arrays = list[np.ndarray]
+
+PASSING_BYTES = 2**25
+"""Bytes of recent blocks, for threads that lag behind. The last blocks of each thread stay in any
+case."""
+LASTING_BYTES = 2**29
+"""Bytes of blocks that are read repeatedly."""
+LASTING_READS = 3
+"""Reads after which a block counts as read repeatedly: more reads than most programs have
+passes."""
+_MAX_COUNTED = 1 << 16
+"""Blocks of which the reads are counted."""
+SHARE_OF_BLOCKS, SHARE_OF_VALUES = 4, 8
+"""Divisors of the memory limit: a quarter is for decoded blocks, an eighth for server values."""
+STORE_BYTES = 1 << 30
+"""Bytes of server values that a process caches if there is no memory limit."""
+
+
+class BlockCache:
+    """Decoded blocks; thread-safe.
+
+    Attributes:
+      passing: the recent blocks.
+      lasting: the blocks that were decoded `LASTING_READS` times.
+    """
+
+    def __init__(self) -> None:
+        self.passing: SharedCache[Arrays] = SharedCache(PASSING_BYTES, nbytes)
+        self.lasting: SharedCache[Arrays] = SharedCache(LASTING_BYTES, nbytes)
+        self._reads: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
+
+    def get(self, key: Hashable, load: Callable[[], Arrays], reader: Hashable) -> Arrays:
+        """A block; see `SharedCache.get`."""
+        if self._reads.get(key, 0) >= LASTING_READS - 1:
+            return self.lasting.get(key, load, reader)
+
+        def counted() -> Arrays:
+            arrays = load()
+            # Without a lock: a lost count only delays the move to `lasting`.
+            self._reads[key] = self._reads.get(key, 0) + 1
+            if len(self._reads) > _MAX_COUNTED:
+                self._reads.popitem(last=False)
+            return arrays
+
+        return self.passing.get(key, counted, reader)
+
+    def set_limit(self, nbytes: int | None) -> None:
+        """Sets the bytes of both caches together; None for the default."""
+        self.passing.limit = PASSING_BYTES if nbytes is None else min(PASSING_BYTES, nbytes // 2)
+        self.lasting.limit = LASTING_BYTES if nbytes is None else min(LASTING_BYTES, nbytes // 2)
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        self.passing.clear()
+        self.lasting.clear()
+        self._reads.clear()
+
+
+def block_budget(limit: int | None) -> int:
+    """Bytes of decoded blocks that a process with this memory limit caches."""
+    return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS
+
+
+def store_budget(limit: int | None) -> int:
+    """Bytes of server values that a process with this memory limit caches from files.
+
+    The launching process may use as many again for values that it passes between workers in memory.
+    """
+    return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES

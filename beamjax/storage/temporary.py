@@ -19,7 +19,7 @@ import uuid
 from pathlib import Path
 
 from beamjax.storage import locks, trust
-from beamjax.storage.urls import is_url
+from beamjax.storage.trust import is_url
 
 PREFIXES = ("beamjax-", "beam-pipeline-temp")
 """How the names of temporary folders begin: those of beamjax, and of pipelines of Beam."""
@@ -33,24 +33,14 @@ _lock = threading.Lock()
 
 
 def new_name(parent: str | None, kind: str = "") -> str:
-    """The path or URL of a temporary folder that does not exist yet.
-
-    Args:
-      parent: a local path or a URL; None for the default of `tempfile`.
-      kind: a word for the name of the folder.
-    """
+    """The path or URL of a temporary folder that does not exist yet."""
     parent = tempfile.gettempdir() if parent is None else parent
     name = f"{PREFIXES[0]}{kind}{'-' if kind else ''}{uuid.uuid4().hex}"
     return f"{parent.rstrip('/')}/{name}" if is_url(parent) else os.path.abspath(f"{parent}/{name}")
 
 
 def make(folder: str) -> None:
-    """Makes a temporary folder of this process, for this user only. Does nothing at a URL.
-
-    Raises:
-      OSError: the folder can't be made.
-      OptionsError: another user can write to its parent.
-    """
+    """Makes a temporary folder of this process, for this user only. Does nothing at a URL."""
     if is_url(folder):
         return
     trust.check_folder(folder, "work_folder")
@@ -61,11 +51,7 @@ def make(folder: str) -> None:
 
 
 def adopt(folder: str) -> None:
-    """Makes an existing folder one of this process, which has a name with one of `PREFIXES`.
-
-    Raises:
-      OSError: the folder can't be written.
-    """
+    """Makes an existing folder one of this process, which has a name with one of `PREFIXES`."""
     handle = locks.try_lock(os.path.join(folder, OWNER))
     if handle is not None:  # else this process has made it before
         os.write(handle, "\n".join(_machine()).encode())

@@ -42,16 +42,7 @@ def tree_to_json(treedef: PyTreeDef) -> Any:
 
 
 def tree_from_json(record: Any, path: str) -> PyTreeDef:
-    """Undoes `tree_to_json`. Types of named tuples are looked up in modules that are imported here.
-
-    Args:
-      record: what `tree_to_json` returned.
-      path: the path from which it was read, for messages.
-
-    Raises:
-      ArrayFormatError: `record` is something else.
-      StructureError: a node can't be rebuilt in this process.
-    """
+    """Undoes `tree_to_json`. Named tuples are looked up in modules that are imported here."""
     try:
         return jax.tree_util.tree_structure(_example(record, path))
     except RecursionError:
@@ -109,11 +100,7 @@ def _named(module: str, name: str, names: list[str]) -> Any:
 
 
 def like(tree: Any, leaves: int) -> PyTreeDef:
-    """The structure of an example.
-
-    Raises:
-      StructureError: it has another number of leaves.
-    """
+    """The structure of an example."""
     treedef: Any = jax.tree_util.tree_structure(tree)
     if treedef.num_leaves != leaves:
         raise StructureError(

@@ -11,16 +11,28 @@ import collections
 import errno
 import functools
 import os
+import re
 import stat
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from urllib.parse import unquote
 
 from beamjax.errors import ArrayFormatError, OptionsError
-from beamjax.storage import urls
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _MAX_LINKS = 40
 _IN_ORDER = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """A link is an error, and opening a FIFO or a device does not wait."""
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL for fsspec, rather than for the operating system."""
+    return _URL.match(path) is not None
+
+
+def local_path(path: str) -> str:
+    """The path that a URL with `file://` stands for; any other path or URL as it is."""
+    return unquote(path.removeprefix("file://")) if path.startswith("file://") else path
 
 
 def check_folder(folder: str | os.PathLike[str], use: str) -> None:
@@ -29,16 +41,9 @@ def check_folder(folder: str | os.PathLike[str], use: str) -> None:
     The folder, its parents, and the links on the way to it must belong to this user or to root.
     Only these may write there, except in parents with the sticky bit, such as `/tmp`. A folder that
     does not exist is judged by its parents.
-
-    Args:
-      folder: a path. URLs are accepted, since their access rights are not known here.
-      use: what the folder is for, for messages, such as "job_folder".
-
-    Raises:
-      OptionsError: another user can change it.
     """
     path = os.fspath(folder)
-    if not urls.is_url(path) and (reason := _distrust(path)):
+    if not is_url(path) and (reason := _distrust(path)):
         raise OptionsError(
             f"{use}: found {path}, but {reason}; whoever can write there can change results and "
             "run code as you. Give a folder that only you can write (chmod go-w), in folders of "
@@ -46,12 +51,29 @@ def check_folder(folder: str | os.PathLike[str], use: str) -> None:
         )
 
 
-def checked_name(name: object, where: str) -> str:
-    """A name from a record, if it is that of a file directly in a folder.
+def cache_folder(name: str) -> Path:
+    """Creates and returns a cache folder of this user: `$BEAMJAX_CACHE/name`.
 
-    Raises:
-      ArrayFormatError: it is no text, or would leave the folder.
+    Without that variable it is `~/.cache/beamjax/name`, or `$XDG_CACHE_HOME/beamjax/name`.
     """
+    root = os.environ.get("BEAMJAX_CACHE")
+    if not root:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.path.join(caches, "beamjax")
+    folder = Path(root).absolute() / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionsError(
+            f"{folder}: cannot make this folder, in which beamjax caches what takes long to build "
+            f"({error}); set the environment variable BEAMJAX_CACHE to a folder that you may write"
+        ) from error
+    check_folder(folder, "BEAMJAX_CACHE")
+    return folder
+
+
+def checked_name(name: object, where: str) -> str:
+    """A name from a record, if it is that of a file directly in a folder."""
     if isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0"):
         return name
     raise ArrayFormatError(
@@ -60,15 +82,7 @@ def checked_name(name: object, where: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Opens a regular file; returns its descriptor.
-
-    Args:
-      path: the path of the file. Links on the way to its folder are followed.
-      flags: as of `os.open`. New files are for this user only.
-
-    Raises:
-      OSError: it is a link, a FIFO, a device or a folder, or it can't be opened.
-    """
+    """Opens a regular file; returns its descriptor."""
     handle = os.open(path, flags | _IN_ORDER, 0o600)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

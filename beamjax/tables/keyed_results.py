@@ -43,11 +43,7 @@ class KeyedOutput:
 
 
 def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
-    """Finds each `Keyed` in the tree of a result.
-
-    Raises:
-      OptionsError: members may be dropped; the tables would not know which.
-    """
+    """Finds each `Keyed` in the tree of a result."""
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
     nodes = jax.tree_util.tree_flatten_with_path(numbered, is_leaf=_is_keyed)[0]
     found = [
@@ -65,18 +61,7 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
 
 
 def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options: Options) -> Any:
-    """Replaces each `Keyed` of a result by a table.
-
-    Args:
-      result: the result, in which each `Keyed` holds handles to its members in files.
-      results: the folders of these files.
-      runner: a runner of Beam for the shuffle, or "local".
-      options: the options of the run.
-
-    Raises:
-      StructureError: the members of a `Keyed` lie along another axis than the first.
-      SourceError, WorkerError: files can't be read or written.
-    """
+    """Replaces each `Keyed` of a result by a table."""
     nodes, tree = jax.tree_util.tree_flatten_with_path(result, is_leaf=_is_keyed)
     leaves = [
         _table(node, jax.tree_util.keystr(path), results, runner, options)

@@ -101,12 +101,7 @@ def _local_folder(folder: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def _claimed(folder: str) -> Iterator[None]:
-    """A context in which no other call writes to a folder.
-
-    Raises:
-      OptionsError: the folder has members, or another call writes to it.
-      SourceError: it can't be written.
-    """
+    """A context in which no other call writes to a folder."""
     path = os.path.join(folder, locks.NAME)
     try:
         files.make_folder(folder)

@@ -24,8 +24,8 @@ from typing import Any
 from beamjax.pipelines.clusters import guard, jars, processes
 from beamjax.pipelines.clusters.processes import LOOPBACK
 from beamjax.storage import files, locks, trust
-from beamjax.storage.cache_folder import cache_folder
 from beamjax.storage.schema import parse_json
+from beamjax.storage.trust import cache_folder
 
 WORKERS = "beamjax-workers"
 """The host name by which every task manager connects to its own pool."""

@@ -13,7 +13,7 @@ from beamjax._text import listed
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import processes
 from beamjax.storage import locks
-from beamjax.storage.cache_folder import cache_folder
+from beamjax.storage.trust import cache_folder
 
 _OPENED = ("lang", "util", "nio", "io", "util.concurrent", "net", "lang.reflect", "text", "time")
 JAVA_OPTIONS = (

@@ -24,7 +24,7 @@ from beamjax._beam_compat import PrismJobServer
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import guard, job_servers, processes
 from beamjax.storage import locks
-from beamjax.storage.cache_folder import cache_folder
+from beamjax.storage.trust import cache_folder
 
 MODULE = "github.com/apache/beam/sdks/v2"
 PACKAGE = "go/cmd/prism"

@@ -36,10 +36,6 @@ def reduce_by_key(source: Source, reduction: KeyedReduction, runner: Any, option
 
     A key of Beam stands for many keys of the user, the rows of which are merged at once: all those
     with the same hash modulo the number of parts.
-
-    Raises:
-      OptionsError: the runner is unknown.
-      SourceError, WorkerError: members can't be read, or files can't be written.
     """
     connection = connect(runner, options)
     with temporary_store(connection.options) as store:
@@ -62,13 +58,7 @@ def reduce_by_key(source: Source, reduction: KeyedReduction, runner: Any, option
 
 
 class ReduceBlocks(StepFn):
-    """From ranges of members to the rows of their keys, by part.
-
-    Args:
-      store: the store, for errors.
-      reduction: the reduction.
-      spec: the spec of the source of the keys and members.
-    """
+    """From ranges of members to the rows of their keys, by part."""
 
     yields = typehints.KV[int, bytes]
 

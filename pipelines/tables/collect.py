@@ -65,11 +65,7 @@ class Collection:
         return _KEY_BYTES + sum(leaf.nbytes for leaf in self.member.leaves)
 
     def encoded(self, element: Any) -> bytes:
-        """A member as bytes that sort in the order of the members: its key and its leaves.
-
-        Raises:
-          StructureError: the element is no member, or `index` returns no number of one.
-        """
+        """A member as bytes that sort in the order of the members: its key and its leaves."""
         data = b"".join(array.tobytes() for array in self.member.arrays(element))
         if self.index is None:
             return hashlib.blake2b(data, digest_size=_KEY_BYTES).digest() + data
@@ -95,11 +91,7 @@ class Collection:
         return number_of_parts(counted[0] * self.row_bytes, self.part_bytes)
 
     def write(self, part: int, rows: Iterable[bytes], counted: Counted) -> None:
-        """Writes the members of a part.
-
-        Raises:
-          SourceError: a number occurs twice or is missing, or a file can't be written.
-        """
+        """Writes the members of a part."""
         found = np.frombuffer(b"".join(sorted(rows)), np.uint8).reshape(-1, self.row_bytes)
         if self.index is not None:
             numbers = found[:, :8].copy().view(">u8")[:, 0].astype(np.int64)
@@ -131,16 +123,7 @@ class Collection:
 def collect(
     transform: Any, collection: Collection, runner: Any, options: Options
 ) -> tuple[int, list[str]]:
-    """Runs a pipeline and writes its elements as members.
-
-    Returns:
-      The number of members, and a message for each element that was left out.
-
-    Raises:
-      OptionsError: the runner is unknown.
-      StructureError: the transform does not return a bounded PCollection of members.
-      SourceError, WorkerError: elements can't be made or written.
-    """
+    """Runs a pipeline and writes its elements as members."""
     connection = connect(runner, options)
     with temporary_store(connection.options) as store:
         with new_pipeline(connection) as pipeline:
@@ -196,11 +179,7 @@ class _Collect(beam.PTransform):
 
 
 def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
-    """The PCollection of a user.
-
-    Raises:
-      StructureError: it is no PCollection, is unbounded, or is windowed.
-    """
+    """The PCollection of a user."""
     if isinstance(transform, beam.PCollection):
         raise StructureError(
             "from_beam: found a PCollection, which is part of a pipeline of your own; expected the "

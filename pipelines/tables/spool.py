@@ -55,9 +55,6 @@ def spooled(
     """The members of sources in files that all workers see, while a run lasts.
 
     A worker reads each piece once; this process does, if only it can read the source.
-
-    Raises:
-      SourceError: a source can't be read.
     """
     connection = connect(runner, options)
     here = [isinstance(source, ChunkSource) and not connection.shared for source in sources]
@@ -100,11 +97,6 @@ class WritePieces(StepFn):
 
     The list of files is written last. If Beam retries a piece, all its files get new names, so a
     list never names files of an earlier attempt.
-
-    Args:
-      store: the store to write to.
-      specs: the specs of the sources.
-      x64: whether JAX computes with 64-bit types.
     """
 
     yields = typehints.Any
@@ -154,14 +146,7 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
 
 
 class SpooledSource(HoldsLeaves):
-    """Members in files, each of which holds consecutive members of all leaves.
-
-    Args:
-      folder: the folder of the files, a path or URL.
-      parts: name and number of members of each file, in order.
-      leaves: one member of each.
-      treedef: the tree that they form; a tuple by default.
-    """
+    """Members in files, each of which holds consecutive members of all leaves."""
 
     def __init__(self, folder: str, parts: Parts, leaves: Leaves, treedef: PyTreeDef | None = None):
         super().__init__(leaves, treedef)

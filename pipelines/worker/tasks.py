@@ -41,8 +41,7 @@ from beamjax.runtime.worker_environment import Machine
 from beamjax.sources import open_spec
 from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import transferring
-from beamjax.storage.block_cache import block_budget, store_budget
-from beamjax.storage.shared_cache import SharedCache, SingleFlight
+from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
 from beamjax.telemetry.progress import step_name
 
 MAX_EXECUTORS = 8

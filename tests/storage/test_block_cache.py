@@ -7,8 +7,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from beamjax.storage.block_cache import LASTING_READS, BlockCache
-from beamjax.storage.shared_cache import nbytes
+from beamjax.storage.shared_cache import LASTING_READS, BlockCache, nbytes
 
 SIZE = 10
 BLOCK_BYTES = nbytes([np.zeros(SIZE, np.uint8)])

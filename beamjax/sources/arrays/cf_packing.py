@@ -46,12 +46,7 @@ class Packing:
         return np.dtype(np.float32 if exact and not scaled else np.float64)
 
     def unpacked(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Decodes stored numbers; missing values become NaN.
-
-        Args:
-          stored: the numbers in the file, in native byte order.
-          dtype: the dtype of the result, which is computed in `self.dtype` and then converted.
-        """
+        """Decodes stored numbers; missing values become NaN."""
         if self.unsigned:
             stored = stored.view(_other_sign(stored.dtype))
         values = stored.astype(self.dtype)
@@ -71,17 +66,7 @@ class Packing:
 def packing_of(
     attributes: Mapping[str, Any], stored: np.dtype, fill: Any, where: str
 ) -> Packing | None:
-    """The packing of an array by its attributes; None if the stored numbers are the values.
-
-    Args:
-      attributes: the attributes of the array.
-      stored: the stored dtype, in native byte order.
-      fill: one more number that stands for missing values, if any.
-      where: the name of the array, for messages.
-
-    Raises:
-      StructureError: an attribute is no number.
-    """
+    """The packing of an array by its attributes; None if the stored numbers are the values."""
     if stored.kind not in "iuf":
         return None
     scale, offset = (_number(attributes, x, where) for x in ("scale_factor", "add_offset"))

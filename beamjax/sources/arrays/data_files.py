@@ -74,11 +74,7 @@ class DataFile:
         return [*dataclasses.astuple(self), *times] if same and settled else None
 
     def check(self) -> None:
-        """Checks that the file has not changed.
-
-        Raises:
-          SourceError: it was written again, or is gone.
-        """
+        """Checks that the file has not changed."""
         found = look(self.path)
         if found != self:
             raise SourceError(
@@ -110,23 +106,13 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
 def find_files_in_folders(
     paths: Any, caller: str, endings: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """The files that a user names.
+    """The files that a user names: paths, patterns, URLs, or a list of these.
 
-    Args:
-      paths: a path or a URL, either of which may be a pattern with `*`, `?` and `[...]`, or a list
-        of these. The files of a pattern are in the order of their names; a list stays in its order.
-      caller: the caller, for messages: "from_parquet".
-      endings: if given, a path may be a folder (a URL with a `/` at its end), which stands for its
-        files with these endings, also those in folders below that are named `name=value`. Names
-        that begin with `_` or `.` are left out: Spark and Beam give such names to their own files.
-
-    Returns:
-      Absolute paths and URLs, each with the part of its folder that is below the given folder, or
-      below the folder in which a pattern begins: "year=2024/month=5"; "" if there is none.
-
-    Raises:
-      StructureError: `paths` are no paths.
-      SourceError: a path or pattern matches no file.
+    The files of a pattern are in the order of their names. With `endings`, a folder (a URL with a
+    `/` at its end) stands for its files with these endings, also those in folders below that are
+    named `name=value`, without names that begin with `_` or `.`: Spark and Beam give such names to
+    their own files. Each path comes with the part of its folder that is below the given folder, or
+    below the folder in which a pattern begins: "year=2024/month=5"; "" if there is none.
     """
     several = list(paths) if isinstance(paths, list | tuple) else [paths]
     found: list[tuple[str, str]] = []
@@ -205,11 +191,7 @@ def _matches(pattern: str, caller: str) -> list[str]:
 
 
 def look(path: str) -> DataFile:
-    """A file as it is now.
-
-    Raises:
-      SourceError: it does not exist, or may not be read.
-    """
+    """A file as it is now."""
     with readable(path):
         if is_url(path):
             return DataFile(path, *remote().status(path))
@@ -220,27 +202,14 @@ def look(path: str) -> DataFile:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading in any order, without decompression.
-
-    Raises:
-      SourceError: it does not exist, or may not be read.
-    """
+    """Opens a file for reading in any order, without decompression."""
     with readable(path):
         return remote().open_file(path) if is_url(path) else open(path, "rb")
 
 
 @contextlib.contextmanager
 def open_stream(path: str, compressed: str) -> Iterator[BinaryIO]:
-    """Opens a file for reading from its beginning; decompresses it if it is compressed.
-
-    Args:
-      path: the path or URL of the file.
-      compressed: ".gz", ".bz2", ".xz", ".lzma", or "" for a file that is not compressed.
-
-    Raises:
-      SourceError: it does not exist, or may not be read. Damaged compressed data is found only
-        while it is read, and raises errors that `readable` converts.
-    """
+    """Opens a file for reading from its beginning; decompresses it if it is compressed."""
     with open_file(path) as file:
         if not compressed:
             yield file
@@ -251,12 +220,7 @@ def open_stream(path: str, compressed: str) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def readable(path: str, expected: str = "") -> Iterator[None]:
-    """Converts errors of reading a file in the `with` block to a SourceError that names the file.
-
-    Args:
-      path: the path or URL of the file.
-      expected: the kind of file, for messages: "a file of Parquet".
-    """
+    """Converts errors of reading in the `with` block to a SourceError that names the file."""
     try:
         yield
     except SourceError:
@@ -285,11 +249,7 @@ _THREADS = 4
 
 
 class FileHashes:
-    """Hashes of files. A hash is reused while the size and the times of its file stay the same.
-
-    Args:
-      known: what `to_json` returned before; malformed entries are ignored.
-    """
+    """Hashes of files. A hash is reused while the size and the times of its file stay the same."""
 
     def __init__(self, known: Mapping[str, Any] | None = None):
         self._known = dict(known or {})
@@ -299,9 +259,6 @@ class FileHashes:
         """The hash of each local file; for a URL, what `remote_files.content_mark` returns.
 
         Object stores have checksums. For other remote file systems, it is size and time of change.
-
-        Raises:
-          SourceError: a file can't be read.
         """
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(self._hash, paths))

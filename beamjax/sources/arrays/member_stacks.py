@@ -16,14 +16,7 @@ _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 
 
 class MemberStack:
-    """Arrays that are filled member by member.
-
-    Args:
-        leaves: the expected leaves of a member.
-        treedef: the tree of a member; None if only the paths of its leaves are known.
-        count: the number of members.
-        caller: the caller, for messages.
-    """
+    """Arrays that are filled member by member."""
 
     def __init__(
         self, leaves: Sequence[LeafSpec], treedef: PyTreeDef | None, count: int, caller: str
@@ -31,20 +24,11 @@ class MemberStack:
         self._arrays: list[np.ndarray] = []
         self._leaves = leaves
         self._count = count
-        self._treedef = treedef
+        self._treedef = treedef  # None if only the paths of the leaves are known
         self._caller = caller
 
     def put(self, place: int, member: Any, index: int) -> None:
-        """Copies a member to its place.
-
-        Args:
-            place: the index in the arrays.
-            member: a tree of arrays and numbers.
-            index: the number of the member in its source, for messages.
-
-        Raises:
-            SourceError: it has other leaves than expected.
-        """
+        """Copies a member to its place."""
         import jax
 
         values, treedef = jax.tree_util.tree_flatten(member)
@@ -79,15 +63,7 @@ class MemberStack:
 
 
 def as_arrays(member: Any, where: str) -> Any:
-    """Converts the leaves of a member to arrays.
-
-    Args:
-        member: a tree of arrays and numbers.
-        where: the member, for messages.
-
-    Raises:
-        StructureError: a leaf is neither an array nor a number.
-    """
+    """Converts the leaves of a member to arrays."""
     import jax
 
     def array(path: Any, value: Any) -> Any:

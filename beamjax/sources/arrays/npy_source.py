@@ -74,18 +74,7 @@ class ArrayFile:
     stamp: DataFile | None = None
 
     def array(self, leaf: LeafSpec, checked: set[str]) -> np.ndarray:
-        """All its members, mapped.
-
-        Args:
-            leaf: the expected type of a member.
-            checked: paths that this read has compared with their stamps; the path is added.
-
-        Returns:
-            An array of shape (rows, *leaf.shape).
-
-        Raises:
-            SourceError: the file has changed.
-        """
+        """All its members, mapped."""
         if self.stamp is not None and self.path not in checked:
             # On every read: a memory map shows what is written to the file later.
             self.stamp.check()
@@ -113,18 +102,7 @@ class NpySource(HoldsLeaves, FileSource):
         treedef: PyTreeDef | None = None,
         wraps: bool = False,
     ) -> None:
-        """Use `from_npy` or `from_npz`, which check.
-
-        Args:
-            files: the files of each leaf. Dtypes that .npy does not know are stored as unsigned
-                integers of the same width.
-            leaves: one member of each.
-            treedef: the tree that they form; a tuple by default.
-            wraps: whether the files stand for arrays in memory, see `FileSource`.
-
-        Raises:
-            SourceError: a leaf has no files, or the leaves have different numbers of members.
-        """
+        """Use `from_npy` or `from_npz`, which check."""
         super().__init__(leaves, treedef)
         self._files = tuple(map(tuple, files))
         self.wraps = wraps
@@ -207,18 +185,7 @@ def written_source(
     treedef: PyTreeDef | None = None,
     wraps: bool = False,
 ) -> NpySource:
-    """The source of files that this run has written, one for each leaf.
-
-    Args:
-        paths: the file of each leaf.
-        leaves: as for `NpySource`.
-        size: the number of members.
-        treedef: as for `NpySource`.
-        wraps: as for `NpySource`.
-
-    Returns:
-        The source.
-    """
+    """The source of files that this run has written, one for each leaf."""
     files = tuple((ArrayFile(path, size),) for path in paths)
     return NpySource(files, tuple(leaves), treedef, wraps)
 
@@ -377,19 +344,7 @@ _MAPPED: SharedCache[np.ndarray] = SharedCache(128, lambda _: 1)
 
 
 def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.ndarray:
-    """The mapped array of a file, from the cache while the file has not changed.
-
-    Args:
-        file: an .npy file, or an .npz file.
-        name: the name of the array in an .npz file.
-        stamp: the file as it is now, if the caller has it already.
-
-    Returns:
-        The memory-mapped array.
-
-    Raises:
-        SourceError: the file can't be opened, or has no such array.
-    """  # noqa: DOC501
+    """The mapped array of a file, from the cache while the file has not changed."""
     if stamp is None:
         try:
             status = os.stat(file)
@@ -521,14 +476,7 @@ def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo, where: str) -> np.nd
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Reads the header of an .npy file.
-
-    Returns:
-      The shape, whether the array is in Fortran order, and the dtype.
-
-    Raises:
-      one of HEADER_ERRORS: there is no such header at the position of the file.
-    """
+    """Reads the header of an .npy file."""
     version = np.lib.format.read_magic(file)
     # Version 3 differs from 2 by the encoding of names of fields, which no dtype here has.
     read = {(1, 0): np.lib.format.read_array_header_1_0}

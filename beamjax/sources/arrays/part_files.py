@@ -74,11 +74,7 @@ class PartFiles(NpySource):
             os.rmdir(self.folder)
 
     def finish(self) -> Self:
-        """Writes the manifest, which lets other processes open the folder.
-
-        Raises:
-          SourceError: it can't be written.
-        """
+        """Writes the manifest, which lets other processes open the folder."""
         from beamjax.storage.treedefs import tree_to_json
 
         record = {
@@ -103,12 +99,7 @@ class PartFiles(NpySource):
 
     @classmethod
     def open(cls, folder: str) -> Self:
-        """Opens the parts of a folder.
-
-        Raises:
-          SourceError: there is no manifest, or a file is missing or has changed.
-          ArrayFormatError: the manifest is damaged.
-        """
+        """Opens the parts of a folder."""
         from beamjax.storage.treedefs import tree_from_json
 
         path = os.path.join(folder, cls.manifest)
@@ -143,11 +134,7 @@ def number_of_parts(nbytes: int, part_bytes: int) -> int:
 
 
 def write_part(folder: str, part: int, arrays: Sequence[np.ndarray]) -> None:
-    """Writes the files of a part, one for each leaf.
-
-    Raises:
-      SourceError: a file can't be written.
-    """
+    """Writes the files of a part, one for each leaf."""
     for leaf, array in enumerate(arrays):
         path = part_path(folder, part, leaf)
         # Beam may write a part twice at the same time; both attempts write the same.
@@ -173,12 +160,7 @@ def written_parts(folder: str) -> list[Part]:
 
 
 def prepare_folder(folder: str) -> None:
-    """Makes a folder for parts, and removes parts that a failed call has left in it.
-
-    Raises:
-      SourceError: the folder can't be written.
-      OptionsError: another user can write to the folder.
-    """
+    """Makes a folder for parts, and removes parts that a failed call has left in it."""
     trust.check_folder(folder, "a folder for members")
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

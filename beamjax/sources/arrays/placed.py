@@ -38,13 +38,6 @@ class MemberFiles(FileSource):
     """One placed value in files that are named after the members in them.
 
     A subclass defines how a file is read.
-
-    Args:
-      folder: the folder of the files, a path or URL.
-      stem: the beginning of their names.
-      parts: start and count of each file. They may overlap if a bundle was retried.
-      leaf: one member.
-      size: the number of members.
     """
 
     suffix: ClassVar[str]
@@ -86,11 +79,7 @@ class MemberFiles(FileSource):
 
     @abc.abstractmethod
     def load(self, path: str) -> np.ndarray:
-        """The array in a file.
-
-        Raises:
-          Exception: the file can't be read, or holds something else.
-        """
+        """The array in a file."""
 
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
@@ -105,11 +94,7 @@ class MemberFiles(FileSource):
         return [self.file_name(self.stem, *part) for part in self.parts]
 
     def check_complete(self, what: str) -> None:
-        """Checks that each member is in a file; `what` names the value in the message.
-
-        Raises:
-          WorkerError: members are missing.
-        """
+        """Checks that each member is in a file; `what` names the value in the message."""
         ends = [0, *(start + count for start, count in self.parts)]
         starts = [*(start for start, _ in self.parts), self.size]
         gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

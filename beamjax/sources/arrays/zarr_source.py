@@ -110,15 +110,7 @@ class ChunkFiles:
 
     @classmethod
     def look(cls, folder: str, opened: Any) -> ChunkFiles:
-        """The files of an array as they are now.
-
-        Args:
-          folder: the folder of the array, a local path.
-          opened: the array of Zarr.
-
-        Returns:
-          The state of the files.
-        """
+        """The files of an array as they are now."""
         newest = count = 0
         with readable(folder, "a folder of chunks"):
             for where, _, names in os.walk(folder):
@@ -185,17 +177,7 @@ class ZarrSource(HoldsLeaves, FileSource):
         size: Count,
         treedef: PyTreeDef | None = None,
     ) -> None:
-        """Use `from_zarr`, which checks.
-
-        Args:
-            arrays: the array of each leaf, of shape (size, *leaf.shape).
-            leaves: one member of each.
-            size: the number of members.
-            treedef: the tree that they form; a tuple by default.
-
-        Raises:
-            ValueError: there is not one array for each leaf.
-        """
+        """Use `from_zarr`, which checks."""
         super().__init__(leaves, treedef)
         self._arrays = tuple(arrays)
         self._size = size
@@ -278,17 +260,7 @@ _ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)
 
 
 def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Cuts a range of members where chunks begin and end.
-
-    Args:
-      start: the first member.
-      stop: the end of the range (exclusive).
-      rows: members of a chunk.
-      size: members of the array; the last chunk may be short.
-
-    Yields:
-      Start and end, and whether it is of whole chunks, as opposed to a part of one.
-    """
+    """Cuts a range where chunks begin and end: start, end, and whether it is of whole chunks."""
     low = -(-start // rows) * rows  # whole chunks begin here
     high = stop if stop == size else stop // rows * rows
     if low >= high:
@@ -477,14 +449,7 @@ def _checked(name: str, array: ZarrArray, opened: Any) -> np.dtype:
 def _packing(
     array: ZarrArray, opened: Any, dtype: np.dtype, mask_and_scale: bool | None
 ) -> Packing | None:
-    """How values are decoded from the stored numbers; None if these are the values.
-
-    Returns:
-      The packing, or None.
-
-    Raises:
-      StructureError: the numbers are packed, and `mask_and_scale` is None.
-    """
+    """How values are decoded from the stored numbers; None if these are the values."""
     if mask_and_scale is False:
         return None
     attributes, fill = dict(opened.attrs), None

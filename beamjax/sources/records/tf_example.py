@@ -26,11 +26,7 @@ Where = Callable[[int], str]
 
 
 def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
-    """The leaves of a member, a dict of features, in the order of their names.
-
-    Raises:
-      StructureError: `features` is no mapping from names to `jax.ShapeDtypeStruct`.
-    """
+    """The leaves of a member, a dict of features, in the order of their names."""
     import jax
 
     if not isinstance(features, Mapping) or not all(isinstance(name, str) for name in features):
@@ -50,22 +46,13 @@ def feature_leaves(features: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDe
 
 
 class ExampleParser:
-    """Parses records, each of which holds an Example.
-
-    Args:
-      names: the names of the requested features.
-      leaves: one member of each feature.
-    """
+    """Parses records, each of which holds an Example."""
 
     def __init__(self, names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
         self._features = [_Feature(*pair) for pair in zip(names, leaves, strict=True)]
 
     def parse(self, records: Sequence[bytes], where: Where) -> list[np.ndarray]:
-        """The features of consecutive members, for each an array of shape (records, ...).
-
-        Raises:
-          SourceError: a record is no Example, or does not have the requested features.
-        """
+        """The features of consecutive members, for each an array of shape (records, ...)."""
         columns: list[list[_Values]] = [[] for _ in self._features]
         for place, record in enumerate(records):
             found = _features_of(record, where, place)
@@ -192,11 +179,7 @@ def _misfit(kind: str | None, values: Any, leaf: LeafSpec) -> str:
 
 
 def infer_features(record: bytes, where: str) -> dict[str, Any]:
-    """The types of the features of a record. A list of a single number is a scalar.
-
-    Raises:
-      SourceError: it is no Example, or the type of a list can't be inferred.
-    """
+    """The types of the features of a record. A list of a single number is a scalar."""
     import jax
 
     found = _parsed(record, False, lambda _: where, 0).features.feature

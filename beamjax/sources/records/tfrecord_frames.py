@@ -34,11 +34,7 @@ _length_at = struct.Struct("<Q").unpack_from
 
 
 def compression_of(path: str) -> str:
-    """The compression of a file, by its name or else its content: ".gz", or "" if there is none.
-
-    Raises:
-      SourceError: the file can't be read.
-    """
+    """The compression of a file, by its name or else its content: ".gz", or "" if there is none."""
     named = compression(path)
     if named:
         return named
@@ -51,20 +47,7 @@ def compression_of(path: str) -> str:
 
 
 def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterator[np.ndarray]:
-    """Finds the positions at which records begin, by reading their headers only.
-
-    Args:
-      file: a file that is not compressed.
-      start: the position of a record.
-      number: the number of that record.
-      stop: the position of a later record, or the end of the file.
-
-    Yields:
-      The positions in one window of the file.
-
-    Raises:
-      SourceError: the file can't be read, or a header is damaged.
-    """
+    """Finds the positions of records from `start` on, window by window, in their headers only."""
     path, position = file.path, start
     with readable(path, EXPECTED), open_file(path) as opened:
         while position < stop:
@@ -85,12 +68,7 @@ def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterat
 
 
 def headers(data: bytes, limit: int) -> tuple[list[int], int]:
-    """Finds frames in bytes that begin with a frame. Nothing is checked.
-
-    Returns:
-      The positions of the frames that begin before `limit` and have a whole header, and the end of
-      the last one, which may lie after the bytes.
-    """
+    """Finds frames in bytes that begin with a frame. Nothing is checked."""
     begins: list[int] = []
     position, last = 0, min(len(data) - HEADER, limit - 1)
     while position <= last:
@@ -100,17 +78,7 @@ def headers(data: bytes, limit: int) -> tuple[list[int], int]:
 
 
 def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) -> None:
-    """Compares lengths with their checksums.
-
-    Args:
-      data: bytes of the file.
-      begins: positions of frames in them.
-      path: the file, for messages.
-      number: the number of the first record, for messages.
-
-    Raises:
-      SourceError: a checksum differs.
-    """
+    """Compares lengths with their checksums."""
     if not begins:
         return
     wrong = _wrong_lengths(data, begins)
@@ -131,17 +99,7 @@ def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
 def check_records(
     records: Sequence[bytes], stored: Sequence[bytes], path: str, number: int
 ) -> None:
-    """Compares records with their checksums.
-
-    Args:
-      records: the records.
-      stored: the four bytes of each checksum.
-      path: the file, for messages.
-      number: the number of the first record, for messages.
-
-    Raises:
-      SourceError: a checksum differs.
-    """
+    """Compares records with their checksums."""
     expected = np.frombuffer(b"".join(stored), "<u4")
     wrong = np.flatnonzero(masked_checksums(records) != expected)
     if len(wrong):
@@ -171,18 +129,7 @@ def block_offsets(file: DataFile, start: int, number: int, stop: int) -> np.ndar
 
 
 def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, list[bytes]]]:
-    """Reads all records of a file from its beginning.
-
-    Args:
-      file: the file, which may be compressed, and at a URL.
-      chunk: bytes to read at a time.
-
-    Yields:
-      The number of the first record of a chunk, and its records.
-
-    Raises:
-      SourceError: the file can't be read, or is damaged.
-    """
+    """Reads all records of a file from its beginning."""
     number = 0
     compressed = compression_of(file.path)
     with readable(file.path, EXPECTED), open_stream(file.path, compressed) as opened:

@@ -70,18 +70,7 @@ class TFRecordSource(HoldsLeaves, FileSource):
         leaves: Leaves,
         treedef: PyTreeDef | None = None,
     ) -> None:
-        """Use `from_tfrecord`, which checks.
-
-        Args:
-            files: the files, with the number of records in each.
-            marks: the marks of each file, the first of which is (0, 0).
-            names: the names of the features.
-            leaves: one member of each feature.
-            treedef: the tree of a dict of them; a tuple by default.
-
-        Raises:
-            ValueError: there are no files.
-        """
+        """Use `from_tfrecord`, which checks."""
         super().__init__(leaves, treedef)
         _check_features(names, leaves)
         if not files:

@@ -45,12 +45,7 @@ class Streams:
     x64: bool
 
     def blocks(self, size: int) -> Iterator[MemberBlock]:
-        """All members, `size` at a time; the last block may be short.
-
-        Raises:
-          SourceError: a source has more members than another one, or a chunk does not match the
-            leaves.
-        """
+        """All members, `size` at a time; the last block may be short."""
         requested = [sorted({leaf for i, leaf in self.where.values() if i == number})
                   for number in range(len(self.sources))]  # fmt: skip
         streams = [
@@ -93,18 +88,7 @@ def blocks_of(
     x64: bool,
     pieces: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, Arrays]]:
-    """The members of a source, `size` at a time; the last block may be short.
-
-    Args:
-      source: the source to read.
-      size: the number of members in a block.
-      requested: the numbers of the requested leaves.
-      x64: whether JAX computes with 64-bit types.
-      pieces: the pieces of the source to read; None for all.
-
-    Yields:
-      The number of members in a block, and a new array for each requested leaf.
-    """
+    """The members of a source, `size` at a time; the last block may be short."""
     leaves = [source.leaves[i] for i in requested]
     filled = 0
     block: Arrays = []
@@ -129,18 +113,7 @@ def blocks_of(
 def checked_chunks(
     source: StreamSource, piece: int, requested: Sequence[int], x64: bool
 ) -> Iterator[Arrays]:
-    """The chunks of a piece, each with at least one member.
-
-    Args:
-      source: the source to read.
-      piece: the piece to read.
-      requested: the numbers of the leaves whose values are checked.
-      x64: whether JAX computes with 64-bit types.
-
-    Raises:
-      SourceError: a chunk does not match `source.leaves`, can't be read, or has an integer that
-        would wrap in JAX.
-    """
+    """The chunks of a piece, each with at least one member."""
     start = 0
     where = f"{source!r}{f', piece {piece}' if source.pieces > 1 else ''}, chunk "
     for number, chunk in enumerate(_located(source.chunks(piece), where)):
@@ -195,16 +168,7 @@ def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> A
 
 
 def members_of(source: Source, x64: bool, requested: Sequence[int] | None = None) -> Arrays:
-    """All members of a source of any kind, in memory.
-
-    Args:
-      source: the source to read.
-      x64: whether JAX computes with 64-bit types.
-      requested: the numbers of the requested leaves; None for all.
-
-    Raises:
-      SourceError: it can't be read, or an integer would wrap in JAX.
-    """
+    """All members of a source of any kind, in memory."""
     requested = range(len(source.leaves)) if requested is None else requested
     if not isinstance(source, StreamSource):
         arrays = source.read(0, len(source))

@@ -36,9 +36,6 @@ class MemberType:
         Rows of Beam and named tuples count as dicts if a dict is expected. Arrays must have the
         expected dtype; Python numbers, and lists of them, are converted to it. Texts become the
         bytes of an expected uint8[width], with zeros at their end.
-
-        Raises:
-          StructureError: the member has another tree, or a leaf has another shape or dtype.
         """
         import jax
 

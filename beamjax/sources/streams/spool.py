@@ -38,15 +38,7 @@ BLOCK_BYTES = 1 << 22
 
 @contextlib.contextmanager
 def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[list[NpySource]]:
-    """The members of sources in files of a temporary folder, which is removed at the end.
-
-    Args:
-      sources: the sources, each of which is read once.
-      options: the options of the run; the folder is made in `work_folder`, if that is a path.
-
-    Raises:
-      SourceError: as `spool`, or the folder can't be made.
-    """
+    """The members of sources in files of a temporary folder, which is removed at the end."""
     parent = options.work_folder
     if parent is not None and is_url(parent):
         parent = None
@@ -65,11 +57,7 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
 
 
 def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
-    """Writes a source of unknown length to files, one for each leaf.
-
-    Raises:
-      SourceError: it can't be read, or a file can't be written.
-    """
+    """Writes a source of unknown length to files, one for each leaf."""
     leaves, x64 = range(len(source.leaves)), bool(_compat.config.jax_enable_x64)
     pieces = (checked_chunks(source, piece, leaves, x64) for piece in range(source.pieces))
     chunks = itertools.chain.from_iterable(pieces)
@@ -79,15 +67,7 @@ def spool(source: StreamSource, folder: str | os.PathLike[str]) -> NpySource:
 
 
 def spilled(source: Source, folder: str) -> Source:
-    """The same members, with those that only this process can read written to files in a folder.
-
-    Args:
-      source: any source of known length.
-      folder: a path that the workers see.
-
-    Raises:
-      SourceError: a file can't be written.
-    """
+    """The same members, with those that only this process can read written to files in a folder."""
     if isinstance(source, ArraySource):
         files = source.spill(folder).files
         return written_source(files, source.leaves, len(source), source.treedef, wraps=True)
@@ -98,11 +78,7 @@ def spilled(source: Source, folder: str) -> Source:
 
 
 def spill(source: Source, folder: str | os.PathLike[str]) -> NpySource:
-    """Writes a source of known length to files, one for each leaf, a few MiB at a time.
-
-    Raises:
-      SourceError: it can't be read, or a file can't be written.
-    """
+    """Writes a source of known length to files, one for each leaf, a few MiB at a time."""
     paths, count = _written(source, _checked_blocks(source), folder)
     return written_source(paths, source.leaves, count, source.treedef)
 

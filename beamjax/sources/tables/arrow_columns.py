@@ -92,18 +92,7 @@ Fill = int | float | None
 
 
 def to_rows(column: Any, name: str, leaf: LeafSpec, batch: Batch, fill: Fill = None) -> np.ndarray:
-    """A column as an array of shape (rows, *leaf.shape), read-only.
-
-    Args:
-      column: a ChunkedArray or an Array of Arrow.
-      name: the name of the column.
-      leaf: the expected type of each row.
-      batch: the place of the rows, for messages.
-      fill: the number that replaces missing ones (null).
-
-    Raises:
-      RowError: a row is missing, or a list has another length.
-    """
+    """A column as an array of shape (rows, *leaf.shape), read-only."""
     rows, parts, first = _Rows(name, batch, leaf.shape, leaf.dtype, fill), [], 0
     for chunk in getattr(column, "chunks", [column]):
         _validate(chunk, name, batch)
@@ -118,18 +107,7 @@ def to_rows(column: Any, name: str, leaf: LeafSpec, batch: Batch, fill: Fill = N
 def to_padded(
     column: Any, name: str, leaf: LeafSpec, batch: Batch, fill: Fill = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pads a column of lists of any length with zeros; returns the array and the lengths.
-
-    Args:
-      column: as for `to_rows`.
-      name: the name of the column.
-      leaf: the type of a padded row.
-      batch: the place of the rows, for messages.
-      fill: the number that replaces missing items.
-
-    Raises:
-      RowError: a row or an item is missing (null), or a list is too long.
-    """
+    """Pads a column of lists of any length with zeros; returns the array and the lengths."""
     shape = leaf.shape
     rows, first = _Rows(name, batch, (0, *shape[1:]), leaf.dtype, fill), 0
     parts: list[np.ndarray] = []
@@ -200,13 +178,6 @@ def _plain_decimals(array: Any, dtype: np.dtype) -> Any:
 
 class _Rows:
     """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers.
-
-    Args:
-      column: the name of the column, for messages.
-      batch: the place of the rows, for messages.
-      shape: the expected shape of a row; None for sizes that are taken from the first row.
-      dtype: the dtype as which decimals are read.
-      fill: the number that replaces missing ones.
 
     Attributes:
       first: the number of the first row of the current chunk in the batch, for messages.

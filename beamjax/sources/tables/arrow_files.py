@@ -50,12 +50,7 @@ class ArrowFormat(Format):
 
 
 class _Reader:
-    """An open file, mapped if it is local.
-
-    Args:
-      file: the file.
-      fields: the numbers of the columns to read; all if empty.
-    """
+    """An open file, mapped if it is local."""
 
     def __init__(self, file: DataFile, fields: Sequence[int]) -> None:
         import pyarrow as pa

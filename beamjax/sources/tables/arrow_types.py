@@ -124,18 +124,7 @@ def column_in(table: Any, name: str) -> Any:
 
 
 def chosen(schema: Any, columns: Any, file: str, caller: str) -> list[str]:
-    """The names of the columns that a user chose, sorted, as JAX orders dictionaries.
-
-    Args:
-      schema: the schema of the file.
-      columns: a name, a list of names, or None for all.
-      file: the path of the file, for messages.
-      caller: the caller, for messages: "from_parquet".
-
-    Raises:
-      StructureError: `columns` are no names.
-      SourceError: a column is missing, or occurs twice.
-    """
+    """The names of the columns that a user chose, sorted, as JAX orders dictionaries."""
     listed = [columns] if isinstance(columns, str) else columns
     if listed is None:
         listed = list(column_names(schema))
@@ -171,12 +160,7 @@ def check_columns(schema: Any, names: Sequence[str], file: str) -> None:
 
 
 def row_type(schema: Any, column: str, file: str, how: Conversion = Conversion()) -> RowType:
-    """The type of a row of a column.
-
-    Raises:
-      SourceError: pyarrow does not know the type of the column.
-      StructureError: the column does not hold numbers.
-    """
+    """The type of a row of a column."""
     kind = column_type(schema, column, file)
     found = _row_type(kind, how)
     if found is not None:
@@ -201,11 +185,7 @@ def row_type(schema: Any, column: str, file: str, how: Conversion = Conversion()
 
 
 def column_type(schema: Any, column: str, file: str) -> Any:
-    """The type of a column.
-
-    Raises:
-      SourceError: pyarrow can't represent it. Other columns of the file can be read.
-    """
+    """The type of a column."""
     try:
         kind = schema
         for name in path_of(schema, column):

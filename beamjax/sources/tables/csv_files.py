@@ -95,11 +95,7 @@ def _parsed(
 ) -> Any:
     """A block as a Table.
 
-    Args:
-      text: the lines.
-      path: the path of the file.
-      names: the names of the columns; None for the first block, which has them in its first line.
-      types: the requested columns and their types; None for all, with types that are inferred.
+    The first block has the names in its first line; without `types`, they are inferred.
     """
     import pyarrow as pa
     from pyarrow import csv

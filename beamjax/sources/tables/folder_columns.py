@@ -24,15 +24,7 @@ def folder_values(folders: str) -> Values:
 
 
 def typed_fields(values: Sequence[Values], known: Collection[str]) -> list[Any]:
-    """The fields of Arrow of the columns that all files have in the names of their folders.
-
-    Args:
-      values: the columns of each file.
-      known: the columns in the files, which have precedence.
-
-    Raises:
-      SourceError: a file lacks a column that others have in the names of their folders.
-    """
+    """The fields of Arrow of the columns that all files have in the names of their folders."""
     import pyarrow as pa
 
     names = [

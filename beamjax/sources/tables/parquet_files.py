@@ -115,12 +115,6 @@ class _Cursor:
 
     Parquet can be decoded only from the beginning of a row group. The latest pieces stay in memory,
     for threads that are behind. A request for an earlier piece starts again at the beginning.
-
-    Args:
-      file: the file.
-      number: the number of the row group.
-      columns: the names of the columns.
-      rows: the number of rows of a piece.
     """
 
     def __init__(self, file: DataFile, number: int, columns: Sequence[str], rows: int) -> None:

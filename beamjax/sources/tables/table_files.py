@@ -56,16 +56,9 @@ class Format(Protocol):
         """The file and the schema of its columns."""
 
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
-        """Columns of a batch, as a Table or a RecordBatch of Arrow.
+        """Columns of a batch, as a Table or a RecordBatch of Arrow, by their names and types.
 
-        Args:
-            file: the file, which is checked to be unchanged.
-            number: the number of the batch.
-            types: the names of the columns, and their types as text where the source has them.
-            rows: the requested rows. A format may return later rows as well, if `rows.start` is 0.
-
-        Raises:
-            SourceError: they can't be read.
+        If `rows.start` is 0, a format may return later rows as well.
         """
 
     def most_rows(self, nbytes: int) -> int:

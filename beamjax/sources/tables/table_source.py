@@ -39,7 +39,7 @@ from beamjax.sources.tables.csv_files import CsvFormat
 from beamjax.sources.tables.orc_files import OrcFormat
 from beamjax.sources.tables.parquet_files import ParquetFormat
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile
-from beamjax.storage.block_cache import Arrays
+from beamjax.storage.shared_cache import Arrays
 
 FORMATS: Mapping[str, Format] = {
     "arrow": ArrowFormat(), "csv": CsvFormat(), "orc": OrcFormat(), "parquet": ParquetFormat()
@@ -50,18 +50,7 @@ MAX_LIST = 1 << 24
 
 
 class TableSource(HoldsLeaves, FileSource, RaggedMembers):
-    """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`.
-
-    Args:
-        form: the format of the files, one of `FORMATS`.
-        files: the files, in the order of their members.
-        columns: the column of each leaf; `MASK` for the mask of padded lists.
-        types: for CSV, the type of each column, as pyarrow writes it.
-        leaves: one member of each.
-        treedef: the tree that they form; a tuple by default.
-        buckets: lengths to which lists are padded; empty if all lists of a column have one length.
-        fill: the number that replaces missing ones, as text: JSON has no NaN.
-    """
+    """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`."""
 
     def __init__(
         self,
