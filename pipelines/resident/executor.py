@@ -240,7 +240,10 @@ class Resident:
             limit = self._options.drop_limit
             task = self._tasks.task(plain, step.broadcasts)
             mode = self._options.reduction
-            return MapShards(task, self._no_sources, {}, (), mode, limit, whole=False)
+            return MapShards(
+                task, self._no_sources, {}, (), mode, limit, whole=False,
+                as_files=self._merged_on_workers(plain),
+            )  # fmt: skip
 
         program = self._program(step, make, written)
         served = self._environment(step.broadcasts, values)
@@ -259,6 +262,14 @@ class Resident:
         for number, _ in enumerate(step.combines):
             found |= self._combine(step, number, by_tag[combined(number)], values)
         return found
+
+    def _merged_on_workers(self, step: Map) -> bool:
+        """Whether the partials of a pass, one for each worker, are too large to pass through here.
+
+        Messages would bring them to this process, and then to the workers that merge them.
+        """
+        workers = min(self._tasks.workers or 1, len(self.plan.shards(step.placement)))
+        return self._tasks.fan_out(step).nbytes * workers > WORKER_MERGE_BYTES
 
     def _reduce(self, step: Map, partials: Sequence[tuple[str, Any]]) -> dict[str, Ref]:
         """Merges the partials of each range of values, and rounds them to results."""
@@ -304,7 +315,8 @@ class Resident:
         return self._assemble(made, results)
 
     def _merging(self, step: Map) -> StepFn:
-        merge = MergeGroup(MergeAccumulators(step.name, self.store.reports, self.store))
+        merging = MergeAccumulators(step.name, self.store.reports, self.store, as_files=True)
+        merge = MergeGroup(merging)
         merge.store = self.store  # type: ignore[attr-defined]
         return merge
 

@@ -69,6 +69,7 @@ class MapShards(ComputeFn):
       mode: the mode of the accumulators, "exact" or "fast".
       drop_limit: the fraction of the members that may be dropped.
       whole: whether a block must hold a whole shard, since a later pass computes on blocks.
+      as_files: whether partials travel as files, as they are many bytes in all.
 
     Attributes:
       here: whether the caller takes the accumulators themselves, not their bytes.
@@ -87,6 +88,7 @@ class MapShards(ComputeFn):
         mode: Any,
         drop_limit: float = 1.0,
         whole: bool = True,
+        as_files: bool = False,
     ):
         super().__init__(task)
         self.sources = sources
@@ -95,6 +97,7 @@ class MapShards(ComputeFn):
         self.mode = mode
         self.drop_limit = drop_limit
         self.whole = whole
+        self.as_files = as_files
         self.shards = task.plan.shards(task.step.placement)
         self.executor: DeviceExecutor[Done] | None = None
 
@@ -151,7 +154,9 @@ class MapShards(ComputeFn):
         for piece, accumulator in partials.accumulators.items():
             accumulator.provenance = self.provenance
             with self._moving():
-                data = accumulator if self.here else send(self.task.store, accumulator)
+                data: Any = accumulator
+                if not self.here:
+                    data = send(self.task.store, accumulator, self.as_files)
                 partial = key_of(piece), data
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(partials.trees):

@@ -68,10 +68,18 @@ class MergeAccumulators(beam.CombineFn):
       step: the name of the pass.
       reports: for the seconds that it takes; None for no reports.
       store: the store that large accumulators are written to; None if all travel as elements.
+      as_files: whether small ones are written to it too.
     """
 
-    def __init__(self, step: str, reports: Reports | None = None, store: Store | None = None):
+    def __init__(
+        self,
+        step: str,
+        reports: Reports | None = None,
+        store: Store | None = None,
+        as_files: bool = False,
+    ):
         super().__init__()
+        self.as_files = as_files
         self.store = store
         self.step = step
         self.spans = WorkerSpans(reports)
@@ -106,7 +114,7 @@ class MergeAccumulators(beam.CombineFn):
             encoded = accumulator
         else:
             with timed(self.spans, self.step, "transfer"):
-                encoded = _encoded(accumulator, self.store)
+                encoded = _encoded(accumulator, self.store, self.as_files)
         self.spans.report()
         return encoded
 
@@ -370,10 +378,10 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays, out=room)
 
 
-def _encoded(accumulator: Any, store: Store | None = None) -> bytes:
+def _encoded(accumulator: Any, store: Store | None = None, as_file: bool = False) -> bytes:
     if isinstance(accumulator, bytes):
         return accumulator
-    encoded: bytes = accumulator.encode() if store is None else send(store, accumulator)
+    encoded: bytes = accumulator.encode() if store is None else send(store, accumulator, as_file)
     return encoded
 
 
@@ -382,10 +390,10 @@ _NAMES_BYTES = 1 << 13
 accumulators, so `receive` need not decode their header first."""
 
 
-def send(store: Store, accumulator: Accumulator) -> bytes:
+def send(store: Store, accumulator: Accumulator, as_file: bool = False) -> bytes:
     """The element for an accumulator: the accumulator itself, or a reference if it is large.
 
-    The caller must not use the accumulator afterwards.
+    The caller must not use the accumulator afterwards. With `as_file`, small ones are files too.
 
     Raises:
       SourceError: the store can't be written.
@@ -397,7 +405,7 @@ def send(store: Store, accumulator: Accumulator) -> bytes:
         return encode_arrays([], {"here": name})
     data = accumulator.encode()
     limit = stores.REMOTE_BYTES if files.is_url(store.root) else stores.LOCAL_BYTES
-    if len(data) <= limit:
+    if len(data) <= (0 if as_file else limit):
         return data
     # With a unique name: two workers that send equal accumulators must not share a file.
     whole = np.frombuffer(data, np.uint8)

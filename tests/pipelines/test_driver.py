@@ -11,6 +11,7 @@ from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import WorkerError
+from beamjax.pipelines.resident import mailbox
 from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.job import ResidentJob
 from beamjax.pipelines.values import store as stores
@@ -275,3 +276,36 @@ def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, mer
     )
     one_round = [name for name in names(passes) if "[0]" in name]
     assert len(one_round) == 1 + merges + 1
+
+
+@pytest.mark.parametrize("most", [1 << 30, 1000], ids=["small", "large"])
+def test_large_partials_do_not_pass_through_the_launching_process(most, monkeypatch):
+    monkeypatch.setattr("beamjax.pipelines.resident.executor.WORKER_MERGE_BYTES", most)
+    count, write, decode = [], mailbox.FileMailbox._write_signed, mailbox.decode_reply
+
+    def written(self, name, data):
+        if name.startswith("task-"):
+            count.append(len(data))
+        write(self, name, data)
+
+    def decoded(data):
+        count.append(len(data))
+        return decode(data)
+
+    monkeypatch.setattr(mailbox.FileMailbox, "_write_signed", written)
+    monkeypatch.setattr(mailbox, "decode_reply", decoded)
+
+    @bj.program(clients=N)
+    def widest(w, x):
+        return bj.reduce_sum(bj.map_fn(lambda v: jnp.full(20_000, v[0] + w), x)).max()
+
+    def run(x):
+        return jax.lax.fori_loop(0, 2, lambda _, w: widest(w, x) / 64, jnp.float32(1))
+
+    found = bj.run(run, X, options={**OPTIONS, **PROCESSES})
+    assert_same_bits(found, bj.run(run, X, runner="local"))
+    partial_bytes = 8 * 20_000
+    if most > 1000:
+        assert sum(count) > 2 * partial_bytes
+    else:
+        assert sum(count) < partial_bytes / 2
