@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ GAP_BYTES = 1 << 16
 class WrapperSource(DerivedSource):
     """A source over one other source; by default it has the same leaves and members."""
 
+    _parts: ClassVar[tuple[str, ...]] = ("_source",)
     _source: Source
 
     @property
@@ -40,10 +41,6 @@ class WrapperSource(DerivedSource):
     @property
     def treedef(self) -> PyTreeDef:
         return self._source.treedef
-
-    @property
-    def inner(self) -> tuple[Source, ...]:
-        return (self._source,)
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
         source, *others = self.inner
@@ -56,6 +53,8 @@ class WrapperSource(DerivedSource):
 
 class TakenSource(WrapperSource, RaggedMembers):
     """Members of another source; see `take`."""
+
+    _parts = ("_source", "_numbers")
 
     def __init__(self, source: Source, numbers: Source) -> None:
         """Use `take` or `sample`, which check; `numbers` ascend."""
@@ -85,10 +84,6 @@ class TakenSource(WrapperSource, RaggedMembers):
         return np.concatenate(parts) if parts else None
 
     @property
-    def inner(self) -> tuple[Source, ...]:
-        return self._source, self._numbers
-
-    @property
     def indices(self) -> np.ndarray:
         """int64[n]: the numbers of the members in the other source, ascending."""
         return self._numbers.read(0, len(self))[0]
@@ -96,9 +91,6 @@ class TakenSource(WrapperSource, RaggedMembers):
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
         (numbers,) = self._numbers.read(index[0], index[0] + 1)
         return self._source, leaf, (int(numbers[0]), *index[1:])
-
-    def with_inner(self, inner: Sequence[Source]) -> TakenSource:
-        return TakenSource(*inner)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -249,10 +241,6 @@ class GroupedSource(WrapperSource):
         member, row, *rest = index
         return self._source, leaf, (member * self._rows + row, *rest)
 
-    def with_inner(self, inner: Sequence[Source]) -> GroupedSource:
-        (source,) = inner
-        return GroupedSource(source, self._rows)
-
     @property
     def leaves(self) -> tuple[LeafSpec, ...]:
         return _leaves(self._source, self._rows)
@@ -285,9 +273,6 @@ class ShortSource(WrapperSource):
 
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
         return self._source, leaf, index
-
-    def with_inner(self, inner: Sequence[Source]) -> ShortSource:
-        return ShortSource(*inner)
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         if not isinstance(self._source, RaggedMembers):

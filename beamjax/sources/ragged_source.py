@@ -37,6 +37,8 @@ so that a damaged spec can't cause a large allocation."""
 class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
     """Runs of rows of another source as members; see `from_ragged`."""
 
+    _parts = ("_rows", "_ends")
+
     def __init__(
         self,
         rows: Source,
@@ -76,20 +78,12 @@ class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
     def usual_rows(self) -> float:
         return len(self._rows) / max(len(self._ends), 1)
 
-    @property
-    def inner(self) -> tuple[Source, ...]:
-        return self._rows, self._ends
-
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
         if leaf == self._mask_at:
             return self, leaf, index
         member, row, *rest = index
         first = int(self._bounds(member, member + 1)[0])
         return self._rows, leaf - (leaf > self._mask_at), (first + row, *rest)
-
-    def with_inner(self, inner: Sequence[Source]) -> RaggedSource:
-        rows, ends = inner
-        return RaggedSource(rows, ends, self._buckets, self._mask_at, self._treedef)
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
         at = self._mask_at

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -40,17 +40,22 @@ class FileSource(Source):
 class DerivedSource(Source):
     """Members that are those of other sources, or made of them."""
 
+    _parts: ClassVar[tuple[str, ...]]
+    """The names of the attributes with the other sources."""
+
     @property
     def inner(self) -> tuple[Source, ...]:
-        """The other sources; empty if they are opened only on workers."""
-        return ()
+        """The other sources."""
+        return tuple(getattr(self, name) for name in self._parts)
 
     def spec(self) -> dict[str, Any] | None:
         return None if any(part.spec() is None for part in self.inner) else super().spec()
 
-    def with_inner(self, inner: Sequence[Source]) -> Source:
+    def with_inner(self, inner: Sequence[Source]) -> Self:
         """This source, reading from other sources with the same members instead of `inner`."""
-        return self
+        other = object.__new__(type(self))  # `copy` would make a spec of the source
+        vars(other).update(vars(self), **dict(zip(self._parts, inner, strict=True)))
+        return other
 
     @abc.abstractmethod
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:

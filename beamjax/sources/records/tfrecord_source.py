@@ -34,7 +34,6 @@ from beamjax.sources.records.tfrecord_frames import (
 from beamjax.sources.source_base import (
     Count,
     HoldsLeaves,
-    LeafSpec,
     Leaves,
     PyTreeDef,
     Source,
@@ -59,7 +58,26 @@ Mark = tuple[Count, Count]
 """The number of a record in its file, and its position in bytes."""
 
 
-class TFRecordSource(HoldsLeaves, FileSource):
+class _Examples(HoldsLeaves):
+    """Features of the records of some files."""
+
+    def __init__(
+        self, paths: Sequence[str], names: Sequence[str], leaves: Leaves, treedef: PyTreeDef
+    ) -> None:
+        super().__init__(leaves, treedef)
+        if len(names) != len(leaves) or not names:
+            raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
+        if not paths:
+            raise ValueError("found no files")
+        self._paths = list(paths)
+        self._names = tuple(names)
+        self._parser = ExampleParser(names, leaves)
+
+    def __str__(self) -> str:
+        return describe_source(self, f"in {first_of(self._paths)}")
+
+
+class TFRecordSource(_Examples, FileSource):
     """Records of local files; see `from_tfrecord`."""
 
     def __init__(
@@ -71,14 +89,9 @@ class TFRecordSource(HoldsLeaves, FileSource):
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_tfrecord`, which checks."""
-        super().__init__(leaves, treedef)
-        _check_features(names, leaves)
-        if not files:
-            raise ValueError("found no files")
+        super().__init__([file.path for file, _ in files], names, leaves, treedef)
         self._files = tuple(files)
         self._ends = ends_of([count for _, count in self._files])
-        self._names = tuple(names)
-        self._parser = ExampleParser(names, leaves)
         self._marks = tuple(marks)
         for counted, found in zip(files, marks, strict=True):
             _check_marks(counted, found)
@@ -112,11 +125,8 @@ class TFRecordSource(HoldsLeaves, FileSource):
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         return f"{self._where(index[0])}, feature {self._names[leaf]!r}"
 
-    def __str__(self) -> str:
-        return describe_source(self, f"in {first_of([file.path for file, _ in self._files])}")
-
     def identity(self) -> tuple[Any, list[str]]:
-        return spec_of(self) | {"files": None}, [file.path for file, _ in self._files]
+        return spec_of(self) | {"files": None}, self._paths
 
     def _where(self, member: int) -> str:
         """The name of a member in messages."""
@@ -124,7 +134,7 @@ class TFRecordSource(HoldsLeaves, FileSource):
         return f"{self._files[found.number][0].path}, record {member - found.first}"
 
 
-class TFRecordStream(HoldsLeaves, FileStream):
+class TFRecordStream(_Examples, FileStream):
     """Records of files, each of which is a piece; see `from_tfrecord`."""
 
     def __init__(
@@ -135,13 +145,8 @@ class TFRecordStream(HoldsLeaves, FileStream):
         treedef: PyTreeDef | None = None,
     ) -> None:
         """Use `from_tfrecord`, which checks; arguments as of `TFRecordSource`."""
-        super().__init__(leaves, treedef)
-        _check_features(names, leaves)
-        if not files:
-            raise ValueError("found no files")
+        super().__init__([file.path for file in files], names, leaves, treedef)
         self._files = tuple(files)
-        self._names = tuple(names)
-        self._parser = ExampleParser(names, leaves)
 
     @property
     def pieces(self) -> int:
@@ -158,9 +163,6 @@ class TFRecordStream(HoldsLeaves, FileStream):
     def where_in(self, piece: int, leaf: int, index: tuple[int, ...]) -> str:
         where = _record_of(self._files[piece], index[0], 0)
         return f"{where}, feature {self._names[leaf]!r}"
-
-    def __str__(self) -> str:
-        return describe_source(self, f"in {first_of([file.path for file in self._files])}")
 
 
 def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecordStream:
@@ -217,12 +219,6 @@ def from_tfrecord(paths: Any, features: Any = None) -> TFRecordSource | TFRecord
     counts, marks = zip(*[_indexed(file, apart) for file in files], strict=True)
     counted = tuple(zip(files, counts, strict=True))
     return TFRecordSource(counted, tuple(marks), tuple(names), tuple(leaves), treedef)
-
-
-def _check_features(names: Sequence[str], leaves: Sequence[LeafSpec]) -> None:
-    """Raises TypeError unless there is a name for each leaf, and at least one leaf."""
-    if len(names) != len(leaves) or not names:
-        raise TypeError(f"found the features {names!r:.80}, expected {len(leaves)} names")
 
 
 def _record_of(file: DataFile, first: int, place: int) -> str:

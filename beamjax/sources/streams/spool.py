@@ -73,7 +73,7 @@ def spilled(source: Source, folder: str) -> Source:
         return written_source(files, source.leaves, len(source), source.treedef, wraps=True)
     if isinstance(source, DerivedSource):
         parts = [spilled(inner, f"{folder}/{i}") for i, inner in enumerate(source.inner)]
-        return source.with_inner(parts) if parts else source
+        return source.with_inner(parts)
     return spill(source, folder) if source.spec() is None else source
 
 

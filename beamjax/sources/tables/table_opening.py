@@ -25,7 +25,7 @@ from beamjax.sources.tables.arrow_types import (
 )
 from beamjax.sources.tables.folder_columns import folder_values, typed_fields
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile
-from beamjax.sources.tables.table_source import FORMATS, MAX_LIST, TableSource
+from beamjax.sources.tables.table_source import FORMATS, MAX_LIST, Column, TableSource
 
 _FOOTERS_AT_ONCE = 16
 """Threads that read footers: most of the time is spent waiting for URLs."""
@@ -199,19 +199,20 @@ def _from_files(
         ragged = _padded_columns(types, conversion.buckets, first, caller)
     files = [file for file, _ in heads]
     shapes = _known_shapes(reader, files, types)
-    stored = [str(column_type(heads[0][1], name, first)) for name in names] if form == "csv" else []
+    stored = {}
+    if form == "csv":
+        stored = {name: str(column_type(heads[0][1], name, first)) for name in names}
     names = sorted([*names, MASK]) if ragged else names
     bare = isinstance(columns, str) and not ragged
-    leaves = [
-        LeafSpec(
-            shapes[name], types[name].dtype, None, "" if bare else f"[{name!r}]", name in ragged
-        )
-        for name in names
-    ]
+    columns_read = []
+    for name in names:
+        path = "" if bare else f"[{name!r}]"
+        leaf = LeafSpec(shapes[name], types[name].dtype, None, path, name in ragged)
+        columns_read.append(Column(name, leaf, stored.get(name, "")))
     return TableSource(
-        form, tuple(files), tuple(names), tuple(leaves),
+        form, tuple(files), tuple(columns_read),
         jax.tree_util.tree_structure(0 if bare else dict.fromkeys(names, 0)),
-        tuple(stored), tuple(conversion.buckets or ()),
+        tuple(conversion.buckets or ()),
         None if conversion.fill_null is None else repr(conversion.fill_null),
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from beamjax.sources.source_base import (
     MAX_VALUES,
     HoldsLeaves,
     LeafSpec,
-    Leaves,
     Positive,
     PyTreeDef,
     Source,
@@ -39,6 +39,7 @@ from beamjax.sources.tables.csv_files import CsvFormat
 from beamjax.sources.tables.orc_files import OrcFormat
 from beamjax.sources.tables.parquet_files import ParquetFormat
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile
+from beamjax.storage.schema import to_plain
 from beamjax.storage.shared_cache import Arrays
 
 FORMATS: Mapping[str, Format] = {
@@ -49,6 +50,21 @@ MAX_LIST = 1 << 24
 """Largest number of items of a padded list."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column that is a leaf, or the mask of padded lists, the name of which is `MASK`.
+
+    Attributes:
+      name: the name of the column.
+      leaf: one member of it.
+      kind: for CSV, its type, as pyarrow writes it.
+    """
+
+    name: str
+    leaf: LeafSpec
+    kind: str = ""
+
+
 class TableSource(HoldsLeaves, FileSource, RaggedMembers):
     """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`."""
 
@@ -56,21 +72,18 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         self,
         form: str,
         files: tuple[TableFile, ...],
-        columns: tuple[str, ...],
-        leaves: Leaves,
+        columns: tuple[Column, ...],
         treedef: PyTreeDef | None = None,
-        types: tuple[str, ...] = (),
         buckets: tuple[Positive, ...] = (),
         fill: str | None = None,
     ) -> None:
-        super().__init__(leaves, treedef)
+        super().__init__([column.leaf for column in columns], treedef)
         self._form = form
         self._format = FORMATS[form]
         self._files = tuple(files)
         self._columns = tuple(columns)
-        self._types = tuple(types)
         self._buckets = tuple(buckets)
-        self._fill = fill
+        self._fill = fill  # as text, since JSON has no NaN
         self._number = _number(fill)
         self._ends = ends_of([rows for file in files for rows in file.rows])
         self._numbers = np.cumsum([0, *(len(file.rows) for file in files)])
@@ -79,13 +92,13 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
     def _check_arguments(self) -> None:
         """Raises TypeError for arguments that do not fit each other, as of a damaged spec."""
         natural(len(self))
-        columns, leaves, buckets = self._columns, self._leaves, self._buckets
-        if len(columns) != len(leaves) or len(self._types) not in (0, len(leaves)):
-            raise TypeError(f"found columns {columns!r:.80}, expected a name for each leaf")
+        buckets = self._buckets
+        if not self._columns:
+            raise TypeError("found no columns, expected at least one")
         if any(file.starts and len(file.starts) != len(file.rows) for file in self._files):
             raise TypeError(f"found the files {self._files!r:.80}, expected a start of each batch")
-        lengths = {leaf.shape[0] for leaf in leaves if leaf.ragged}
-        ragged = [name for name, leaf in zip(columns, leaves, strict=True) if leaf.ragged]
+        lengths = {leaf.shape[0] for leaf in self._leaves if leaf.ragged}
+        ragged = [column.name for column in self._columns if column.leaf.ragged]
         if list(buckets) != sorted(set(buckets)) or (
             (MASK in ragged and len(ragged) > 1) != bool(buckets)
         ):
@@ -125,18 +138,14 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         picked = set(leaves)
         if self._buckets and picked & ragged:
             # The mask has the lengths of lists, and lists are read with it.
-            mask = self._columns.index(MASK)
+            mask = self._mask
             picked |= {mask, min((picked & ragged) - {mask}, default=min(ragged - {mask}))}
         if len(picked) == len(self._leaves):
             return self, range(len(self._leaves))
         order = sorted(picked)
-        source = TableSource(
-            self._form, self._files, tuple(self._columns[i] for i in order),
-            tuple(self._leaves[i] for i in order), None,
-            tuple(self._types[i] for i in order) if self._types else (),
-            self._buckets if picked & ragged else (), self._fill,
-        )  # fmt: skip
-        return source, order
+        columns = tuple(self._columns[i] for i in order)
+        buckets = self._buckets if picked & ragged else ()
+        return TableSource(self._form, self._files, columns, None, buckets, self._fill), order
 
     def stamp(self, start: int, stop: int) -> str | None:
         parts: list[Any] = []
@@ -148,9 +157,7 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
             first = max(start - batch.first, 0) if number == 0 else 0
             values = sorted(file.folders.items())
             parts.append([mark, values, place, first, min(stop, batch.last) - batch.first])
-        leaves = [leaf.to_json() for leaf in self._leaves]
-        how = self._form, self._columns, self._types, self._buckets, self._fill
-        return json.dumps([*how, leaves, parts])
+        return json.dumps([self._how, parts])
 
     def identity(self) -> tuple[Any, list[str]]:
         folders = [sorted(file.folders.items()) for file in self._files]
@@ -163,7 +170,7 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         member, *rest = index
         (block,) = blocks_of(self._ends, member, member + 1)
         item = f", at {rest} of it" if rest else ""
-        return f"{self._batch(block).at(self._columns[leaf], member - block.first)}{item}"
+        return f"{self._batch(block).at(self._columns[leaf].name, member - block.first)}{item}"
 
     # --- reading
 
@@ -180,10 +187,15 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         arrays = self.read(start, stop)
         if not self._buckets:
             return arrays
-        lengths = arrays[self._columns.index(MASK)].sum(axis=1)
+        lengths = arrays[self._mask].sum(axis=1)
         rows = next(b for b in self._buckets if b >= lengths.max(initial=0))
         pairs = zip(arrays, self._leaves, strict=True)
         return [array[:, :rows] if leaf.ragged else array for array, leaf in pairs]
+
+    @property
+    def _mask(self) -> int:
+        """The number of the mask among the leaves."""
+        return next(i for i, column in enumerate(self._columns) if column.name == MASK)
 
     def _most_rows(self) -> int:
         """Most rows of a piece. A batch of more than twice as many is read in pieces."""
@@ -232,10 +244,9 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         return file.file, number, block.start, self._how
 
     @functools.cached_property
-    def _how(self) -> Hashable:
+    def _how(self) -> str:
         """What the arrays of a block depend on, besides the file."""
-        how = self._form, self._leaves, self._columns, self._types, self._buckets, self._fill
-        return json.dumps([*how[:1], [leaf.to_json() for leaf in how[1]], *how[2:]])
+        return json.dumps(to_plain([self._form, self._columns, self._buckets, self._fill]))
 
     def _checked(self, block: SourceBlock) -> Arrays:
         """Decodes a block and checks its arrays against the leaves."""
@@ -260,33 +271,30 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
         if self._buckets:
             return self._padded(columns, batch)
         return [
-            to_rows(columns[name], name, leaf, batch, self._number)
-            for name, leaf in zip(self._columns, self._leaves, strict=True)
+            to_rows(columns[column.name], column.name, column.leaf, batch, self._number)
+            for column in self._columns
         ]
 
     def _stored(self, block: SourceBlock) -> dict[str, Any]:
         """The columns of a block as arrays of Arrow, without the mask."""
         file, number = self._place(block)
         rows = RowRange(block.start, block.last - block.first, self._most_rows())
-        types = dict(zip(self._columns, self._types or self._columns, strict=True))
-        if self._buckets:
-            del types[MASK]
-        in_file = {name: kind for name, kind in types.items() if name not in file.folders}
+        stored = [c for c in self._columns if not (self._buckets and c.name == MASK)]
+        in_file = {c.name: c.kind for c in stored if c.name not in file.folders}
         file.file.check()
         table = self._format.table(file, number, in_file, rows) if in_file else None
-        leaves = dict(zip(self._columns, self._leaves, strict=True))
         return {
-            name: column_in(table, name)
-            if name in in_file
-            else _repeated(file.folders[name], leaves[name], rows.length)
-            for name in types
+            c.name: column_in(table, c.name)
+            if c.name in in_file
+            else _repeated(file.folders[c.name], c.leaf, rows.length)
+            for c in stored
         }
 
     def _padded(self, columns: Mapping[str, Any], batch: Batch) -> Arrays:
         """Decodes members whose lists have any length, and adds the mask."""
         arrays: dict[str, np.ndarray] = {}
         lengths: dict[str, np.ndarray] = {}
-        leaves = dict(zip(self._columns, self._leaves, strict=True))
+        leaves = {column.name: column.leaf for column in self._columns}
         for name, column in columns.items():
             leaf = leaves[name]
             if leaf.ragged:
@@ -303,7 +311,7 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
                     "one mask."
                 )
         mask = np.arange(self._buckets[-1]) < counts[:, None]
-        return [mask if name == MASK else arrays[name] for name in self._columns]
+        return [mask if c.name == MASK else arrays[c.name] for c in self._columns]
 
 
 def _number(text: str | None) -> int | float | None:
