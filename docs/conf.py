@@ -17,6 +17,7 @@ version = release = beamjax.__version__
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
@@ -30,15 +31,19 @@ smartquotes = False
 
 myst_heading_anchors = 4
 
-# Notebooks are stored without outputs, and each build runs them.
-nb_execution_mode = "force"
+# Notebooks are stored with outputs by notebooks.py; only the tutorial is run. To run all:
+# `sphinx-build -D nb_execution_mode=force docs site`, as .ci/nightly does.
+nb_execution_mode = "auto"
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 600
 nb_output_stderr = "remove"
 
 default_role = "code"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autosummary_generate = False
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
@@ -110,7 +115,17 @@ def _wrap_long_lines(app: Any, tree: Any) -> None:
             block["classes"].append("wrapped")
 
 
+def _summarize(app: Any, name: str, source: list[str]) -> None:
+    """Begins the reference with a table of its names, each with its first sentence."""
+    if name == "api":
+        names = re.findall(r"^\.\. auto(?:function|class|exception):: (\S+)$", source[0], re.M)
+        rows = "".join(f"   ~{name}\n" for name in names)
+        table = f"```{{eval-rst}}\n.. autosummary::\n   :nosignatures:\n\n{rows}```\n\n"
+        source[0] = source[0].replace("## Programs", f"{table}## Programs", 1)
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", _summarize)
     app.connect("doctree-read", _wrap_long_lines)
     app.connect("builder-inited", _write_tutorial)
     app.connect("autodoc-process-docstring", _as_markdown, priority=900)

@@ -48,6 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log", type=Path, help="a file for what the processes print")
     parser.add_argument("--json", type=Path, help="a file to write everything to")
     parser.add_argument("--page", type=Path, help="a page of Markdown to write, with plots")
+    parser.add_argument("--targets", type=Path, help="a table of all targets to write")
     parser.add_argument(
         "--from", dest="read", type=Path, nargs="+", metavar="JSON",
         help="measures nothing: takes what was measured before; of several files, later ones first",
@@ -136,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.page:
         gpu = json.loads(flags.gpu.read_text("utf-8")) if flags.gpu else None
         page.write(flags.page, found, why, gpu)
+    if flags.targets:
+        flags.targets.write_text("\n".join(page.targets(found)) + "\n", "utf-8")
     print(f"{found['seconds']:.0f} s in all")
     return 0
 

@@ -183,12 +183,18 @@ def _bar(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:
         reason = why.get(line["key"], "The reason is not known yet")
         reason = f"{reason[0].upper()}{reason[1:]}"
         yield f"- **{line['key']}**: {line['ask']}. Found {line['found']}. {reason}."
-    yield "\n| | target | found |"
+    yield ""
+
+
+def targets(found: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of the table of targets."""
+    yield "# Targets of the suite\n"
+    yield "`python -m benchmarks.suite --targets` writes this table; the page has what is missed.\n"
+    yield "| | target | found |"
     yield "| --- | --- | --- |"
     for line in found["bar"]:
         mark = "" if line["met"] else ", **missed**"
         yield f"| {line['key']} | {line['ask']} | {line['found']}{mark} |"
-    yield ""
 
 
 def _standings(found: Mapping[str, Any], why: Mapping[str, str]) -> Iterator[str]:

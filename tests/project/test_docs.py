@@ -3,6 +3,7 @@
 See tests/doc_pages.py for how a page says what it shows, and what can't be run here.
 """
 
+import json
 import re
 import sys
 
@@ -119,3 +120,14 @@ def test_each_public_name_is_in_an_example_that_is_run():
         if block.language == "python" and block.not_run is None
     )
     assert [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)] == []
+
+
+@pytest.mark.parametrize("name", ["bayes", "climate", "federated", "influence"])
+def test_notebooks_are_stored_with_what_they_print_and_draw(name):
+    notebook = json.loads((DOCS / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "docs/notebooks.py"
+    assert any(output.get("name") == "stdout" for output in outputs)
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
+    assert last["execution_count"] is not None

@@ -34,6 +34,23 @@ def test_pages_state_what_was_measured(figures):
     ]  # fmt: skip
 
 
+def test_the_chart_shows_what_was_measured(figures):
+    from benchmarks import bars
+
+    measured = json.loads(figures.MEASURED.read_text("utf-8"))
+    assert bars.PATH.read_text("utf-8") == bars.chart(measured), "python -m benchmarks.bars"
+    cases = measured["suite"]["cases"]
+    assert bars.CASES.keys() == cases.keys()
+    shown = {
+        (case, row["way"])
+        for case, found in cases.items()
+        for row in found["rows"]
+        if row["way"] in bars.TOOLS and row.get("seconds") is not None
+    }
+    drawn = bars.chart(measured).count('height="8"/>')
+    assert drawn == len(shown)
+
+
 def test_numbers_have_two_digits(figures):
-    texts = [figures._number(value) for value in (0.84, 7.06, 10.2, 58.2, 770.4, 3204.9)]
+    texts = [figures.number(value) for value in (0.84, 7.06, 10.2, 58.2, 770.4, 3204.9)]
     assert texts == ["0.8", "7.1", "10", "58", "770", "3,200"]
