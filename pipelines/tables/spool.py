@@ -24,27 +24,19 @@ from beamjax.pipelines.run import opened_streams, temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.sources import blocks as member_blocks
-from beamjax.sources.source_base import (
-    Count,
-    HoldsLeaves,
-    Leaves,
-    PyTreeDef,
-    Source,
-    StreamSource,
-    check_range,
-    open_spec,
-)
+from beamjax.sources.array_source import ArraySource
+from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
+from beamjax.sources.arrays.placed import encode_part
+from beamjax.sources.source_base import Count, Source, StreamSource, open_spec
 from beamjax.sources.streams.chunk_source import ChunkSource
 from beamjax.sources.streams.chunks import blocks_of, check_count
 from beamjax.sources.streams.spool import spool
 from beamjax.storage import files, schema
-from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 SUFFIX = ".members"
 
 Part = tuple[str, Count]
-"""The name of a file and the number of members in it."""
+"""The name of some files, one for each leaf, and the number of members in each."""
 Parts = tuple[Part, ...]
 
 
@@ -62,12 +54,18 @@ def spooled(
         workers = [source for source, own in zip(sources, here, strict=True) if not own]
         _write_pieces(store, workers, connection)
         numbers = itertools.count()
-        yield [
+        written = [
             spool(source, os.path.join(folder, f"source-{number}"))
             if own
             else _found(store, source, next(numbers))
             for number, (source, own) in enumerate(zip(sources, here, strict=True))
         ]
+        try:
+            yield list(written)
+        finally:
+            for source in written:
+                if isinstance(source, NpySource):
+                    source.unmap()
 
 
 @contextlib.contextmanager
@@ -115,17 +113,22 @@ class WritePieces(StepFn):
         size = max(FILE_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
         leaves = range(len(source.leaves))
         for count, arrays in blocks_of(source, size, leaves, self.x64, [piece]):
-            name = f"{stem}-{len(parts)}{SUFFIX}"
-            self.store.write(name, encode_arrays(arrays))
+            name = f"{stem}-{len(parts)}"
+            for leaf, array in enumerate(arrays):
+                self.store.write(_file_name(name, leaf), encode_part(array))
             parts.append((name, count))
         self.store.write(_list_name(number, piece), json.dumps(parts).encode())
+
+
+def _file_name(part: str, leaf: int) -> str:
+    return f"{part}-{leaf}{SUFFIX}"
 
 
 def _list_name(number: int, piece: int) -> str:
     return f"stream-{number}-{piece}-parts{SUFFIX}"
 
 
-def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
+def _found(store: Store, source: StreamSource, number: int) -> NpySource | ArraySource:
     """Opens the files that `WritePieces` wrote for a source."""
     parts: list[Part] = []
     for piece in range(source.pieces):
@@ -142,46 +145,11 @@ def _found(store: Store, source: StreamSource, number: int) -> SpooledSource:
                 raise
             raise ArrayFormatError(f"{path}: found no list of files ({error})") from error
     check_count(source, sum(count for _, count in parts))
-    return SpooledSource(store.root, tuple(parts), source.leaves, source.treedef)
-
-
-class SpooledSource(HoldsLeaves):
-    """Members in files, each of which holds consecutive members of all leaves."""
-
-    def __init__(self, folder: str, parts: Parts, leaves: Leaves, treedef: PyTreeDef | None = None):
-        super().__init__(leaves, treedef)
-        self._folder = folder
-        self._parts = tuple(parts)
-        self._ends = member_blocks.ends_of([count for _, count in self._parts])
-        # Consecutive shards are often in the same file. Threads may replace the pair at any time,
-        # so it is always read and written as a whole.
-        self._last: tuple[int, list[np.ndarray]] | None = None
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        blocks = member_blocks.blocks_of(self._ends, start, stop)
-        return member_blocks.read_blocks(self._leaves, blocks, self._members, start, stop)
-
-    def _members(self, block: member_blocks.SourceBlock) -> list[np.ndarray]:
-        last = self._last
-        if last is None or last[0] != block.number:
-            last = self._last = block.number, self._load(*self._parts[block.number])
-        return last[1]
-
-    def _load(self, name: str, count: int) -> list[np.ndarray]:
-        path = files.join(self._folder, name)
-        try:
-            arrays = decode_arrays(files.read(path))[0]
-        except OSError as error:
-            raise SourceError(f"{path}: cannot read members ({error}).") from error
-        except (ArrayFormatError, ValueError) as error:
-            raise ArrayFormatError(f"{path}: {error}") from None
-        found = [(array.shape, array.dtype) for array in arrays]
-        if found != [((count, *leaf.shape), leaf.dtype) for leaf in self._leaves]:
-            raise ArrayFormatError(
-                f"{path}: found {found}, expected {count} members of {self._leaves}."
-            )
-        return arrays
+    if not parts:
+        none = [np.empty((0, *leaf.shape), leaf.dtype) for leaf in source.leaves]
+        return ArraySource(none, source.leaves, source.treedef)
+    series = [
+        tuple(ArrayFile(files.join(store.root, _file_name(part, leaf)), n) for part, n in parts)
+        for leaf in range(len(source.leaves))
+    ]
+    return NpySource(tuple(series), source.leaves, source.treedef)

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import tfrecords
+import url_files  # noqa: F401 - makes bjtest:// known
 from jax import export
 
 import beamjax as bj
@@ -50,7 +51,9 @@ from beamjax.plan.steps import Body, Plan
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.runtime.values import Part, Ref, server
-from beamjax.sources.arrays.placed import Placed
+from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
+from beamjax.sources.arrays.placed import Placed, encode_part
+from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec, spec_of
 from beamjax.sources.streams.chunks import members_of
@@ -237,7 +240,6 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
     members = MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6)
     np.save(folder / "part-0.npy", X)
     np.save(folder / "part-1.npy", X[:2])
-    (folder / "a.spooled").write_bytes(arrays.encode_arrays([X], {}))
     rows = spilled(bj.from_ragged(X, [2, 0, 4], buckets=[2, 4]), str(folder / "ragged"))
     kept = MaterializedOutputs({"v": str(folder / "kept")}, "part-x")
     kept.write("v", 0, X)
@@ -248,7 +250,6 @@ def _specs(folder: Path) -> list[dict[str, Any]]:
         npy,
         grouped(npy, 2),
         members,
-        spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]),
         rows,
         ShortSource(rows),
         spilled(bj.take(npy, [1, 4]), str(folder / "taken")),
@@ -291,7 +292,7 @@ def _spec(data: bytes, _: Path) -> None:
 
 
 def _pieces_seeds(_: Path) -> list[bytes]:
-    return [json.dumps([["a.spooled", 6], ["a.spooled", 6]]).encode()]
+    return [json.dumps([["a", 6], ["a", 6]]).encode()]
 
 
 class _Stream(StreamSource):
@@ -303,6 +304,7 @@ class _Stream(StreamSource):
 def _pieces(data: bytes, folder: Path) -> None:
     """The list of the files of a source of unknown length, and what is read by it."""
     _specs(folder)
+    (folder / spooling._file_name("a", 0)).write_bytes(encode_part(X))
     (folder / spooling._list_name(0, 0)).write_bytes(data)
     source = spooling._found(Store(str(folder)), _Stream(), 0)
     source.read(0, min(len(source), 4))
@@ -313,11 +315,8 @@ def _members_file_seeds(_: Path) -> list[bytes]:
 
 
 def _members_file(data: bytes, folder: Path) -> None:
-    """Files of members, of both kinds."""
     (folder / "stem-0-6.members").write_bytes(data)
-    (folder / "a.spooled").write_bytes(data)
     MembersSource(str(folder), "stem", [(0, 6)], LEAF, 6).read(0, 6)
-    spooling.SpooledSource(str(folder), [("a.spooled", 6)], [LEAF]).read(0, 6)
 
 
 def _tfrecord_file(folder: Path, end: str = "") -> str:
@@ -359,6 +358,14 @@ def _npy(data: bytes, folder: Path) -> None:
     path = folder / "user.npy"
     path.write_bytes(data)
     bj.from_npy(path).read(0, 1)
+
+
+def _url_npy(data: bytes, folder: Path) -> None:
+    """A file of a run at a URL."""
+    path = f"bjtest://{folder}/run.npy"
+    (folder / "run.npy").write_bytes(data)
+    BLOCKS.clear()
+    NpySource(((ArrayFile(path, 6),),), (LEAF,)).read(0, 6)
 
 
 def _npz_seeds(folder: Path) -> list[bytes]:
@@ -531,6 +538,7 @@ READERS: dict[str, Reader] = {
     "pieces": Reader(_pieces_seeds, _pieces),
     "members": Reader(_members_file_seeds, _members_file),
     "npy": Reader(_npy_seeds, _npy),
+    "npy at a URL": Reader(_npy_seeds, _url_npy),
     "npz": Reader(_npz_seeds, _npz),
     "parquet": Reader(_parquet_seeds, _table(bj.from_parquet)),
     "arrow": Reader(_arrow_seeds, _table(bj.from_arrow)),

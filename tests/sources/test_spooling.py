@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import url_files  # noqa: F401 - makes bjtest:// known
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from helpers import assert_same_bits
 from streams import Numbers, stream
@@ -20,13 +21,16 @@ from beamjax.options import Options
 from beamjax.pipelines.graph import results
 from beamjax.pipelines.graph.results import WritePlaced, WriteServed, find_placed, read_served
 from beamjax.pipelines.run import source_specs
-from beamjax.pipelines.tables.spool import SpooledSource, spooled
+from beamjax.pipelines.tables.spool import spooled
 from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Input, Plan, ValueType
 from beamjax.runtime.inputs import Inputs
-from beamjax.sources.source_base import open_spec, spec_of
+from beamjax.sources.arrays.npy_source import _MAPPED, ArrayFile, NpySource
+from beamjax.sources.arrays.placed import encode_part
+from beamjax.sources.source_base import LeafSpec, open_spec, spec_of
 from beamjax.sources.streams.spool import spool, spooled_here
+from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays
 from beamjax.storage.scratch import allocate, file_array
 
@@ -67,6 +71,7 @@ def test_streams_in_npy_files(tmp_path):
         assert first.read(0, 5)[0].tolist() == [0, 1, 2, 3, 4]
         assert (len(first), len(second)) == (5, 1)
     assert not os.listdir(tmp_path / "work")
+    assert not [key for key in _MAPPED._values if str(tmp_path / "work") in key[0]]
     (tmp_path / "file").write_text("")
     with pytest.raises(SourceError, match="cannot write"):
         spool(Numbers([1]), tmp_path / "file" / "0")
@@ -76,7 +81,8 @@ def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
     monkeypatch.setattr("beamjax.pipelines.tables.spool.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
-        assert len(spec_of(numbers)["parts"]) == 4
+        assert len(spec_of(numbers)["files"][0]) == 4
+        assert not numbers.cuts
         assert numbers.read(0, 11)[0].tolist() == list(range(11))
         again = open_spec(json.loads(json.dumps(spec_of(numbers))))
         assert again.read(3, 8)[0].tolist() == [3, 4, 5, 6, 7]
@@ -85,11 +91,26 @@ def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
         np.testing.assert_array_equal(rows.read(2, 9)[1], x["x"][2:9])
         with pytest.raises(SourceError, match="range within 0 to 11"):
             numbers.read(3, 12)
-    with pytest.raises(SourceError, match="cannot read"):
+    with pytest.raises(SourceError, match="cannot open"):
         open_spec(spec_of(numbers)).read(0, 1)
-    (tmp_path / "a").write_bytes(b"nothing")
-    with pytest.raises(ArrayFormatError):
-        SpooledSource(str(tmp_path), [("a", 3)], Numbers.leaves).read(0, 3)
+
+
+@pytest.mark.parametrize("scheme", ["", "bjtest://"], ids=["path", "url"])
+def test_damaged_files_of_a_run_are_refused(scheme, tmp_path):
+    x = np.arange(6, dtype=np.int32).reshape(3, 2)
+    written = encode_part(x)
+    damaged = [b"nothing", written[:-1], written + b"0", encode_part(x.astype("f4"))]
+    damaged += [written.replace(b"(3, 2)", b"(9, 2)"), encode_part(x[:2])]
+    for number, data in enumerate([written, *damaged]):
+        path = f"{scheme}{tmp_path}/{number}"
+        files.write(path, data)
+        source = NpySource(((ArrayFile(path, 3),),), (LeafSpec((2,), np.dtype("i4")),))
+        if not number:
+            np.testing.assert_array_equal(source.read(1, 3)[0], x[1:])
+            assert source.local == (not scheme)
+        elif scheme or number != 3:  # NumPy ignores bytes after an array
+            with pytest.raises(SourceError, match=f"{number}: "):
+                source.read(0, 3)
 
 
 def test_streams_without_members(tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import io
 import math
 import os
 import struct
@@ -28,7 +29,7 @@ from beamjax.sources.arrays.data_files import (
     look,
     readable,
 )
-from beamjax.sources.blocks import SourceBlock, blocks_of, ends_of, read_blocks
+from beamjax.sources.blocks import BLOCKS, SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,
@@ -53,7 +54,7 @@ from beamjax.sources.source_base import (
 )
 from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.dtypes import FLOAT0
-from beamjax.storage.files import local_path
+from beamjax.storage.files import local_path, read
 from beamjax.storage.shared_cache import SharedCache
 
 
@@ -127,11 +128,13 @@ class NpySource(HoldsLeaves, FileSource):
 
     @property
     def local(self) -> bool:
-        return True
+        return not any(map(is_url, self.files))
 
     @functools.cached_property
     def cuts(self) -> Mapping[int, str]:
-        starts = (cuts_at([(f.path, f.rows) for f in series]) for series in self._files)
+        # A run divides its own files, which have no stamps, in a way that depends on the run.
+        stamped = [series for series in self._files if all(file.stamp for file in series)]
+        starts = (cuts_at([(f.path, f.rows) for f in series]) for series in stamped)
         return dict(collections.ChainMap(*starts))
 
     def __len__(self) -> int:
@@ -162,6 +165,11 @@ class NpySource(HoldsLeaves, FileSource):
             return self, leaves
         files, types = zip(*((self._files[i], self._leaves[i]) for i in leaves), strict=True)
         return NpySource(files, types, None, self.wraps), leaves
+
+    def unmap(self) -> None:
+        """Drops the maps of its files before they are removed: a map holds their disk space."""
+        for file in self.files:
+            unmap(file)
 
     def check_files(self) -> None:
         """Raises SourceError unless each file is there and has the expected type."""
@@ -345,6 +353,8 @@ _MAPPED: SharedCache[np.ndarray] = SharedCache(128, lambda _: 1)
 
 def map_file(file: str, name: str = "", stamp: DataFile | None = None) -> np.ndarray:
     """The mapped array of a file, from the cache while the file has not changed."""
+    if is_url(file):  # one of a run, which does not change
+        return BLOCKS.get(file, lambda: [_read_array(file)], None)[0]
     if stamp is None:
         try:
             status = os.stat(file)
@@ -362,6 +372,20 @@ def unmap(file: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         status = os.stat(file)
         _MAPPED.discard([(file, "", status.st_size, str(status.st_mtime_ns))])
+
+
+def _read_array(file: str) -> np.ndarray:
+    with readable(file, "an .npy file"):
+        data = read(file)
+        opened = io.BytesIO(data)
+        try:
+            shape, in_columns, dtype = read_header(opened)
+        except HEADER_ERRORS as error:
+            raise ValueError(str(error)) from error
+        offset, nbytes = opened.tell(), math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or in_columns or len(data) != offset + nbytes:
+            raise ValueError(f"found {len(data)} bytes, expected {dtype}{list(shape)} in C order")
+        return np.frombuffer(data, dtype, offset=offset).reshape(shape)
 
 
 def _npy_array(file: str, nbytes: int) -> np.ndarray:

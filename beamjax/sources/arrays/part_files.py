@@ -7,14 +7,14 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
-from beamjax.sources.arrays.npy_source import ArrayFile, NpySource, storable, unmap
+from beamjax.sources.arrays.npy_source import ArrayFile, NpySource, storable
 from beamjax.sources.source_base import (
     LeafSpec,
     PyTreeDef,
@@ -61,14 +61,9 @@ class PartFiles(NpySource):
     def from_spec(cls, spec: dict[str, Any]) -> NpySource:  # type: ignore[override]
         return NpySource.from_spec(spec)
 
-    @property
-    def cuts(self) -> Mapping[int, str]:
-        return {}  # Other members are divided among the parts in another way.
-
     def remove(self) -> None:
         """Removes the files, and the folder if nothing else is in it."""
-        for name in self.files:
-            unmap(os.path.join(self.folder, name))
+        self.unmap()
         files.remove_files(self.folder, [*self.files, self.manifest])
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)

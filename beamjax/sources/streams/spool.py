@@ -50,9 +50,14 @@ def spooled_here(sources: Sequence[StreamSource], options: Options) -> Iterator[
             f"{parent}: cannot write here ({error}); expected a folder for the members of sources "
             "of unknown length."
         ) from error
+    files: list[NpySource] = []
     try:
-        yield [spool(source, Path(folder) / f"source-{i}") for i, source in enumerate(sources)]
+        for i, source in enumerate(sources):
+            files.append(spool(source, Path(folder) / f"source-{i}"))
+        yield files
     finally:
+        for written in files:
+            written.unmap()
         temporary.remove(folder)
 
 
