@@ -26,7 +26,7 @@ from beamjax.pipelines.values.store import Store, close_memory_store, open_memor
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import Sources, caching_for
 from beamjax.plan.liveness import made
-from beamjax.plan.steps import Map, Output, Plan, Scatter, is_straight
+from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
 from beamjax.runtime.driver import Driver, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
@@ -93,11 +93,12 @@ def run_plan(
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     """Whether a plan runs as one pipeline, and not on resident workers.
 
-    Plans with loops or branches and runs with checkpoints need resident workers. So do plans in
-    which a pass reads large results of another one, on runners that hold the output of a step in
-    memory.
+    Plans with loops, branches or reads of rows and runs with checkpoints need resident workers. So
+    do plans in which a pass reads large results of another one, on runners that hold the output of
+    a step in memory.
     """
-    if not is_straight(plan.steps) or connection.options.checkpoint is not None:
+    reads_rows = any(isinstance(step, Rows) for step in plan.steps)
+    if reads_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
         return False
     made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in made(step)}
     outputs = plan.returned().keys()

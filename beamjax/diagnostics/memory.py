@@ -24,7 +24,19 @@ from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options
 from beamjax.plan.merging import accumulator_bytes
-from beamjax.plan.steps import Body, Branch, Gather, Loop, Map, Plan, Scatter, Server, Step, walk
+from beamjax.plan.steps import (
+    Body,
+    Branch,
+    Gather,
+    Loop,
+    Map,
+    Plan,
+    Rows,
+    Scatter,
+    Server,
+    Step,
+    walk,
+)
 from beamjax.runtime.materialized_outputs import HANDED_BYTES
 from beamjax.runtime.ordered_pool import most_jobs
 from beamjax.sources.source_base import (
@@ -228,6 +240,8 @@ class _Estimation:
                 yield "computing", SLACK * plan.bodies[step.body].working
             case Gather():
                 yield "gathered members", SLACK * 2 * self.members([step.operand])
+            case Rows():
+                yield "rows", SLACK * self.members([step.result])
             case Scatter():
                 yield "scattered members", SLACK * self.members([step.operand])
 

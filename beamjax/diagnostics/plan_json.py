@@ -34,6 +34,7 @@ from beamjax.plan.steps import (
     Loop,
     Map,
     Plan,
+    Rows,
     Scatter,
     Server,
     Step,
@@ -195,6 +196,9 @@ def _step(plan: Plan, step: Step, options: Options) -> Json:
             more = {"axis": step.axis, "reason": step.reason}
             placed = step.operand if isinstance(step, Gather) else step.result
             placement = plan.values[placed].placement
+        case Rows():
+            reads, made, lines = [step.operand, step.numbers], [step.result], (step.line,)
+            placement = plan.values[step.operand].placement
         case Loop():
             reads = [v.init for v in step.carried] + [v.operand for v in step.sliced]
             made = [*(v.result for v in step.carried), *step.stacked]

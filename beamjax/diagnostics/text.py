@@ -346,6 +346,8 @@ def _stage_lines(stage: cut.Stage) -> list[str]:
             return [f"gather: {var!r} ({along}) for", f"  {user!r}"]
         case cut.ScatterStage(var, along, user):
             return [f"scatter: {var!r} ({along}) for", f"  {user!r}"]
+        case cut.RowsStage(eqn, along, place):
+            return [f"rows ({along}) -> {place}: {eqn!r}"]
         case cut.LoopStage(eqn, _, condition, block):
             while_ = _block_lines("while", condition) if condition else []
             return [f"loop: {eqn!r}", *while_, *_block_lines("round", block)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Scatter, Server, Step
+from beamjax.plan.steps import Block, Branch, Gather, Loop, Map, Rows, Scatter, Server, Step
 
 Position: TypeAlias = tuple[tuple[str, int], ...]
 """A point in a run: the loops and branches around it, from the outermost to the innermost.
@@ -22,7 +22,7 @@ def made(step: Step) -> tuple[str, ...]:
             return outputs
         case Map():
             return (*step.results, *step.reduced)
-        case Gather(result=result) | Scatter(result=result):
+        case Gather(result=result) | Scatter(result=result) | Rows(result=result):
             return (result,)
         case Loop(carried=carried, stacked=stacked):
             return (*(value.result for value in carried), *stacked)
@@ -39,6 +39,8 @@ def used(step: Step) -> set[str]:
             return {*broadcasts, *operands, *(name for c in combines for name in c.inputs)}
         case Gather(operand=operand) | Scatter(operand=operand):
             return {operand}
+        case Rows(operand=operand, numbers=numbers):
+            return {operand, numbers}
         case Loop(carried=carried):
             return {value.init for value in carried} | used_by_rounds(step)
         case Branch(index=index, blocks=blocks):

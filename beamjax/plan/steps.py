@@ -310,6 +310,23 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Reads rows of a placed value by index.
+
+    Attributes:
+      operand: name of the placed value.
+      numbers: name of an int32 server value: the member of each row, all in bounds.
+      result: name of the rows: a server value, or a placed value with a member for each row.
+    """
+
+    name: str
+    operand: str
+    numbers: str
+    result: str
+    line: str
+
+
+@dataclass(frozen=True)
 class Block:
     """The steps of a branch, of a condition, or of one round of a loop.
 
@@ -404,7 +421,7 @@ class Branch:
     line: str
 
 
-Step = Server | Map | Gather | Scatter | Loop | Branch
+Step = Server | Map | Gather | Scatter | Rows | Loop | Branch
 
 
 def walk(steps: Iterable[Step]) -> Iterator[Step]:

@@ -12,8 +12,9 @@ from typing import Protocol
 from beamjax.errors import BeamjaxError
 from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, made, used, used_by_rounds
-from beamjax.plan.steps import Block, Branch, Loop, Plan, Scatter, Step, is_straight
-from beamjax.runtime.values import Ref, Values, scattered, stacked
+from beamjax.plan.steps import Block, Branch, Loop, Plan, Rows, Scatter, Step, is_straight
+from beamjax.runtime.values import Ref, Values, rows_of, scattered, server, stacked
+from beamjax.spans import timed
 from beamjax.telemetry.monitor import Monitor
 
 
@@ -191,8 +192,21 @@ class Driver:
             self.values[step.result] = scattered(self.values[step.operand], step.axis)
             return
         values = {name: self.values[name] for name in used(step)}
+        if isinstance(step, Rows):
+            self.values[step.result] = self._rows(step, values)
+            return
         with self._rounds_in_message():
             self.values.update(self.executor.run(step, self._where, values, needed))
+
+    def _rows(self, step: Rows, values: Values) -> Ref:
+        """Rows of a placed value; this process reads those of a server value."""
+        found = rows_of(values[step.operand], values[step.numbers].array())
+        if self.plan.values[step.result].placement is not None:
+            return found
+        with timed(self.monitor.spans, step.name, "read") as span, self._rounds_in_message():
+            array = found.array()
+            span.nbytes = array.nbytes
+        return server(array)
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:

@@ -105,12 +105,17 @@ def values_before(
       WorkerError: a body before it fails.
     """
     monitor = Monitor(plan)
-    run = _Until(plan, inputs.refs(), Threads(plan, options, monitor, NOTHING), monitor)
+    given = inputs.refs()
+    run = _Until(plan, given, Threads(plan, options, monitor, NOTHING), monitor)
     run.target = step, rounds
     try:
         run.run()
     except _Reached:
-        return {name: value.array() for name, value in run.values.items() if not value.leaf}
+        return {
+            name: value.array()
+            for name, value in run.values.items()
+            if given.get(name) is not value or not value.leaf
+        }
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
 

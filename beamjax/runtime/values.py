@@ -15,6 +15,7 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.plan.steps import ValueType
 from beamjax.sources.canonical import check_members
+from beamjax.sources.derived_sources import rows_source
 from beamjax.sources.source_base import Source
 
 
@@ -36,11 +37,13 @@ class Leaf:
       source: the source.
       leaf: the index of the leaf.
       x64: whether JAX computes with 64-bit types.
+      of: the leaf whose rows it has, the files of which must exist as long as it does.
     """
 
     source: Source
     leaf: int
     x64: bool
+    of: Leaf | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.checked(self.source.read(start, stop)[self.leaf], start, stop)
@@ -181,6 +184,21 @@ def scattered(whole: Ref, axis: int) -> Ref:
         return placed(np.moveaxis(whole.array(), axis, 0))
     n = whole.shape[0]
     return Ref(whole.dtype, whole.shape[1:], n, (Part(0, n, whole.data),))
+
+
+def rows_of(whole: Ref, numbers: np.ndarray) -> Ref:
+    """The members of a placed value with these numbers, in any order and some repeatedly."""
+    leaf, n = whole.leaf, len(numbers)
+    if leaf is not None:
+        taken = replace(leaf, source=rows_source(leaf.source, numbers), of=leaf)
+        return Ref(whole.dtype, whole.shape, n, (Part(0, n, taken),))
+    if len(whole.parts) == 1:
+        (part,) = whole.parts
+        if isinstance(part.data, np.ndarray) and not part.at:
+            return placed(part.data[(numbers, *part.entry)])
+    rows = [whole.rows(int(number), int(number) + 1) for number in numbers]
+    empty = np.empty((0, *whole.shape), np.dtype(whole.dtype))
+    return placed(np.concatenate([empty, *rows]))
 
 
 def stacked(value: ValueType, n: int | None, entries: Sequence[Ref]) -> Ref:

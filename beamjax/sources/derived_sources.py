@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.array_source import ArraySource, from_arrays
 from beamjax.sources.padding import padded_rows
 from beamjax.sources.source_base import (
+    Count,
     LeafSpec,
     Positive,
     PyTreeDef,
@@ -22,10 +24,11 @@ from beamjax.sources.source_base import (
     check_range,
     describe_source,
 )
-from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of
+from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of, reads_ranges
 
 GAP_BYTES = 1 << 16
-"""Largest gap between members, in bytes, that is read with them: a second read takes longer."""
+"""Largest gap between members of a file, in bytes, that is read with them: a second read takes
+longer."""
 
 
 class WrapperSource(DerivedSource):
@@ -54,10 +57,10 @@ class WrapperSource(DerivedSource):
 class TakenSource(WrapperSource, RaggedMembers):
     """Members of another source; see `take`."""
 
-    _parts = ("_source", "_numbers")
+    _parts: ClassVar[tuple[str, ...]] = ("_source", "_numbers")
 
     def __init__(self, source: Source, numbers: Source) -> None:
-        """Use `take` or `sample`, which check; `numbers` ascend."""
+        """Use `take` or `sample`, which check, or `rows_source`."""
         if [(leaf.shape, leaf.dtype) for leaf in numbers.leaves] != [((), np.dtype(np.int64))]:
             raise TypeError(f"found numbers {numbers!r}, expected one leaf int64[]")
         self._source = source
@@ -75,13 +78,14 @@ class TakenSource(WrapperSource, RaggedMembers):
         if not isinstance(self._source, RaggedMembers):
             return None
         (numbers,) = self._numbers.read(start, stop)
+        numbers, places = np.unique(numbers, return_inverse=True)
         parts = []
         for run in self._runs(numbers):
             rows = self._source.rows_of(int(run[0]), int(run[-1]) + 1)
             if rows is None:
                 return None
             parts.append(rows[run - run[0]])
-        return np.concatenate(parts) if parts else None
+        return np.concatenate(parts)[places] if parts else None
 
     @property
     def indices(self) -> np.ndarray:
@@ -109,6 +113,7 @@ class TakenSource(WrapperSource, RaggedMembers):
                 f"{self!r}: member {numbers.max()} was asked for, expected a number below "
                 f"{len(self._source)}; the source was changed after it was made."
             )
+        numbers, places = np.unique(numbers, return_inverse=True)
         read = self._source.read
         if short and isinstance(self._source, RaggedMembers):
             read = self._source.read_short
@@ -122,17 +127,45 @@ class TakenSource(WrapperSource, RaggedMembers):
         for parts in zip(*runs, strict=True):
             # `read_short` pads the members of each run to a length of their own.
             shape = max(array.shape[1:] for array in parts)
-            found.append(np.concatenate([padded_rows(array, shape) for array in parts]))
+            found.append(np.concatenate([padded_rows(array, shape) for array in parts])[places])
         return found
 
     def _runs(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
         """Cuts ascending numbers at large gaps; the members of a run are read at once."""
         member = max(sum(leaf.nbytes for leaf in self.leaves), 1)
-        far = np.flatnonzero(np.diff(numbers) - 1 > GAP_BYTES // member) + 1
+        gap = GAP_BYTES // member if reads_ranges(self._source) else 0
+        far = np.flatnonzero(np.diff(numbers) - 1 > gap) + 1
         yield from (run for run in np.split(numbers, far) if len(run))
 
     def __str__(self) -> str:
         return describe_source(self, f"of {self._source}")
+
+
+class RowsSource(TakenSource):
+    """Rows of a source, in any order and some repeatedly; see `rows_source`."""
+
+    _parts = ("_source",)
+
+    def __init__(self, source: Source, rows: tuple[Count, ...]) -> None:
+        self._source = source
+        self._rows = rows
+        self._numbers = from_arrays(np.array(rows, np.int64))
+
+
+_ROWS: weakref.WeakValueDictionary[tuple[int, bytes], RowsSource] = weakref.WeakValueDictionary()
+"""The sources of `rows_source`, by the id of the source and the numbers."""
+
+
+def rows_source(source: Source, numbers: np.ndarray) -> RowsSource:
+    """The members of a source with these numbers; the same object for the same numbers."""
+    # A shard of several leaves of a source then reads their rows once.
+    if isinstance(source, ShortSource):
+        (source,) = source.inner
+    key = id(source), numbers.tobytes()
+    found = _ROWS.get(key)
+    if found is None or found.inner[0] is not source:
+        found = _ROWS[key] = RowsSource(source, tuple(numbers.tolist()))
+    return found
 
 
 def take(source: Any, indices: Any) -> TakenSource:

@@ -34,6 +34,8 @@ CALLER = "from_random_access"
 class RandomAccessSource(HoldsLeaves, FileSource):
     """Members that an object returns one at a time; see `from_random_access`."""
 
+    by_member = True
+
     def __init__(
         self,
         dataset: OpenedBy,

@@ -23,10 +23,12 @@ class FileSource(Source):
         memory wrap, as under `jax.jit`, and so may those in files of a run, which were checked when
         they were written. In all other sources, integers that would wrap are refused.
       block_bytes: bytes of members that are decoded to read any one of them; 0 without blocks.
+      by_member: whether each member is read by itself.
     """
 
     wraps = False
     block_bytes = 0
+    by_member = False
 
     def identity(self) -> tuple[Any, list[str]]:
         """Describes what the members depend on, to detect a changed source."""
@@ -116,6 +118,13 @@ def block_bytes_of(source: Source) -> int:
     if isinstance(source, DerivedSource):
         return sum(map(block_bytes_of, source.inner))
     return source.block_bytes if isinstance(source, FileSource) else 0
+
+
+def reads_ranges(source: Source) -> bool:
+    """Whether members between those that are needed take less time to read than a second read."""
+    if isinstance(source, DerivedSource):
+        return all(map(reads_ranges, source.inner))
+    return isinstance(source, FileSource) and not source.by_member
 
 
 class FileStream(StreamSource):

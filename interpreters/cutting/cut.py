@@ -27,6 +27,7 @@ from beamjax.interpreters.cutting.stages import (
     GatherStage,
     LoopStage,
     MapStage,
+    RowsStage,
     ScatterStage,
     ServerStage,
     Stage,
@@ -142,11 +143,14 @@ class _Splitter:
         return scatters
 
     def _control(self, level: int) -> list[Stage]:
-        """The loops and branches of a level, with the scatters that they need, in reverse order."""
+        """The loops, branches and reads of rows of a level, with their scatters, in reverse."""
         found: list[Stage] = []
         for eqn in reversed(self.by_level.get(level, [])):
             read = any(v in self.served or v in self.live for v in eqn.outputs)
-            if not eqn.blocks or not (read or eqn.effects):
+            if not self.program.runs_alone(eqn) or not (read or eqn.effects):
+                continue
+            if not eqn.blocks:
+                found += self._rows(eqn)
                 continue
             border = self.program.borders[eqn]
             inners, blocks = [], []
@@ -177,6 +181,16 @@ class _Splitter:
             found += [stage for stages in scatters.values() for stage in stages]
         return found
 
+    def _rows(self, eqn: Eqn) -> list[Stage]:
+        """A read of rows, with the scatter that it needs, in reverse order."""
+        operand, numbers = eqn.inputs
+        along = self.program.rows[eqn]
+        assert isinstance(operand, Var)
+        if isinstance(numbers, Var):
+            self.serve(numbers, eqn)
+        stage = RowsStage(eqn, along, self.program.place(eqn.outputs[0]))
+        return [stage, *self.bring(operand, along, eqn)]
+
     def _maps(self, level: int) -> list[Stage]:
         """The passes of a level, with the scatters that they need, in reverse order."""
         reductions: dict[str, list[Eqn]] = {}
@@ -203,7 +217,7 @@ class _Splitter:
     def made_here(self, eqn: Eqn, var: Var, along: MemberAxis, level: int) -> MemberwiseRule | None:
         """The rule by which a pass of this level computes a value that it reads, or None."""
         if self.program.place(var) == along:
-            if var not in self.made or eqn.blocks:
+            if var not in self.made or self.program.runs_alone(eqn):
                 return None
             _, rule = self.program.rules[eqn]
             if isinstance(rule, MemberwiseRule) and (
@@ -218,7 +232,7 @@ class _Splitter:
         """The server equations of a level that later stages need, if there are any."""
         eqns: list[Eqn] = []
         for eqn in reversed(self.by_level.get(level, [])):
-            if eqn.blocks or eqn in self.program.rules:
+            if self.program.runs_alone(eqn) or eqn in self.program.rules:
                 continue
             if not eqn.effects and not any(v in self.served for v in eqn.outputs):
                 continue
@@ -271,6 +285,8 @@ class _Splitter:
                     read.update(stage.broadcasts)
                 case ScatterStage():
                     read.add(stage.var)
+                case RowsStage(eqn=eqn):
+                    read.update(a for a in eqn.inputs[1:] if isinstance(a, Var))
                 case LoopStage() | BranchStage():
                     read.update(stage.served)
         for stage in stages:
@@ -393,7 +409,7 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
             del levels[eqn]
             continue
         rule = program.rules.get(eqn)
-        movable = uses and not eqn.blocks and not _is_ordered(eqn)
+        movable = uses and not program.runs_alone(eqn) and not _is_ordered(eqn)
         if movable and (rule is None or isinstance(rule[1], MemberwiseRule)):
             level = max(levels[eqn], min(uses))
             levels.update(dict.fromkeys((eqn, *eqn.outputs), level))
@@ -427,8 +443,8 @@ def _earliest(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
             turn = level + bool(eqn.blocks)
         levels[eqn] = level
         reductions = eqn in program.rules and isinstance(program.rules[eqn][1], ReductionRule)
-        # Results of a loop or a branch exist only after the passes of its own level.
-        after = reductions or bool(eqn.blocks)
+        # Results of a loop, a branch or a read of rows exist after the passes of its own level.
+        after = reductions or program.runs_alone(eqn)
         levels.update(dict.fromkeys(eqn.outputs, level + after))
     return levels
 

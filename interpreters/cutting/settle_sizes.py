@@ -13,6 +13,7 @@ from beamjax.interpreters.cutting.stages import (
     GatherStage,
     LoopStage,
     MapStage,
+    RowsStage,
     ScatterStage,
     ServerStage,
     Stage,
@@ -76,7 +77,7 @@ def _check(program: PlacedProgram, stage: Stage) -> None:
         case LoopStage(eqn=eqn):
             if eqn.rounds is not None and is_unknown(eqn.rounds):
                 raise _refusal(program, eqn, "has a round for each member", eqn.inputs)
-        case BranchStage():
+        case BranchStage() | RowsStage():
             pass
 
 

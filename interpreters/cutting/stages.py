@@ -68,6 +68,18 @@ class ScatterStage:
 
 
 @dataclass(eq=False)
+class RowsStage:
+    """Reads rows of a placed value by index: the equation `take_rows`.
+
+    `along` is the place of that value, and `place` that of the rows.
+    """
+
+    eqn: Eqn
+    along: MemberAxis
+    place: Place
+
+
+@dataclass(eq=False)
 class BlockStages:
     """A block of a loop or a branch: its stages, and the places of its outputs."""
 
@@ -101,7 +113,7 @@ class BranchStage:
     served: list[Var]
 
 
-Stage = ServerStage | MapStage | GatherStage | ScatterStage | LoopStage | BranchStage
+Stage = ServerStage | MapStage | GatherStage | ScatterStage | RowsStage | LoopStage | BranchStage
 
 
 def walk(stages: Iterable[Stage]) -> Iterator[Stage]:

@@ -27,6 +27,7 @@ from beamjax.interpreters.cutting.stages import (
     GatherStage,
     LoopStage,
     MapStage,
+    RowsStage,
     ScatterStage,
     ServerStage,
     Stage,
@@ -70,6 +71,7 @@ from beamjax.plan.steps import (
     Map,
     Output,
     Plan,
+    Rows,
     Scatter,
     Server,
     Sliced,
@@ -261,6 +263,10 @@ class _Lowering:
                 axis, line = stage.along.axis, stage.user.line
                 reason = f"{stage.user.primitive.name} reads it along the members"
                 return Scatter(self.name("scatter"), operand, result, axis, reason, line)
+            case RowsStage(eqn=eqn, along=along, place=place):
+                operand, numbers = self.at(eqn.inputs[0], along), self.at(eqn.inputs[1], None)
+                result = self.at(eqn.outputs[0], place)
+                return Rows(self.name("rows"), operand, numbers, result, eqn.line)
             case LoopStage():
                 return self.loop(stage)
             case BranchStage():

@@ -10,12 +10,13 @@ from beamjax.interpreters.cutting.stages import (
     GatherStage,
     LoopStage,
     MapStage,
+    RowsStage,
     ScatterStage,
     ServerStage,
     Stage,
 )
-from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.sharding_rules import ReductionRule, draw_by_batch
+from beamjax.interpreters.program import Eqn, Var
+from beamjax.interpreters.rules.sharding_rules import ReductionRule, draw_by_batch, shape_of
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 
 ALONG, REDUCES, CREATED = "along the members", "reduces over the members", "created on workers"
@@ -31,7 +32,9 @@ INSTEAD = {
         "beamjax.neighbours gives each member those beside it by passes",
     ),
     "dot_general": "x.T @ x, which contracts the members, is a reduction",
-    "reshape": "a reduction of x itself, or of its other axes, needs no reshape",
+    "gather": "a loop over the indices that takes x[i] reads its rows by index",
+    "reshape": "a reduction of x itself, or of its other axes, needs no reshape, and a loop over "
+    "lax.dynamic_slice_in_dim(x, i * rows, rows) reads batches by index",
     "scan": "beamjax.map_fn, beamjax.reduce and jnp.cumsum take the members in passes",
 }
 """For primitives that mix members, the operator that gathers nothing."""
@@ -72,6 +75,10 @@ def rule_of(stage: Stage) -> str:
             return f"its {what} have steps of their own, as they hold operators or gather nothing"
         case GatherStage(user=user):
             return f"gathered: {why_on_server(user)}"
+        case RowsStage(eqn=eqn):
+            (operand, _), (rows,) = eqn.inputs, eqn.outputs
+            assert isinstance(operand, Var)
+            return f"reads {shape_of(rows)[0]} rows by index of {operand.name}"
         case ScatterStage(user=user):
             return f"scattered: {_short(user)} reads a server value along the members"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 
 from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import (
@@ -75,14 +75,16 @@ def requirements(eqn: Eqn, in_axes: Axes) -> Iterator[tuple[Var, int]]:
             yield atom, axis
 
 
-def find_demand(flat: FlatProgram, keys: PlacementKeys) -> tuple[dict[Var, MemberAxis], set[Var]]:
+def find_demand(
+    flat: FlatProgram, keys: PlacementKeys, sources: Container[Var] = ()
+) -> tuple[dict[Var, MemberAxis], set[Var]]:
     """What placed operators need, and what is computed for them.
 
     Returns:
       The place of each value that some use needs placed, where the first use decides; and the other
       values with one row per member that a placed operator needs whole, as a server value.
     """
-    finder = _Finder(keys)
+    finder = _Finder(keys, sources)
     for var, pair in flat.mapped.items():
         finder.needs[var] = _Need(MemberAxis(keys.key(*pair), 0), whole=False)
     finder.block(flat)
@@ -105,8 +107,9 @@ class _Need:
 class _Finder:
     """Visits equations backward, so that an earlier use overwrites the need of a later one."""
 
-    def __init__(self, keys: PlacementKeys):
+    def __init__(self, keys: PlacementKeys, sources: Container[Var]):
         self.keys = keys
+        self.sources = sources
         self.needs: dict[Var, _Need] = {}
 
     def block(self, block: FlatBlock) -> None:
@@ -137,8 +140,10 @@ class _Finder:
                 continue
             along, n = need.along, self.keys.sizes[need.along.placement]
             found = rules.invert(eqn, out, along.axis, n)
+            # The server reads the indices of the rows of a source.
+            whole = need.whole or (eqn.primitive.name == "gather" and eqn.inputs[0] in self.sources)
             for operand, axis in requirements(eqn, found.in_axes) if found else ():
-                self.require(operand, replace(need, along=MemberAxis(along.placement, axis)))
+                self.require(operand, _Need(MemberAxis(along.placement, axis), whole))
 
     def loop(self, eqn: LoopEqn) -> None:
         block, carried = eqn.block, eqn.carried

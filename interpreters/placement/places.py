@@ -70,6 +70,7 @@ class PlacedProgram:
       expanded: for each equation that is rewritten, and for each scan, while or cond without placed
         operators that is not computed on the server, the equations that replace it. It is empty
         once `settle` has replaced them.
+      rows: for each `take_rows`, the place of the value whose rows it reads.
       undropped: if members may be dropped, a placement and the beginning of a sentence for each
         division by the number of members that counts dropped ones.
       by_shards: inputs that only workers read. The server reads all others whole, where it needs
@@ -88,6 +89,7 @@ class PlacedProgram:
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
+    rows: dict[Eqn, MemberAxis] = field(default_factory=dict)
     undropped: list[tuple[str, str]] = field(default_factory=list)
     by_shards: frozenset[Var] = frozenset()
     guarded: bool = False
@@ -96,6 +98,10 @@ class PlacedProgram:
 
     def place(self, atom: Atom) -> Place:
         return self.places.get(atom) if isinstance(atom, Var) else None
+
+    def runs_alone(self, eqn: Eqn) -> bool:
+        """Whether an equation becomes a step of its own: a loop, a branch, a read of rows."""
+        return bool(eqn.blocks) or eqn in self.rows
 
     def is_in_memory(self, var: Var) -> bool:
         """Whether a value is an input that the launching process holds."""
@@ -142,6 +148,9 @@ class PlacedProgram:
             for block in eqn.blocks:
                 for inner in self.equations(block):
                     yield from self.reads(inner)
+            return
+        if eqn in self.rows:
+            yield from zip(eqn.inputs, (self.rows[eqn], None), strict=True)
             return
         placement, rule = self.rules.get(eqn, ("", None))
         yield from _reads_of(eqn, placement, rule)

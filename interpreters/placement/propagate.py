@@ -32,7 +32,7 @@ from beamjax.interpreters.placement.gathers import (
 from beamjax.interpreters.placement.member_loops import as_member_equation
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
 from beamjax.interpreters.placement.reshaped import reshaped
-from beamjax.interpreters.placement.rewrites import BlockRewriter, expanded
+from beamjax.interpreters.placement.rewrites import BlockRewriter, Pattern, by_index, expanded
 from beamjax.interpreters.placement.views import make_views
 from beamjax.interpreters.program import (
     Atom,
@@ -45,6 +45,7 @@ from beamjax.interpreters.program import (
     WholeEqn,
 )
 from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules.rows import take_rows_p
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     ReductionRule,
@@ -86,7 +87,7 @@ def place(
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
     for key, n in keys.sizes.items():
         check_limit(key, n)
-    demand, served = find_demand(flat, keys)
+    demand, served = find_demand(flat, keys, known)
     inputs = make_views(flat, demand, keys.sizes)
     inputs |= _places_of_inputs(flat, known, keys, demand, served)
     program = PlacedProgram(
@@ -178,7 +179,7 @@ class _Placing:
 
     def new_rewriter(self) -> BlockRewriter:
         # Dropped members leave gaps in a shard, so its rows are not neighbours.
-        return BlockRewriter(self.program, PATTERNS, self.names, ordered=not self.guarded)
+        return BlockRewriter(self.program, self.names, self.demand, ordered=not self.guarded)
 
     def block(self, block: FlatBlock) -> None:
         """Places the results of the equations of a block."""
@@ -210,7 +211,7 @@ class _Placing:
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
             return
-        if self.rewrite(eqn):
+        if self.rewrite(eqn, PATTERNS):
             return
         # No value outside of the blocks depends on how they are placed.
         structure = eqn.expand(program.flat)
@@ -233,6 +234,14 @@ class _Placing:
 
     def equation(self, eqn: Eqn) -> None:
         program, key = self.program, self.keys.of(eqn)
+        if eqn.primitive is take_rows_p:
+            along = program.place(eqn.inputs[0])
+            assert along is not None
+            program.rows[eqn], key = along, eqn.params["key"]
+            self.put(eqn.outputs[0], key and MemberAxis(key, 0))
+            return
+        if self.rewrite(eqn, [by_index]):
+            return
         places = [program.place(atom) for atom in eqn.inputs]
         placements = {along.placement for along in places if along is not None}
         if key is None and len(placements) == 1:
@@ -247,7 +256,7 @@ class _Placing:
                 return
         if not placements:
             self.note_creations(eqn)
-        self.rewrite(eqn)
+        self.rewrite(eqn, PATTERNS)
 
     def rule(
         self, eqn: Eqn, key: str, places: Sequence[Place]
@@ -276,9 +285,9 @@ class _Placing:
         # Where members may be dropped, a pass has to find out which.
         return is_selection and in_memory and not self.guarded
 
-    def rewrite(self, eqn: Eqn) -> bool:
+    def rewrite(self, eqn: Eqn, patterns: Sequence[Pattern]) -> bool:
         """Rewrites an equation that runs on the server, if that is possible."""
-        new = self.rewriter.rewritten(eqn)
+        new = self.rewriter.rewritten(eqn, patterns)
         if new is None:
             return False
         self.program.expanded[eqn] = new
@@ -370,6 +379,7 @@ class _Placing:
         for made in self.program.expanded.pop(eqn, ()):
             self.forget_equation(made)
         self.program.rules.pop(eqn, None)
+        self.program.rows.pop(eqn, None)
         self.program.borders.pop(eqn, None)
         for block in eqn.blocks:
             self.forget(block)

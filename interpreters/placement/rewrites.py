@@ -8,14 +8,16 @@ members (`reshaped`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from beamjax.interpreters.placement.places import PlacedProgram
+from beamjax.interpreters.dimensions import is_unknown
+from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
+from beamjax.interpreters.rules.rows import rows_by_index
 from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
     Members,
@@ -45,8 +47,8 @@ class BlockRewriter:
     """Rewrites the equations of one block, in order, as they are placed.
 
     Attributes:
-      patterns: the rewrites; the first one that matches is used.
       names: names of new values.
+      demand: the places that placed operators need, by value.
       ordered: whether rewrites may need all members in order.
       makers: for each value of the block, the equation that computes it.
     """
@@ -54,21 +56,21 @@ class BlockRewriter:
     def __init__(
         self,
         program: PlacedProgram,
-        patterns: Sequence[Pattern],
         names: Iterator[str],
+        demand: Mapping[Var, MemberAxis],
         ordered: bool,
     ):
         self.program = program
-        self.patterns = patterns
         self.names = names
+        self.demand = demand
         self.ordered = ordered
         self.makers: dict[Var, Eqn] = {}
 
-    def rewritten(self, eqn: Eqn) -> list[Eqn] | None:
-        """The equations to compute instead of one without a rule; None to leave it."""
+    def rewritten(self, eqn: Eqn, patterns: Sequence[Pattern]) -> list[Eqn] | None:
+        """The equations to compute instead of one; the first pattern that matches is used."""
         if not eqn.outputs or not runs_on_server(self.program, eqn):
             return None
-        found = (pattern(self, eqn) for pattern in self.patterns)
+        found = (pattern(self, eqn) for pattern in patterns)
         rewrite = next(filter(None, found), None)
         if rewrite is None:
             return None
@@ -127,4 +129,31 @@ def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         return None
     members = Members(name, n, program.shard_size)
     function = expansion.expand(eqn, [along.axis if along else None for along in places], members)
+    return None if function is None else Rewrite(function, eqn.inputs)
+
+
+def by_index(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
+    """Reads rows by index of an input or of a value that an earlier step has stored.
+
+    A value of a pass of this block has no stored members yet: the pass itself selects from it. In
+    memory, the server reads an input as a whole, unless workers need the rows. Where members may be
+    dropped, only passes know which, and without a driver nothing reads between passes.
+    """
+    program = rewriter.program
+    x = eqn.inputs[0] if eqn.inputs else None
+    along = program.place(x) if x is not None else None
+    if not isinstance(x, Var) or along is None or along.axis:
+        return None
+    if program.guarded or program.flat.unrolled:
+        return None
+    n, maker = program.sizes[along.placement], rewriter.makers.get(x)
+    if is_unknown(n) or (maker is not None and not maker.blocks):
+        return None
+    need, wanted = rewriter.demand.get(eqn.outputs[0]), None
+    if need is not None and need.axis == 0:
+        name = need.placement.removesuffix(f"[{program.sizes[need.placement]}]")
+        wanted = need.placement, name
+    if wanted is None and program.is_in_memory(x):
+        return None
+    function = rows_by_index(eqn, wanted)
     return None if function is None else Rewrite(function, eqn.inputs)

@@ -56,7 +56,7 @@ def clamped(index: jax.Array, last: int) -> jax.Array:
     return jnp.clip(_wide(index), 0, last).astype(np.int32)
 
 
-def _bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
+def bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
     """The indices of a gather or a scatter, all in bounds or `OUTSIDE`.
 
     Args:
@@ -163,7 +163,7 @@ def _gather(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
         operand, indices = args
         if fills:  # JAX casts indices of this mode to int32 before it checks bounds, even int64.
             indices = indices.astype(np.int32)
-        indices = _bounded(indices, lasts, clamps=not fills)
+        indices = bounded(indices, lasts, clamps=not fills)
         member = indices[..., column]
         row = shard.rows(member)
         (rows,) = bind(eqn, [operand, indices.at[..., column].set(row)])
@@ -240,7 +240,7 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
         operand, indices, updates = args
-        indices, numbers = _bounded(indices, lasts, clamps), dims
+        indices, numbers = bounded(indices, lasts, clamps), dims
         index = indices[..., column]
         if window is not None:
             width = updates.shape[window]

@@ -32,6 +32,7 @@ from beamjax.runtime.checkpoints import Checkpoint, Given, Members, Pieces, memb
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.values import Data, Leaf, Part, Ref, Values, server
 from beamjax.sources.arrays.data_files import FileHashes
+from beamjax.sources.derived_sources import RowsSource
 from beamjax.sources.source_base import LeafSpec
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
@@ -200,6 +201,8 @@ class Checkpointer:
                 return _pieces(ref)
             case Leaf(source=MembersSource() as source):
                 return self._linked(source)
+            case Leaf(source=RowsSource()):
+                return self._members(data.array())
         raise TypeError(f"{name}: found {data!r:.80}, expected data that the run has computed")
 
     def _array(self, name: str, array: Any) -> Data:

@@ -115,6 +115,7 @@ def test_loops(text, answer):
         "runs inside of a pass": {"Map"},
         "has passes in its rounds": {"Map", "Loop"},
         "is gathered": {"Map", "Gather", "Server"},
+        "reads rows by index": {"Map", "Loop", "Rows"},
     }[answer]
     assert kinds(steps) - {"Server"} == expected - {"Server"}
 

@@ -132,6 +132,7 @@ def near(relative, absolute=0.0):
 
 
 AIMS = {
+    "cohorts_by_index": (["--rounds=12"], lambda cosine: cosine > 0.98),
     "kmeans_digits": (["--restarts=2"], near(1e-3)),
     "clustered_clients": (["--rounds=4"], lambda share: share == 1),
     "self_tuning_rate": (["--steps=3"], lambda them: them == sorted(them, reverse=True)),

@@ -98,6 +98,8 @@ class _Graph:
                 yield [f"GATHERS {moved} to the server", "loud"]
             case "Scatter":
                 yield [f"scatters {moved} over {step['placement']}", ""]
+            case "Rows":
+                yield [step["rule"], ""]
             case "Loop" | "Branch":
                 yield [step_title(step, self.plan), ""]
             case _:

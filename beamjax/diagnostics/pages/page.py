@@ -33,6 +33,7 @@ KINDS = {
     "Map": "a pass over members",
     "Server": "computes on the server",
     "Gather": "gathers members to the server",
+    "Rows": "reads rows by index",
     "Scatter": "scatters a value over members",
     "Loop": "repeats a block",
     "Branch": "runs one of several blocks",
