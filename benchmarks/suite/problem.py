@@ -8,7 +8,7 @@ how sums come back. A way computes `problem.solve(sums)` with sums of its own, o
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,10 @@ class ClientProblem(Problem):
     @abc.abstractmethod
     def batches(self, fedjax: Any, client: int) -> Iterator[Tree]:
         """What the steps of a client are given, in order."""
+
+    def cohorts(self) -> Iterator[Sequence[int]]:
+        """For each round, the clients whose mean model is the next one."""
+        yield range(self.n)
 
     def weight(self, client: int) -> float:
         """Of the client in the mean."""

@@ -18,6 +18,7 @@ EACH = [
     for case in CASES
     for way in WAYS
 ]
+EACH += [pytest.param("O", way, marks=pytest.mark.long) for way in ("loop", "local", "direct")]
 
 
 @pytest.fixture(scope="module", autouse=True)

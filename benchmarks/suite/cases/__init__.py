@@ -134,4 +134,12 @@ CASES = {
         small={"n": 40, "features": 8, "width": 4},
         limits={"element": {"n": 400}},
     ),
+    "O": Case(
+        "{rounds} rounds of {steps} steps at {cohort} of {n} clients of {rows} x {features}",
+        "cohorts:Cohorts",
+        full={"n": 100_000, "cohort": 50, "rounds": 1_000, "rows": 8, "features": 16, "steps": 5},
+        small={**SMALL_REGRESSION, "cohort": 6, "rounds": 3},
+        fedjax=True,
+        ways=("jit", "loop", "local", "direct", "session", "fedjax"),
+    ),
 }

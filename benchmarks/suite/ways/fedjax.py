@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import fedjax as package
 import jax
 import numpy as np
@@ -22,16 +25,18 @@ def call(job: Job) -> Call:
         with_step_result=True,
     )
 
-    def run() -> Tree:
-        server = jax.device_put(problem.server)
-        clients = ((i, problem.batches(package, i), ()) for i in range(problem.n))
+    def mean_model(server: Tree, cohort: Sequence[int]) -> Tree:
+        clients = ((i, problem.batches(package, i), ()) for i in cohort)
         total, weights = None, 0.0
         for i, model, _ in train(server, clients):
             weight = problem.weight(i)
             part = package.tree_util.tree_weight(model, weight)
             total = part if total is None else package.tree_util.tree_add(total, part)
             weights += weight
-        mean = package.tree_util.tree_inverse_weight(total, weights)
-        return jax.tree.map(np.asarray, mean)
+        return package.tree_util.tree_inverse_weight(total, weights)
+
+    def run() -> Tree:
+        model = functools.reduce(mean_model, problem.cohorts(), jax.device_put(problem.server))
+        return jax.tree.map(np.asarray, model)
 
     return run
