@@ -17,7 +17,7 @@ import numpy as np
 
 from beamjax import _compat
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
-from beamjax.bodies.python_bodies import Recipe, as_compiled, with_settings
+from beamjax.bodies.python_bodies import Recipe, as_compiled
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call import LOCAL, Call, by_position, parsed_options
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
@@ -220,7 +220,9 @@ def prepare(
     with contextlib.ExitStack() as files:
         files.enter_context(claimed(options))
         flat = stage("run", fn, args)
-        known = files.enter_context(with_lengths(flat, runner, options))
+        known = flat
+        if flat.has_streams:
+            known = files.enter_context(with_lengths(flat, runner, options))
         call = plan(known, runner, options)
         warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)
         inputs = call.values.snapshot() if snapshot else call.inputs
@@ -273,10 +275,9 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     Returns:
       The call with its plan, and with inputs if all arguments have values.
     """
-    with with_settings({"disable_jit": False}):
-        planned = plan_for(flat, options, unroll)
+    planned = plan_for(flat, options, unroll)
     found = planned.plan
-    if any(body.python for body in found.bodies.values()):
+    if planned.calls_back:
         # Not in the cache of plans, which must not keep the user's function.
         chosen = found.shard_sizes, found.vectorizations
         recipe = Recipe(make_plan, flat, options, *chosen, unroll)
@@ -292,11 +293,11 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     Returns:
       The backend, the options and the results of the call, as in `Call`.
     """
-    sources = sources_of(call.values.values)
     # The plan keeps the answer, which may also depend on sources.
-    known = {} if sources else call.planned.fitting
+    known = {} if call.flat.has_sources else call.planned.fitting
     options = known.get((call.runner, call.options))
     if options is None:
+        sources = sources_of(call.values.values)
         options = with_fitting_threads(call.plan, sources, call.options, call.runner)
         check_memory(call.plan, sources, options, call.runner)
         known[call.runner, call.options] = options

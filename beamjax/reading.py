@@ -32,7 +32,7 @@ def with_lengths(
     """A context with the call in which files of known length replace streams.
 
     Args:
-      call: the function and its arguments.
+      call: the function and its arguments, of which one is a stream.
       runner: the name or an instance of a runner.
       options: the options of the run.
 
@@ -40,13 +40,11 @@ def with_lengths(
       The context.
 
     Raises:
-      OptionsError: an argument is a stream, and the option `checkpoint` is set.
+      OptionsError: the option `checkpoint` is set.
       SourceError: as for `counted`.
       Exception: any error of the function that does not depend on the number of members.
     """
-    stream = next((argument for argument in call.arguments if argument.is_stream), None)
-    if stream is None:
-        return contextlib.nullcontext(call)
+    stream = next(argument for argument in call.arguments if argument.is_stream)
     if options.checkpoint is not None:
         raise OptionsError(
             f"checkpoint: {stream.path} is a source of unknown length, and a resumed run can't "

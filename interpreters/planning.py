@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from beamjax.bodies.python_bodies import settings
+from beamjax.bodies.python_bodies import settings, with_settings
 from beamjax.interpreters.cutting.cut import split
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage
@@ -62,6 +62,11 @@ class Planned:
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
+    def calls_back(self) -> bool:
+        """Whether a body runs as Python."""
+        return any(body.python for body in self.plan.bodies.values())
+
+    @functools.cached_property
     def fitting(self) -> dict[tuple[str, Options], Options]:
         """The options with which runs fit in memory, by runner and the options of the user.
 
@@ -82,8 +87,9 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in call.arguments
     )
-    buckets = tuple(buckets_of(call.arguments).values())
-    files = tuple(a.file_rows for a in call.arguments)
+    sources = call.arguments if call.has_sources else ()
+    buckets = tuple(buckets_of(sources).values()) if sources else ()
+    files = tuple(a.file_rows for a in sources)
     full_key = (
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
@@ -91,7 +97,8 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     made = known
     if made is None:
         name = getattr(call.fn, "__name__", "a function")
-        with announced(f"planning {name}", options.progress):
+        no_jit = with_settings({"disable_jit": False})
+        with announced(f"planning {name}", options.progress), no_jit:
             made = _with_lengths(call, options, unroll, buckets)
     planned = with_file_starts(made, call.arguments)
     if planned is not known:

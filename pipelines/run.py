@@ -171,11 +171,9 @@ def values_for(
       shared: whether workers are threads of this process.
       known: uploads of earlier runs in the same store.
     """
-    if shared:
-        return inputs.refs()
-    sources, _ = source_specs(inputs, store, shared, known)
+    reader = inputs.reader() if shared else source_specs(inputs, store, shared, known)[0].open()
     served = {name: server(array) for name, array in inputs.server().items()}
-    return served | inputs.placed(sources.open())
+    return served | inputs.placed(reader)
 
 
 def stream_specs(

@@ -26,7 +26,7 @@ def claimed(options: Options) -> Iterator[None]:
     named = {"job_folder": options.job_folder, "results_folder": options.results_folder}
     # The same folder may be given for both.
     local = {os.path.abspath(f): name for name, f in named.items() if f and not files.is_url(f)}
-    if not files.is_url(options.work_folder or ""):
+    if options.work_folder is None or not files.is_url(options.work_folder):
         temporary.sweep_once(options.work_folder or tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         for folder, name in local.items():

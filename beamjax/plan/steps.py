@@ -536,6 +536,12 @@ class Plan:
     def _shards(self) -> dict[str, Shards]:
         return {}
 
+    @functools.cached_property
+    def placed_inputs(self) -> frozenset[str]:
+        """The names of the inputs that steps read by shards."""
+        views = (view.placed for spec in self.inputs for view in spec.views)
+        return frozenset((*views, *(spec.placed for spec in self.inputs if spec.placed)))
+
     def returned(self) -> Mapping[str, None]:
         """The names of the values that the outputs are made of, in order."""
         return self._returned

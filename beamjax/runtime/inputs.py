@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from beamjax.runtime.values import Leaf, Ref, Values, ref_to
 from beamjax.sources import ArraySource
 from beamjax.sources.array_source import snapshot
 from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
+from beamjax.sources.leaf_checks import native_view
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
@@ -50,10 +51,6 @@ class Reader:
             sources.setdefault(id(leaf.source), leaf.source)
             where[name] = list(sources).index(id(leaf.source)), leaf.leaf
         return cls(tuple(sources.values()), where, x64, others)
-
-    def bytes_from_sources(self, arrays: Mapping[str, np.ndarray]) -> int:
-        """The bytes of those of the arrays that `read` has read from a source."""
-        return sum(array.nbytes for name, array in arrays.items() if name in self.where)
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
         """Members [start, stop) of the placed inputs of these names, as raw arrays.
@@ -140,10 +137,16 @@ class Inputs:
         }
 
     def refs(self) -> dict[str, Ref]:
-        """All inputs that steps read, by name."""
+        """All inputs that steps read, by name, for this process: it reads arrays in place."""
         types = self.plan.values
-        served = {name: ref_to(array, types[name]) for name, array in self.server().items()}
-        return served | self.placed(self.reader())
+        found = {name: ref_to(array, types[name]) for name, array in self.server().items()}
+        for value, spec in zip(self.values, self.plan.inputs, strict=True):
+            if spec.placed is None or isinstance(value, tuple):
+                continue
+            rows = _rows(value, spec.axis)
+            if rows.dtype.isnative:  # else shards are converted one at a time
+                found[spec.placed] = ref_to(native_view(rows), types[spec.placed], len(rows))
+        return found | self.placed(self.reader(found))
 
     def placed(self, reader: Reader) -> dict[str, Ref]:
         """The inputs that steps read by shards, by name, as a reader has them."""
@@ -163,8 +166,8 @@ class Inputs:
         name = spec.server
         return raw if name is None else raw.astype(self.plan.values[name].dtype, copy=False)
 
-    def reader(self) -> Reader:
-        """A reader of the inputs that steps read by shards."""
+    def reader(self, others: Container[str] = ()) -> Reader:
+        """A reader of the inputs that steps read by shards, without `others`."""
         sources: list[Source] = []
         numbers: dict[tuple[int, int], int] = {}
         where = {}
@@ -173,7 +176,7 @@ class Inputs:
                 continue
             names = [(view.placed, view.rows) for view in spec.views]
             for name, rows in [(spec.placed, 1), *names]:
-                if name is None:
+                if name is None or name in others:
                     continue
                 # A source is read once for all its leaves; an array has one leaf.
                 key = id(value[0]) if isinstance(value, tuple) else -number - 1, rows
@@ -204,9 +207,7 @@ class Inputs:
         if isinstance(value, tuple):
             source = value[0]
         else:
-            axis = spec.axis if rows == 1 else 0
-            array = raw_array(value)
-            source = _array_source(np.moveaxis(array, axis, 0) if axis else array, spec.path)
+            source = _array_source(_rows(value, spec.axis if rows == 1 else 0), spec.path)
         if spec.short:
             return ShortSource(source)
         return source if rows == 1 else grouped(source, rows)
@@ -227,6 +228,12 @@ def _selected(
 
 def _is_stream(value: Any) -> bool:
     return isinstance(value, tuple) and isinstance(value[0], StreamSource)
+
+
+def _rows(value: Any, axis: int) -> np.ndarray:
+    """A raw array with the members, which are along `axis` of a value, along axis 0."""
+    array = raw_array(value)
+    return np.moveaxis(array, axis, 0) if axis else array
 
 
 def _array_source(array: np.ndarray, path: str) -> ArraySource:

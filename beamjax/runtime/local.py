@@ -114,7 +114,7 @@ def values_before(
         return {
             name: value.array()
             for name, value in run.values.items()
-            if given.get(name) is not value or not value.leaf
+            if given.get(name) is not value or value.n is None
         }
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
@@ -223,7 +223,9 @@ class Threads:
             known[name] = values[name].array() if copy is None else copy
         options = self.options
         with timed(self.spans, step.name, "transfer"):
-            cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
+            cached = None
+            if options.cache is not None:
+                cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
             execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
         for name, copy in execute.broadcasts.items():
             on_device[values[name]] = copy

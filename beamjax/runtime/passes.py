@@ -156,11 +156,16 @@ class ShardPass:
             if found is None:
                 names = [name for name in step.operands if name not in known]
                 read, lost = read_shard(self.plan, step, self.reader, names, shard)
-                span.nbytes = self.reader.bytes_from_sources(read)
+                span.nbytes = self._bytes_of_inputs(read)
         if found is not None:
             done = Done(shard, found)
             return lambda _: done
         return functools.partial(self._compute, shard, {**known, **read}, lost)
+
+    def _bytes_of_inputs(self, arrays: Mapping[str, np.ndarray]) -> int:
+        """The bytes of those of the arrays that are from inputs of the run or from files."""
+        inputs, files = self.plan.placed_inputs, self.reader.where
+        return sum(x.nbytes for name, x in arrays.items() if name in inputs or name in files)
 
     def _compute(
         self,

@@ -106,10 +106,15 @@ class FlatCall:
     structure: Any
     restore: Callable[[Sequence[Any]], Any]
 
-    @property
+    @functools.cached_property
+    def has_sources(self) -> bool:
+        """Whether an argument is a source, rather than an array."""
+        return any(argument.is_source for argument in self.arguments)
+
+    @functools.cached_property
     def has_streams(self) -> bool:
         """Whether the number of members of a source is unknown."""
-        return any(argument.is_stream for argument in self.arguments)
+        return self.has_sources and any(argument.is_stream for argument in self.arguments)
 
     @property
     def avals(self) -> list[Any]:

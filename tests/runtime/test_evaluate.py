@@ -1,5 +1,8 @@
 """The plan in this process: members in any company, types, and a mesh of the caller."""
 
+import os
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,9 @@ from jax import lax
 from programs import run_everywhere
 
 import beamjax as bj
+from beamjax import execution
+from beamjax.jobs.job import JobRun
+from beamjax.options import parse_options
 
 
 def program(n, fn):
@@ -82,3 +88,33 @@ def test_a_mesh_at_home_does_not_matter(kind):
     with jax.set_mesh(mesh):
         again = program(16, prog.__wrapped__)
         assert_close(run(again, w, x), want)
+
+
+# --- what a call goes through
+
+
+def test_a_warm_call_enters_few_functions_in_few_files():
+    prog = program(3, lambda x: (bj.reduce_sum(x), bj.reduce_mean(x)))
+    x, root, entered = np.arange(3, dtype=np.float32), os.path.dirname(bj.__file__), set()
+
+    def call():  # as `bj.run`, but without a thread
+        call = execution.prepare(prog, (x,), "local", parse_options(None))
+        return execution.finish(call, JobRun(call))
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        named = not code.co_name.startswith("<")  # comprehensions differ between versions of Python
+        if event == "call" and named and code.co_filename.startswith(root):
+            entered.add((code.co_filename, code.co_qualname))
+
+    for _ in range(3):
+        expected = call()
+    sys.setprofile(profile)
+    try:
+        found = call()
+    finally:
+        sys.setprofile(None)
+    assert_same_bits(found, expected)
+    files = {file for file, _ in entered}
+    assert 100 < len(entered) <= 200, len(entered)
+    assert 20 < len(files) <= 43, len(files)

@@ -345,7 +345,7 @@ def test_a_warm_local_call_spends_few_calls_on_spans():
     finally:
         sys.setprofile(None)
     assert calls["rest"] > 100
-    assert calls["spans"] <= 0.1 * calls.total()
+    assert calls["spans"] <= 45  # for two passes, of about 440 calls
 
 
 # --- records in the folder
