@@ -245,7 +245,7 @@ def _replay(
     if rounds is None:
         rounds = found.rounds if failure is None or failure.step == chosen.name else 0
     members = _members(plan, chosen, failure, member, shard)
-    run = _Step(planned, inputs, chosen, values_before(
+    run = _ReplayedPass(planned, inputs, chosen, values_before(
         plan, inputs, restaged.options, chosen.name, rounds))  # fmt: skip
     results = []
     for index in members:
@@ -304,7 +304,7 @@ def _members(
     return range(failure.members[0], failure.members[1] + 1)
 
 
-class _Step:
+class _ReplayedPass:
     """One pass, evaluated for single members.
 
     Args:

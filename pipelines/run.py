@@ -24,7 +24,7 @@ from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.tasks import Sources, caching_for
+from beamjax.pipelines.worker.tasks import SourceSpecs, caching_for
 from beamjax.plan.liveness import made
 from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
 from beamjax.runtime.driver import Driver, starts_anew
@@ -125,7 +125,7 @@ def as_one_pipeline(plan: Plan) -> Plan:
     return replace(plan, inputs=(), outputs=outputs, constants=())
 
 
-def graph_inputs(inputs: Inputs, sources: Sources, store: Store) -> build.GraphInputs:
+def graph_inputs(inputs: Inputs, sources: SourceSpecs, store: Store) -> build.GraphInputs:
     """The inputs of a plan that runs as one pipeline."""
     static = {name: store.hold([a], name) for name, a in inputs.server().items()}
     return build.GraphInputs(static, sources)
@@ -268,7 +268,7 @@ def remove_store(store: Store) -> None:
 
 
 @contextlib.contextmanager
-def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]:
+def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[SourceSpecs]:
     """A context with the specs of `source_specs`, which releases the tokens at its end."""
     sources, tokens = source_specs(inputs, store, shared)
     try:
@@ -280,7 +280,7 @@ def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[Sources]
 
 def source_specs(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
-) -> tuple[Sources, list[str]]:
+) -> tuple[SourceSpecs, list[str]]:
     """Placed inputs as plain data.
 
     Args:
@@ -308,7 +308,7 @@ def source_specs(
         leaves.append([(first + leaf * each, leaf * (not each)) for leaf in range(count)])
         specs += found
     where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
-    return Sources(tuple(specs), where, reader.x64), tokens
+    return SourceSpecs(tuple(specs), where, reader.x64), tokens
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> StoreRef | None:

@@ -25,7 +25,7 @@ from beamjax.pipelines.runners.connect import Connection, connection_of
 from beamjax.pipelines.values.elements import MemberBlock, whole
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import release
@@ -95,7 +95,7 @@ class PlanTransform(beam.PTransform):
             specs, tokens = stream_specs(streams.sources, shared)
             for token in tokens:
                 weakref.finalize(pipeline, release, token)
-            bound.streams = Sources(specs, dict(streams.where), self.plan.x64)
+            bound.streams = SourceSpecs(specs, dict(streams.where), self.plan.x64)
         graph = build.Graph(pipeline, self.plan, bound, store, connection)
         graph.build()
         leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]
@@ -204,7 +204,7 @@ class PlanTransform(beam.PTransform):
         label = f"Result {index}"
         name = output.value
         if name is not None and self.plan.values[name].placement is not None:
-            return graph.placed(name) | label >> beam.ParDo(Members(graph.store, name))
+            return graph.placed(name) | label >> beam.ParDo(EmitMembers(graph.store, name))
         if name in graph.served:
             return graph.served[name] | label >> beam.ParDo(Load(graph.store, name))
         if name is None:
@@ -336,7 +336,7 @@ class FormBlocks(StepFn):
         yield whole(MemberBlock(start, count, self.size, values), self.store)
 
 
-class Members(StepFn):
+class EmitMembers(StepFn):
     """From blocks to the `(index, member)` of one placed value."""
 
     yields = typehints.Tuple[int, np.ndarray]

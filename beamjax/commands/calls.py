@@ -68,8 +68,8 @@ def call_command(work: Callable[..., Answer]) -> click.Command:
     """Makes a command with the parameters TARGET, its arguments and the options of a run.
 
     Args:
-      work: the function of the command, which takes the `Call` and the command's own parameters.
-        Its docstring is the help.
+      work: the function of the command, which takes the `Invocation` and the command's own
+        parameters. Its docstring is the help.
     """
 
     @functools.wraps(work, updated=())
@@ -122,7 +122,7 @@ def runner_option(**settings: Any) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True)
-class Call:
+class Invocation:
     """A function of programs, or a job that returns one, and the options of its run.
 
     Attributes:
@@ -196,7 +196,7 @@ class Command:
     cwd: str
 
 
-def make_call(params: dict[str, Any]) -> Call:
+def make_call(params: dict[str, Any]) -> Invocation:
     """Takes the call out of the parameters of a command, and checks it.
 
     With `--arg`, TARGET is the function of the call. Otherwise it is a job: a function with a flag
@@ -225,7 +225,7 @@ def make_call(params: dict[str, Any]) -> Call:
 
         beam = PipelineOptions([*beam, *unchecked])
     options = replace(parse_options(own), beam=beam)
-    return Call(fn, texts or None, flags, options, argv)
+    return Invocation(fn, texts or None, flags, options, argv)
 
 
 # --- parameters

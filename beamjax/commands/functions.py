@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beamjax.commands.answers import DONE, FAILED, INTERRUPTED, Answer, error_data
-from beamjax.commands.calls import Call, Command, call_command, runner_option
+from beamjax.commands.calls import Command, Invocation, call_command, runner_option
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ one_runner = runner_option(
     help="Write the result to an .npz file, in which arrays have the names of their paths, or a "
     "single array to an .npy file; with --keep placed, to a folder.",
 )  # fmt: skip
-def run(call: Call, runner: str, out: str | None) -> Answer:
+def run(call: Invocation, runner: str, out: str | None) -> Answer:
     """Run a function in this process or on a Beam runner."""
     from beamjax.commands import output
     from beamjax.execution import launch
@@ -91,7 +91,7 @@ def run(call: Call, runner: str, out: str | None) -> Answer:
     "--rtol", type=float, metavar="X", help="Relative tolerance for floats, as in beamjax.verify."
 )
 @click.option("--atol", type=float, metavar="X", help="Absolute tolerance for floats.")
-def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> Answer:
+def verify(call: Invocation, runner: str, rtol: float | None, atol: float | None) -> Answer:
     """Compare the result on a runner with that of jax.jit."""
     from beamjax import verification
 
@@ -121,7 +121,7 @@ def verify(call: Call, runner: str, rtol: float | None, atol: float | None) -> A
 @click.option(
     "--html", type=click.Path(), help="Write a page with a graph of the steps to this file."
 )
-def explain(call: Call, runner: str, stage: str, mermaid: bool, html: str | None) -> Answer:
+def explain(call: Invocation, runner: str, stage: str, mermaid: bool, html: str | None) -> Answer:
     """Show the plan of a function: steps, passes, operations, bytes, memory."""
     from beamjax import explanation
 

@@ -55,7 +55,7 @@ class Derivative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class ReductionKind:
     """A reduction over the members of a placement.
 
     Attributes:
@@ -84,7 +84,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Reduction):
+class Choice(ReductionKind):
     """The index of the first member with the "max" or the "min", where NaN is both."""
 
     extreme: Literal["max", "min"] = "max"
@@ -95,7 +95,7 @@ class Choice(Reduction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reducer(Reduction):
+class Reducer(ReductionKind):
     """A reduction that an accumulator does, by a function of two values.
 
     Attributes:
@@ -187,7 +187,7 @@ class Reducer(Reduction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fold(Reduction):
+class Fold(ReductionKind):
     """A reduction by a state: a list of arrays for some consecutive members.
 
     States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
@@ -418,7 +418,7 @@ _SPREAD: dict[str, Any] = {
 
 # --- the table
 
-REDUCTIONS: dict[str, Reduction] = {
+REDUCTIONS: dict[str, ReductionKind] = {
     reduction.name: reduction
     for reduction in (
         Reducer(

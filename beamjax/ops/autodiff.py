@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import ad, batching
-from beamjax.numerics.reducers import REDUCTIONS, Derivative, Reducer, Reduction, wide_dtype
+from beamjax.numerics.reducers import REDUCTIONS, Derivative, Reducer, ReductionKind, wide_dtype
 from beamjax.ops import sharding
 from beamjax.ops.primitives import (
     REDUCE_PRIMITIVES,
@@ -281,7 +281,7 @@ def _define_batch(primitive: jex.Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-def _define_linear(primitive: jex.Primitive, reduction: Reduction) -> None:
+def _define_linear(primitive: jex.Primitive, reduction: ReductionKind) -> None:
     def transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
         n, dtype = x.aval.shape[0], x.aval.dtype
         ct = jnp.asarray(ct, dtype)  # A user's cotangent may be a Python scalar.
@@ -297,7 +297,7 @@ def _define_linear(primitive: jex.Primitive, reduction: Reduction) -> None:
     ad.deflinear2(primitive, transpose)
 
 
-def _define_jvp(primitive: jex.Primitive, reduction: Reduction) -> None:
+def _define_jvp(primitive: jex.Primitive, reduction: ReductionKind) -> None:
     derivative = reduction.derivative
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:

@@ -100,7 +100,7 @@ def quantile(
     for path, leaf in leaves:
         value = as_placed("quantile", "x", path, leaf, placement, n)
         _check_real(f"x{tree_util.keystr(path)}", value.dtype)
-        members = _Members(keys, size, placement, n, mesh)
+        members = _KeyedPlacement(keys, size, placement, n, mesh)
         found = _quantiles(members, value, quantiles)
         results.append(found if keys is not None else found[0])
     return tree_util.tree_unflatten(tree, results)
@@ -206,7 +206,7 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True)
-class _Members:
+class _KeyedPlacement:
     """The members of a placement, by key.
 
     Attributes:
@@ -243,7 +243,7 @@ class _Members:
         return [sharding.whole(array) for array in found]
 
 
-def _quantiles(members: _Members, x: jax.Array, q: _Quantiles) -> jax.Array:
+def _quantiles(members: _KeyedPlacement, x: jax.Array, q: _Quantiles) -> jax.Array:
     """The quantiles of one leaf, (num_keys, *q.shape, *x.shape[1:])."""
     shape = members.num_keys, *q.shape, *x.shape[1:]
     is_float = jnp.issubdtype(x.dtype, np.floating)
@@ -270,7 +270,7 @@ def _quantiles(members: _Members, x: jax.Array, q: _Quantiles) -> jax.Array:
 
 
 def _selected(
-    members: _Members, x: jax.Array, q: _Quantiles
+    members: _KeyedPlacement, x: jax.Array, q: _Quantiles
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The members that quantiles lie between, by passes over the members.
 
@@ -334,7 +334,7 @@ class _Digit:
     bits: int
 
 
-def _counted(members: _Members, x: jax.Array, found: jax.Array, digit: _Digit) -> jax.Array:
+def _counted(members: _KeyedPlacement, x: jax.Array, found: jax.Array, digit: _Digit) -> jax.Array:
     """One pass: counts the members by a digit.
 
     Args:
@@ -438,7 +438,7 @@ def _values(codes: jax.Array, dtype: Any) -> jax.Array:
 # --- derivatives
 
 
-def _with_derivative(members: _Members, x: jax.Array, values: jax.Array) -> jax.Array:
+def _with_derivative(members: _KeyedPlacement, x: jax.Array, values: jax.Array) -> jax.Array:
     """`values`, (num_keys, values, columns), with the derivatives of the members equal to them."""
 
     @jax.custom_jvp

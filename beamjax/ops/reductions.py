@@ -116,7 +116,7 @@ def reduce_by_key(
                 "bools."
             )
     weights = weights_for(name, placement, n)
-    of_key = _Members(keys, size, placement, n)
+    of_key = _KeyedPlacement(keys, size, placement, n)
     reduction = REDUCTIONS[op]
     if isinstance(reduction, Fold) and size is not None:
         array = None if weights is None else weights.array
@@ -142,7 +142,7 @@ def reduce_by_key(
 
 
 @dataclass(frozen=True)
-class _Members:
+class _KeyedPlacement:
     """The members of a placement by key.
 
     Attributes:

@@ -48,7 +48,7 @@ def computing_threads(options: Options) -> int:
     return options.local_threads or usual_threads()
 
 
-class Workers:
+class DaemonThreads:
     """Threads that take jobs from one queue.
 
     They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job hangs.

@@ -19,7 +19,7 @@ from beamjax.plan.steps import Map, Plan
 from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.inputs import Reader
-from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs
+from beamjax.runtime.ordered_pool import DaemonThreads, OrderedResults, most_jobs
 from beamjax.runtime.shard_executor import (
     ShardExecutor,
     finish_buffer,
@@ -228,7 +228,7 @@ def computed(
         yield done
         left = None if left is None else left - 1
     threads = shard_times.threads(body, threads)
-    workers = Workers(threads, as_here=True)
+    workers = DaemonThreads(threads, as_here=True)
     results: OrderedResults[Done] = OrderedResults(most_jobs(threads), check)
     try:
         for job in jobs:

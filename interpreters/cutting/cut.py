@@ -210,7 +210,7 @@ class _Splitter:
         found: list[Stage] = []
         for placement in self.program.sizes:
             if reductions.get(placement) or results.get(placement) or effects.get(placement):
-                one = _Pass(self, level, placement, frozenset(effects.get(placement, [])))
+                one = _PassBuilder(self, level, placement, frozenset(effects.get(placement, [])))
                 found += one.stages(reductions.get(placement, []), results.get(placement, []))
         return found
 
@@ -295,7 +295,7 @@ class _Splitter:
                 stage.outputs = [var for var in made if var in read]
 
 
-class _Pass:
+class _PassBuilder:
     """Builds one pass over the members of a placement, from its last equation to its first.
 
     Attributes:

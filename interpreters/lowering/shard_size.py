@@ -3,7 +3,7 @@
 Both follow from the bytes that passes hold and the operations that they compute for a member, as
 counted from their equations, and from constants that are the same on all machines:
 
-- As many members are computed at once as the cache holds (`Pass.at_once`).
+- As many members are computed at once as the cache holds (`PassSize.at_once`).
 - A shard has as few members as pay for the call of its executable and for merging its partials
   (`_shard_size`).
 """
@@ -58,7 +58,7 @@ FEWEST_GROUPS = 4
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassSize:
     """What a pass holds and computes, as far as the size of shards depends on it.
 
     Attributes:
@@ -76,11 +76,11 @@ class Pass:
     operations: float
 
     @staticmethod
-    def of(stage: MapStage, n: Any) -> Pass:
+    def of(stage: MapStage, n: Any) -> PassSize:
         """What a pass over n members holds and computes."""
         held = _held(stage, n)
         read = sum(_per_member(var, n) for var, _ in stage.operands)
-        return Pass(
+        return PassSize(
             read + sum(_per_member(var, n) for var in stage.results),
             read + held.peak,
             held.looped,
@@ -119,14 +119,14 @@ def shard_sizes(
     """
     sizes = {}
     for placement, n in program.sizes.items():
-        passes = [Pass.of(stage, n) for stage in _passes(stages, placement)]
+        passes = [PassSize.of(stage, n) for stage in _passes(stages, placement)]
         groups = program.file_groups.get(placement)
         chosen = options.shard_size and _at_most_all(options.shard_size, n)
         sizes[placement] = chosen or _shard_size(passes, n, groups)
     return sizes
 
 
-def _shard_size(passes: Sequence[Pass], n: Any, groups: FileGroups | None = None) -> int:
+def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = None) -> int:
     """The number of members per shard of a placement, if a user does not set it.
 
     It is the smallest for which the operations of a shard pay for its call and for merging, so that
@@ -155,15 +155,15 @@ def _shard_size(passes: Sequence[Pass], n: Any, groups: FileGroups | None = None
     return max(size, MULTIPLE)
 
 
-def _calling(passes: Sequence[Pass]) -> float:
+def _calling(passes: Sequence[PassSize]) -> float:
     return len(passes) * CALL_OPERATIONS
 
 
-def _merging(passes: Sequence[Pass]) -> float:
+def _merging(passes: Sequence[PassSize]) -> float:
     return sum(each.reduced for each in passes) * MERGE_OPERATIONS
 
 
-def _paying(passes: Sequence[Pass]) -> float:
+def _paying(passes: Sequence[PassSize]) -> float:
     """The number of members whose operations pay for the calls and the partials of a shard."""
     operations = sum(each.operations for each in passes)
     return PAYING * (_calling(passes) + _merging(passes)) / max(operations, 1)
@@ -197,7 +197,7 @@ def file_groups(
     # They find their ranges by the index of the first member, see `rules.by_shard`.
     if any(emission.rule.by_shard for stage in mine for emission in stage.emissions):
         return "a pass depends on the order of the members"
-    paying = _paying([Pass.of(stage, n) for stage in mine])
+    paying = _paying([PassSize.of(stage, n) for stage in mine])
     fewest = GROUP_SHARDS * options.shard_size if options.shard_size else paying
     groups = FileGroups(1, rows)
     while groups.rows < fewest:
@@ -249,7 +249,7 @@ def choose_vectorization(
     """
     if not can_run_sequentially(stage, buffers):
         return VMAP, ""
-    each = Pass.of(stage, n)
+    each = PassSize.of(stage, n)
     if options.member_loop is not None:
         kind, why = options.member_loop, f"the option member_loop={options.member_loop!r}"
     elif chosen is not None:
@@ -266,7 +266,7 @@ def choose_vectorization(
 
 
 def _kind(
-    stage: MapStage, each: Pass, size: int, options: Options, platforms: Sequence[str]
+    stage: MapStage, each: PassSize, size: int, options: Options, platforms: Sequence[str]
 ) -> tuple[str, str]:
     """The kind of vectorization that the rules choose for shards of a size, and why."""
     if MULTIPLE * each.peak > MAX_SHARD_BYTES:

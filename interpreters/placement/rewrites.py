@@ -20,7 +20,7 @@ from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.rows import rows_by_index
 from beamjax.interpreters.rules.sharding_rules import (
     EXPANSIONS,
-    Members,
+    ExpansionMembers,
     shape_of,
 )
 from beamjax.interpreters.staging.flatten import flatten
@@ -127,7 +127,7 @@ def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         name = key.removesuffix(f"[{n}]")
     else:
         return None
-    members = Members(name, n, program.shard_size)
+    members = ExpansionMembers(name, n, program.shard_size)
     function = expansion.expand(eqn, [along.axis if along else None for along in places], members)
     return None if function is None else Rewrite(function, eqn.inputs)
 

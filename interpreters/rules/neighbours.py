@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.by_shard import (
 )
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Members,
+    ExpansionMembers,
     TracedShard,
     expansion,
 )
@@ -46,7 +46,9 @@ MAX_BORDER_BYTES = 64 << 20
 
 
 @expansion("bj_neighbours", "bj_sum_of_neighbours", ordered=True)
-def _exchanged(eqn: Eqn, axes: Axes, members: Members) -> Callable[..., Sequence[Any]] | None:
+def _exchanged(
+    eqn: Eqn, axes: Axes, members: ExpansionMembers
+) -> Callable[..., Sequence[Any]] | None:
     aval, n, p = aval_of(eqn.inputs[0]), members.n, eqn.params
     before, after, wrap = p["before"], p["after"], p["wrap"]
     if is_unknown(n):
@@ -93,7 +95,7 @@ def _alone(whole: Any, eqn: Eqn, n: int) -> Callable[[TracedShard, Any], Any]:
     return function
 
 
-def _range_size(eqn: Eqn, members: Members, before: int, after: int, member: int) -> int:
+def _range_size(eqn: Eqn, members: ExpansionMembers, before: int, after: int, member: int) -> int:
     """The number of members per range: the shard size if the user gives it, else a power of two.
 
     Raises:

@@ -27,7 +27,7 @@ from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.by_shard import mapped_by_shard, range_size, reduced_by_shard
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Members,
+    ExpansionMembers,
     TracedShard,
     bind,
     expansion,
@@ -41,7 +41,7 @@ SCANS = {f"cum{name}": REDUCERS[name] for name in ("sum", "prod", "max", "min")}
 
 @expansion(*SCANS, ordered=True)
 def _scan_in_two_passes(
-    eqn: Eqn, axes: Axes, members: Members
+    eqn: Eqn, axes: Axes, members: ExpansionMembers
 ) -> Callable[..., Sequence[Any]] | None:
     aval, axis, n = aval_of(eqn.inputs[0]), eqn.params["axis"], members.n
     numbers = jnp.issubdtype(aval.dtype, np.integer) or jnp.issubdtype(aval.dtype, np.floating)
@@ -93,7 +93,7 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
 
 @expansion("cumlogsumexp", ordered=True)
 def _logsumexp_in_two_passes(
-    eqn: Eqn, axes: Axes, members: Members
+    eqn: Eqn, axes: Axes, members: ExpansionMembers
 ) -> Callable[..., Sequence[Any]] | None:
     aval, axis, n = aval_of(eqn.inputs[0]), eqn.params["axis"], members.n
     if axes[0] != axis or is_unknown(n) or not jnp.issubdtype(aval.dtype, np.floating):
@@ -145,7 +145,7 @@ def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
 
 @expansion("qr", "svd", ordered=True)
 def _decomposition_of_tall_matrix(
-    eqn: Eqn, axes: Axes, members: Members
+    eqn: Eqn, axes: Axes, members: ExpansionMembers
 ) -> Callable[..., Sequence[Any]] | None:
     """The decomposition of a matrix whose rows are the members.
 

@@ -20,7 +20,7 @@ from beamjax import _compat
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
-    Members,
+    ExpansionMembers,
     any_placed,
     draw_by_batch,
     expansion,
@@ -35,7 +35,7 @@ _REDUCTIONS = {name: each for each in REDUCERS.values() for name in each.pairs}
 
 @expansion("scan")
 def _scan_over_members(
-    eqn: Eqn, axes: Axes, members: Members
+    eqn: Eqn, axes: Axes, members: ExpansionMembers
 ) -> Callable[..., Sequence[Any]] | None:
     constants, carried = _compat.scan_counts(eqn)
     closed, length = eqn.params["jaxpr"], eqn.params["length"]

@@ -174,7 +174,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @dataclass(frozen=True)
-class Members:
+class ExpansionMembers:
     """The members that an expansion is for.
 
     Attributes:
@@ -188,7 +188,7 @@ class Members:
     shard_size: int | None
 
 
-Expand = Callable[[Eqn, Axes, Members], Callable[..., Sequence[Any]] | None]
+Expand = Callable[[Eqn, Axes, ExpansionMembers], Callable[..., Sequence[Any]] | None]
 """Takes an equation without a rule, the axes of its operands and the members. Returns a function of
 the operands with the same results, all of whose equations have rules; None if there is none."""
 

@@ -19,7 +19,7 @@ from beamjax.pipelines.clusters.flink_cluster import (
     Settings,
     incomplete,
 )
-from beamjax.pipelines.clusters.processes import Server
+from beamjax.pipelines.clusters.processes import ServerProcess
 from beamjax.pipelines.clusters.worker_pool import READY
 from beamjax.storage import locks, trust
 
@@ -42,7 +42,7 @@ class Supervisor:
       servers: its servers by name.
     """
 
-    def __init__(self, folder: Path, cluster: Cluster, servers: dict[str, Server]):
+    def __init__(self, folder: Path, cluster: Cluster, servers: dict[str, ServerProcess]):
         self.folder = folder
         self.cluster = cluster
         self.servers = servers
@@ -150,7 +150,7 @@ def _lacks(supervisor: Supervisor) -> str | None:
     return incomplete(supervisor.cluster)
 
 
-def _ended(folder: Path, server: Server) -> OptionsError:
+def _ended(folder: Path, server: ServerProcess) -> OptionsError:
     return OptionsError(
         f"{folder}: {server.name} ended with status {server.process.returncode}, so the cluster "
         f"ends; its log ends with:\n{processes.tail(server.log)}"

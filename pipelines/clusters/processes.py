@@ -21,7 +21,7 @@ _SECONDS_TO_STOP = 10.0
 
 
 @dataclass
-class Server:
+class ServerProcess:
     """A server that this process has started, and that ends with this process.
 
     Attributes:
@@ -69,10 +69,10 @@ class Server:
             os.killpg(self.process.pid, number)
 
 
-def start(name: str, command: Sequence[str], folder: Path) -> Server:
+def start(name: str, command: Sequence[str], folder: Path) -> ServerProcess:
     """Starts a server, with its log in a folder. The command must end when this process ends."""
     process = _start(command, folder / f"{name}.log")
-    return Server(name, tuple(command), folder, process)
+    return ServerProcess(name, tuple(command), folder, process)
 
 
 def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

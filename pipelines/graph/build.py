@@ -54,7 +54,7 @@ from beamjax.pipelines.worker.merge import (
     PartsOfBlocks,
     PartsOfSource,
 )
-from beamjax.pipelines.worker.tasks import Sources, StoredBody
+from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBody
 from beamjax.plan.dropping import Dropped
 from beamjax.plan.merging import range_width
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
@@ -79,11 +79,11 @@ class GraphInputs:
     """
 
     static: dict[str, StoreRef]
-    sources: Sources
+    sources: SourceSpecs
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
-    streams: Sources | None = None
+    streams: SourceSpecs | None = None
     program: StoreRef | None = None
 
 
@@ -300,7 +300,7 @@ class Graph:
             ranges |= f"{name}/Deal" >> beam.Reshuffle()
         return ranges
 
-    def _read_streams(self, streams: Sources) -> None:
+    def _read_streams(self, streams: SourceSpecs) -> None:
         """Reads the sources of unknown length, and counts their members."""
         (placement,) = self.plan.open_placements
         label, names = f"Read {placement}", tuple(streams.where)

@@ -15,7 +15,7 @@ from beamjax.pipelines.values.refs import SUFFIX, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.values import leaf_spec
 from beamjax.pipelines.worker.metrics import WorkerSpans
-from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Plan
@@ -62,7 +62,7 @@ class ReadMembers(StepFn):
 
     yields = MemberBlock
 
-    def __init__(self, sources: Sources, name: str, shards: Shards, store: Store):
+    def __init__(self, sources: SourceSpecs, name: str, shards: Shards, store: Store):
         self.store = store
         self.sources = sources
         self.name = name

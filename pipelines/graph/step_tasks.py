@@ -8,7 +8,7 @@ from dataclasses import replace
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.tasks import AnyStep, Sources, StoredBody, Task, store_body
+from beamjax.pipelines.worker.tasks import AnyStep, SourceSpecs, StoredBody, Task, store_body
 from beamjax.plan.merging import FanOut, fan_out, workers_of
 from beamjax.plan.steps import Map, Plan
 from beamjax.runtime.worker_environment import Machine
@@ -31,7 +31,7 @@ class StepTasks:
         self,
         plan: Plan,
         static: Mapping[str, Ref],
-        sources: Sources,
+        sources: SourceSpecs,
         program: Ref | None,
         store: Store,
         connection: Connection,
@@ -77,13 +77,13 @@ class StepTasks:
             plan, step, bodies, static, self.store, self.machine, limit, threads=self.threads
         )
 
-    def sources_of(self, names: Iterable[str]) -> Sources:
+    def sources_of(self, names: Iterable[str]) -> SourceSpecs:
         """The specs of the placed inputs of these names; other names are left out."""
         where = {name: self.sources.where[name] for name in names if name in self.sources.where}
         used = sorted({source for source, _ in where.values()})
         specs = tuple(self.sources.specs[i] for i in used)
         numbers = {name: (used.index(i), leaf) for name, (i, leaf) in where.items()}
-        return Sources(specs, numbers, self.plan.x64)
+        return SourceSpecs(specs, numbers, self.plan.x64)
 
     def fan_out(self, step: Map) -> FanOut:
         """How the partials of a pass are merged."""

@@ -17,7 +17,7 @@ from apache_beam.transforms.window import GlobalWindows
 from beamjax.errors import SourceError
 from beamjax.pipelines.values.elements import Environment, MemberBlock, whole
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.steps import size_name
 from beamjax.sources.source_base import StreamSource
 from beamjax.sources.streams.chunks import Streams
@@ -37,7 +37,7 @@ class ReadStreams(StepFn):
 
     yields = MemberBlock
 
-    def __init__(self, sources: Sources, size: int, store: Store):
+    def __init__(self, sources: SourceSpecs, size: int, store: Store):
         self.store = store
         self.sources = sources
         self.size = size

@@ -50,7 +50,7 @@ from beamjax.pipelines.worker.merge import (
     PartsOfSource,
     receive,
 )
-from beamjax.pipelines.worker.tasks import Sources, StepFn
+from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
 from beamjax.plan.merging import range_width
@@ -92,7 +92,7 @@ class Resident:
         self.store = launcher.store
         self._options = launcher.connection.options
         self._is_here = launcher.connection.shared
-        self._no_sources = Sources((), {}, plan.x64)
+        self._no_sources = SourceSpecs((), {}, plan.x64)
         self._tasks = StepTasks(
             plan, {}, self._no_sources, launcher.program, self.store, launcher.connection,
             launcher.bodies,

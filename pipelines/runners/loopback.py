@@ -38,7 +38,7 @@ class _Proxy:
         return getattr(self._original, name)
 
 
-class _Server(_Proxy):
+class _OwnServer(_Proxy):
     """A gRPC server that listens at loopback addresses only, and answers its own user only."""
 
     def __init__(self, original: Any, own: OwnUserOnly):
@@ -54,10 +54,10 @@ class _Server(_Proxy):
 class _Grpc(_Proxy):
     """The package `grpc`, with such servers."""
 
-    def server(self, *args: Any, **kwargs: Any) -> _Server:
+    def server(self, *args: Any, **kwargs: Any) -> _OwnServer:
         own = OwnUserOnly()
         interceptors = (own, *(kwargs.pop("interceptors", None) or ()))
-        return _Server(self._original.server(*args, interceptors=interceptors, **kwargs), own)
+        return _OwnServer(self._original.server(*args, interceptors=interceptors, **kwargs), own)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from beamjax.bodies.python_bodies import with_settings_of_here
-from beamjax.runtime.ordered_pool import OrderedResults, Workers
+from beamjax.runtime.ordered_pool import DaemonThreads, OrderedResults
 
 AHEAD = 2
 """Largest number of jobs for each device: one that it computes, and others that wait."""
@@ -79,13 +79,13 @@ class CpuTurn:
 _turns: set[int] = set()
 """The numbers of the threads that bundles use."""
 
-_threads: dict[Hashable, Workers] = {}
+_threads: dict[Hashable, DaemonThreads] = {}
 """The threads by key. They are never ended, as the next bundle uses them again."""
 _lock = threading.Lock()
 
 
-def _thread(device: Hashable) -> Workers:
+def _thread(device: Hashable) -> DaemonThreads:
     with _lock:
         if device not in _threads:
-            _threads[device] = Workers(name="beamjax-device")
+            _threads[device] = DaemonThreads(name="beamjax-device")
         return _threads[device]

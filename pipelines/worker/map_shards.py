@@ -18,7 +18,7 @@ from beamjax.bodies.python_bodies import with_settings
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
 from beamjax.pipelines.worker.merge import partials_of_tree, send
-from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task, executors
+from beamjax.pipelines.worker.tasks import ComputeFn, SourceSpecs, StepFn, Task, executors
 from beamjax.plan.buffer_ranges import key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
@@ -82,7 +82,7 @@ class MapShards(ComputeFn):
     def __init__(
         self,
         task: Task[Map],
-        sources: Sources,
+        sources: SourceSpecs,
         scattered: Mapping[str, tuple[str, int]],
         carried: tuple[str, ...],
         mode: Any,

@@ -23,7 +23,7 @@ from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.refs import Ref, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
-from beamjax.pipelines.worker.tasks import ComputeFn, Sources, StepFn, Task
+from beamjax.pipelines.worker.tasks import ComputeFn, SourceSpecs, StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
@@ -346,7 +346,7 @@ class PartsOfSource(StepFn):
 
     yields = Environment
 
-    def __init__(self, store: Store, sources: Sources, step: Gather, shards: Shards):
+    def __init__(self, store: Store, sources: SourceSpecs, step: Gather, shards: Shards):
         self.store = store
         self.sources = sources
         self.step = step

@@ -188,7 +188,7 @@ _transfers: SingleFlight[jax.Array] = SingleFlight()
 
 
 @dataclass(frozen=True)
-class Sources:
+class SourceSpecs:
     """Placed inputs as plain data.
 
     Attributes:

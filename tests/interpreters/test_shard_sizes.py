@@ -15,7 +15,7 @@ from streams import stream
 
 import beamjax as bj
 from beamjax.interpreters.lowering import shard_size
-from beamjax.interpreters.lowering.shard_size import Pass
+from beamjax.interpreters.lowering.shard_size import PassSize
 
 
 def array(*shape, dtype="float32"):
@@ -201,7 +201,7 @@ def test_sizes_do_not_depend_on_the_machine(monkeypatch):
 
 NBYTES = st.floats(0, 1e9)
 PASSES = st.builds(
-    lambda moved, inner, looped, reduced, operations: Pass(
+    lambda moved, inner, looped, reduced, operations: PassSize(
         moved, moved + inner, min(looped, moved + inner), reduced, operations
     ),
     NBYTES, NBYTES, NBYTES, st.integers(0, 10**9), st.floats(0, 1e12),

@@ -15,7 +15,7 @@ from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
-from beamjax.pipelines.worker.tasks import Sources, Task, store_body
+from beamjax.pipelines.worker.tasks import SourceSpecs, Task, store_body
 from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import ShardExecutor
@@ -63,7 +63,7 @@ def first_pass(plan, store, token):
     (operand,) = step.operands
     bodies = {step.body: store_body(plan.bodies[step.body], store, None)}
     static = {name: store.put([W]) for name in step.broadcasts}
-    sources = Sources((live_spec(token),), {operand: (0, 0)}, False)
+    sources = SourceSpecs((live_spec(token),), {operand: (0, 0)}, False)
     fn = MapShards(Task(plan, step, bodies, static, store), sources, {}, (), "exact")
     fn.setup()
     return fn

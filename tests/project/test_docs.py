@@ -131,3 +131,21 @@ def test_notebooks_are_stored_with_what_they_print_and_draw(name):
     assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
     last = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][-1]
     assert last["execution_count"] is not None
+
+
+def test_each_word_of_the_glossary_names_one_class():
+    text = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("## Words")[2]
+    words = dict(re.findall(r"^\| ([a-z ]+) \| .* \| `?(\w*)`? ?\|$", text, re.M))
+    assert 20 <= len(words) <= 25
+    found = {(name or word).lower().removesuffix("s"): set() for word, name in words.items()}
+    for folder in ("beamjax", "pipelines", "interpreters"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.M):
+                word = name.strip("_").lower().removesuffix("s")
+                if word in found:
+                    found[word].add((str(path.relative_to(ROOT)), name))
+    # A word and its plural may be two classes of one module.
+    several = {w: c for w, c in found.items() if len({module for module, _ in c}) > 1}
+    assert several == {}
+    classes = {name for entries in found.values() for _, name in entries}
+    assert {name for name in words.values() if name} <= classes

@@ -16,7 +16,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.errors import SourceError, StagingError
 from beamjax.runtime import passes, shard_times
-from beamjax.runtime.ordered_pool import Workers
+from beamjax.runtime.ordered_pool import DaemonThreads
 from beamjax.runtime.shard_executor import ShardExecutor
 
 N = 83
@@ -46,9 +46,9 @@ def pools(monkeypatch):
 
     def pool(threads, **options):
         made.append(threads)
-        return Workers(threads, **options)
+        return DaemonThreads(threads, **options)
 
-    monkeypatch.setattr(passes, "Workers", pool)
+    monkeypatch.setattr(passes, "DaemonThreads", pool)
     return made
 
 
@@ -263,7 +263,9 @@ def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monke
     monkeypatch.undo()
     numbers = []
     monkeypatch.setattr(
-        passes, "Workers", lambda n, as_here: numbers.append(n) or Workers(n, as_here=as_here)
+        passes,
+        "DaemonThreads",
+        lambda n, as_here: numbers.append(n) or DaemonThreads(n, as_here=as_here),
     )
     monkeypatch.setattr(passes.time, "process_time", lambda: clock[0])
     monkeypatch.setattr(shard_times, "_times", {})

@@ -10,7 +10,7 @@ import pytest
 
 from beamjax.errors import JobCancelledError
 from beamjax.runtime import ordered_pool
-from beamjax.runtime.ordered_pool import OrderedResults, Workers, most_jobs, usual_threads
+from beamjax.runtime.ordered_pool import DaemonThreads, OrderedResults, most_jobs, usual_threads
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def no_thread_is_left():
 
 
 def results(jobs, threads, *, most=None, check=lambda: None):
-    workers = Workers(threads, as_here=True)
+    workers = DaemonThreads(threads, as_here=True)
     assert all(thread.daemon for thread in workers._threads)  # None keeps the process from ending.
     ordered = OrderedResults(most_jobs(threads) if most is None else most, check)
     try:
