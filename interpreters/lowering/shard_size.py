@@ -258,11 +258,16 @@ def choose_vectorization(
         kind, why = _kind(stage, each, size, options, platforms)
     if kind == "loop":
         return Vectorization("loop"), why
-    divisor = size & -size
-    batch = min(max(each.at_once, MULTIPLE), divisor if divisor < size else size // 2)
+    batch = _batch(size, max(each.at_once, MULTIPLE))
     if kind == "batches" and batch >= MULTIPLE:
         return Vectorization("batches", batch), why
     return VMAP, ""
+
+
+def _batch(size: int, most: int) -> int:
+    """Members of a batch: the largest multiple of 8 that divides a shard twice; else 1."""
+    batches = (b for b in range(MULTIPLE, min(most, size // 2) + 1, MULTIPLE) if size % b == 0)
+    return max(batches, default=1)
 
 
 def _kind(

@@ -73,8 +73,8 @@ def test_members_that_are_dropped(way, on_error):
 def test_explain_says_how_members_are_computed():
     assert ways_of(two_passes, W, X, **WAYS["batches of 16"]) == ["in batches of 16"] * 2
     assert ways_of(two_passes, W, X, member_loop="loop") == ["sequentially"] * 2
-    # The batches of a shard are two or more, and alike: of 40 members, 16 is no divisor.
-    for size, batch in ((8, None), (16, 8), (24, 8), (32, 16), (40, 8), (48, 16)):
+    # The batches of a shard are two or more, and alike: 16 does not divide 40.
+    for size, batch in ((8, None), (16, 8), (24, 8), (32, 16), (40, 8), (48, 24)):
         (way,) = ways_of(reduced_only, W, X, member_loop="batches", shard_size=size)
         assert way == (f"in batches of {batch}" if batch else ""), size
     large = np.zeros((32, 300_000), np.float32)  # The cache holds not one of them.

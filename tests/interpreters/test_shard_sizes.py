@@ -164,6 +164,7 @@ SIZES = [
     (scaled(1000), {"shard_size": 24}, 24, "vmap"),
     (scaled(30), {"shard_size": 64}, 32, "vmap"),
     (regression(10), {"shard_size": 64}, 64, "batches of 32"),
+    (regression(10), {"shard_size": 120}, 120, "batches of 24"),
     (regression(10), VMAP, 1024, "vmap"),
     (regression(10), LOOP, 1024, "loop"),
     (regression(1000), BATCHES, 32, "batches of 16"),
