@@ -26,3 +26,11 @@ def copy(array: np.ndarray) -> np.ndarray:
     copied = empty(array.shape, array.dtype)
     copied[...] = array
     return copied
+
+
+def freeze(array: np.ndarray) -> None:
+    """Makes an array of `empty` read-only, with the memory that it is a view of."""
+    memory: np.ndarray | None = array
+    while isinstance(memory, np.ndarray):
+        memory.flags.writeable = False
+        memory = memory.base

@@ -507,5 +507,5 @@ def assemble(
         whole[found : found + chunk.size] = chunk
         found += chunk.size
     whole = np.empty(shape, dtype) if whole is None else whole
-    whole.flags.writeable = False
+    aligned.freeze(whole)  # JAX then shares its memory
     return whole.reshape(shape)

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import strategies as st
 
 import beamjax as bj
+from beamjax import _compat
 from beamjax.bodies.held_bytes import held_bytes
 from beamjax.errors import OptionsError, StagingError
 from beamjax.options import parse_options
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec
 from beamjax.sources.source_kinds import FileSource, block_bytes_of
+from beamjax.storage import aligned
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 2**20
@@ -444,3 +446,34 @@ def test_a_value_is_dropped_before_the_passes_that_do_not_read_it():
         tracemalloc.stop()
     second, third = held
     assert second > 4 * n * width > 10 * third
+
+
+# --- results
+
+
+@pytest.mark.parametrize("how", [{"runner": "local"}, {}, {"options": PROCESSES}], ids=str)
+def test_a_large_result_is_copied_at_most_once(how, monkeypatch):
+    """What nothing can change is not copied; JAX shares the memory of a copy."""
+    size, shared, copies = 17 * MIB, [], []  # two files
+    put, copy = _compat.device_array, aligned.copy
+
+    def spied_put(array, *more):
+        found = put(array, *more)
+        if array.size == size:
+            shared.append(np.shares_memory(np.asarray(found), array))
+        return found
+
+    def spied_copy(array):
+        copies.append(array.size)
+        return copy(array)
+
+    @bj.program(placements={"i": 4})
+    def wide(i):
+        return jnp.zeros(size, jnp.int32) + bj.reduce_sum(i)
+
+    monkeypatch.setattr(_compat, "device_array", spied_put)
+    monkeypatch.setattr(aligned, "copy", spied_copy)
+    found = bj.run(wide, bj.from_range(4), **how)
+    assert (np.asarray(found) == 6).all()
+    assert shared[-1]
+    assert copies.count(size) <= ("options" not in how)
