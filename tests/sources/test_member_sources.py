@@ -306,9 +306,14 @@ def test_only_these_are_read_and_what_lies_between(monkeypatch):
     ]:
         source = bj.from_arrays(TREE)
         source.__class__ = Watched
-        monkeypatch.setattr(derived_sources, "GAP_BYTES", gap)
-        bj.take(source, [3, 4, 9, 20]).read(start, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(derived_sources, "GAP_BYTES", gap)
+            patch.setattr(derived_sources, "reads_ranges", lambda source: True)  # a file
+            bj.take(source, [3, 4, 9, 20]).read(start, 4)
         assert source.ranges == ranges
+    source.ranges = ()
+    bj.take(source, [3, 4, 5, 9]).read(0, 4)  # nothing between, of arrays
+    assert source.ranges == ((3, 6), (9, 10))
 
 
 def test_a_sample_is_of_distinct_members_all_equally_likely():
