@@ -258,16 +258,14 @@ def choose_vectorization(
         kind, why = _kind(stage, each, size, options, platforms)
     if kind == "loop":
         return Vectorization("loop"), why
-    batch = _batch(size, max(each.at_once, MULTIPLE))
-    if kind == "batches" and batch >= MULTIPLE:
-        return Vectorization("batches", batch), why
-    return VMAP, ""
+    batch = _batch(size, max(each.at_once, MULTIPLE)) if kind == "batches" else None
+    return (VMAP, "") if batch is None else (Vectorization("batches", batch), why)
 
 
-def _batch(size: int, most: int) -> int:
-    """Members of a batch: the largest multiple of 8 that divides a shard twice; else 1."""
-    batches = (b for b in range(MULTIPLE, min(most, size // 2) + 1, MULTIPLE) if size % b == 0)
-    return max(batches, default=1)
+def _batch(size: int, most: int) -> int | None:
+    """The largest multiple of 8 up to `most` of which a shard has two or more; None without one."""
+    largest = min(most, size // 2) // MULTIPLE * MULTIPLE
+    return next((b for b in range(largest, 0, -MULTIPLE) if size % b == 0), None)
 
 
 def _kind(
