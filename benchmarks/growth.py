@@ -20,15 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from large_values import RUNNERS, Watch, started
+from large_values import RUNNERS, Watch, measured, started
 from memory import anonymous
 
 SHARD, ROWS, WIDE, PLACED, EACH = 1000, 100, 2_500_000, 100_000, 4
@@ -187,17 +185,6 @@ def one(job: str, runner: str, count: int) -> dict[str, float]:
     return found
 
 
-def measured(job: str, runner: str, count: int) -> dict[str, float]:
-    """Runs a job in a process of its own."""
-    command = [sys.executable, __file__, "--one", job, runner, str(count)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        return {}
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
@@ -216,7 +203,7 @@ def main() -> None:
         for runner in flags.runner:
             before = 0, 0.0
             for count in flags.counts or COUNTS[job]:
-                found = measured(job, runner, count)
+                found = measured(__file__, "--one", job, runner, str(count))
                 if not found:
                     print(f"{job:9} {runner:14} {count:9} failed", flush=True)
                     continue

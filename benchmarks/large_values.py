@@ -118,10 +118,9 @@ def started(runner: str, folder: Path) -> Iterator[tuple[dict[str, Any], Callabl
         yield how, lambda: [pid for root in roots for pid in (root, *descendants(root))]
 
 
-def measured(job: str, runner: str, flags: argparse.Namespace) -> dict[str, float]:
-    """Runs one job in a process of its own."""
-    command = [sys.executable, __file__, "--one", job, runner]
-    command += [f"--gib={flags.gib}", f"--members={flags.members}"]
+def measured(script: str, *arguments: str) -> dict[str, float]:
+    """What a script prints last, as JSON, in a process of its own; nothing if it fails."""
+    command = [sys.executable, script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-3000:], file=sys.stderr)
@@ -156,7 +155,9 @@ def main() -> None:
           f"{'together':>9}  MiB, and its ratio to the value")  # fmt: skip
     for runner in flags.runner:
         for job in flags.jobs:
-            found = measured(job, runner, flags)
+            found = measured(
+                __file__, "--one", job, runner, f"--gib={flags.gib}", f"--members={flags.members}"
+            )
             if not found:
                 print(f"{job:10} {runner:14} failed", flush=True)
                 continue

@@ -44,7 +44,7 @@ import numpy as np
 
 from benchmarks.suite.cases import CASES
 from benchmarks.suite.server import plan, tally
-from benchmarks.suite.sums import difference, leaves
+from benchmarks.suite.sums import difference_from_first, leaves
 from benchmarks.suite.ways import ALL, DIRECT, JIT, LOCAL, LOOP, Job
 
 CASES_ON_GPU = ("A", "B", "F")
@@ -139,21 +139,12 @@ def row(job: Job, way: str, at_least: float) -> dict[str, Any]:
         "case": job.case, "way": way, "title": ALL[way].title, "first": first,
         "seconds": seconds, "calls": len(times), "rate": job.size["n"] / seconds,
         "busy": busy.share, "transfer": transfer, "peak": peak, "same_bits": same,
-        "difference": _from_first(job, answer),
+        "difference": difference_from_first(Path(job.folder) / "answer.npz", answer),
     }  # fmt: skip
 
 
 def _has_same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def _from_first(job: Job, answer: list[np.ndarray]) -> float:
-    path = Path(job.folder) / "answer.npz"
-    if not path.exists():
-        np.savez(path, *answer)
-        return 0.0
-    with np.load(path) as of_first:
-        return difference(answer, [of_first[f"arr_{i}"] for i in range(len(answer))])
 
 
 def in_process(function: Any, *arguments: Any) -> Any:

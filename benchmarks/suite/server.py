@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.suite.cases import CASES
 from benchmarks.suite.ways import ALL, Call, Job, Way
 
@@ -71,18 +69,14 @@ class Served:
 
     def compare(self) -> float | None:
         """The difference from the first way's answer, which is kept in a file."""
-        from benchmarks.suite.sums import difference, leaves
+        from benchmarks.suite.sums import difference, difference_from_first, leaves
         from benchmarks.suite.ways.in_process import loop
 
         found = leaves(self.answer)
         if len(self.calls) > 1:
             return difference(found, leaves(loop(self.jobs[0])()))
         path = Path(self.job.folder) / f"answer-{self.job.size['n']}.npz"
-        if path.exists():
-            with np.load(path) as kept:
-                return difference(found, [kept[f"arr_{i}"] for i in range(len(found))])
-        np.savez(path, *found)
-        return 0.0
+        return difference_from_first(path, found)
 
 
 def plan(job: Job, options: dict[str, Any]) -> dict[str, Any]:

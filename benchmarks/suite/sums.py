@@ -6,6 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,6 +71,15 @@ def dealt(job: Job, parts: int) -> list[list[tuple[int, int]]]:
 def leaves(answer: Tree) -> list[np.ndarray]:
     """Of a tree, as NumPy."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(answer)]
+
+
+def difference_from_first(path: Path, found: list[np.ndarray]) -> float:
+    """The difference from the answer in a file, which gets the first one."""
+    if not path.exists():
+        np.savez(path, *found)
+        return 0.0
+    with np.load(path) as first:
+        return difference(found, [first[f"arr_{i}"] for i in range(len(found))])
 
 
 def difference(found: list[Any], expected: list[Any]) -> float:
