@@ -1,8 +1,7 @@
 """The memory of a run: a bound for each process, an estimate for each accelerator, and the limit.
 
 Both follow from the plan alone. The memory of a process is its private (anonymous) memory, without
-mapped files. The bound depends on the number of members only for gathered values, and for placed
-results that are returned as arrays.
+mapped files. Only gathered values, and placed results that are returned as arrays, grow with n.
 """
 
 from __future__ import annotations
@@ -52,22 +51,20 @@ from beamjax.storage.shared_cache import (
     store_budget,
 )
 
+# A process with Python, JAX and Beam: 155 MiB were measured with small bodies, and up to 100 MiB
+# more with larger ones. Without Beam it was 110 MiB, and up to 100 MiB more.
 BASE_BYTES = 272 << 20
-"""Bytes of a process with Python, JAX and Beam. 155 MiB were measured with small bodies, and up to
-100 MiB more with larger ones."""
 BASE_BYTES_LOCAL = 224 << 20
-"""Bytes of a process without Beam. 110 MiB were measured with small bodies, and up to 100 MiB more
-with larger ones."""
+# The ratio of the memory that allocators hold to the memory in use.
 SLACK = 1.25
-"""The ratio of the memory that allocators hold to the memory in use."""
+# Placed results that are written to files: those of one file, as arrays and encoded.
 FILES_BYTES = 4 << 22
-"""Bytes of placed results that are written to files: those of one file, as arrays and encoded."""
+# Largest number of shard executors in a worker, each with its broadcasts on devices.
 MAX_EXECUTORS = 8
-"""Largest number of shard executors in a worker, each with its broadcasts on devices."""
+# Approximate bytes of an accumulator that are merged at a time.
 PIECE_BYTES = 1 << 25
-"""Approximate bytes of an accumulator that are merged at a time."""
+# Shards on an accelerator: one that it computes, and one on its way there or back.
 COPIES = 2
-"""Shards on an accelerator: one that it computes, and one on its way there or back."""
 
 Parts = Mapping[str, int]
 """Bytes by what takes them."""
@@ -75,42 +72,25 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class DeviceEstimate:
-    """The estimated peak memory of an accelerator of a worker, in bytes.
+    """The estimated peak memory of an accelerator of a worker, in bytes."""
 
-    Attributes:
-      platform: "cuda", "rocm" or "tpu".
-      kept: in use during all steps.
-      steps: of each step in addition.
-      nbytes: the total, with the largest step.
-      made_from: what the estimate for bodies comes from, in words.
-    """
-
-    platform: str
-    kept: Parts
-    steps: Mapping[str, Parts]
-    nbytes: int
-    made_from: str
+    platform: str  # "cuda", "rocm" or "tpu"
+    kept: Parts  # in use during all steps
+    steps: Mapping[str, Parts]  # of each step in addition
+    nbytes: int  # the total, with the largest step
+    made_from: str  # in words, where the bytes of the bodies come from
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """An upper bound of the memory of the processes of a run, in bytes.
+    """An upper bound of the memory of the processes of a run, in bytes."""
 
-    Attributes:
-      kept: of a worker, in use during all steps.
-      steps: of each step in addition.
-      worker_bytes: the total of a worker process, with the largest step.
-      launcher: of the launching process.
-      launcher_bytes: the total of `launcher`, or `worker_bytes` if it is `shared`.
-      shared: whether the launching process is the worker.
-    """
-
-    kept: Parts
-    steps: Mapping[str, Parts]
-    worker_bytes: int
+    kept: Parts  # of a worker, in use during all steps
+    steps: Mapping[str, Parts]  # of each step in addition
+    worker_bytes: int  # the total of a worker process, with the largest step
     launcher: Parts
-    launcher_bytes: int
-    shared: bool
+    launcher_bytes: int  # the total of `launcher`, or `worker_bytes` if `shared`
+    shared: bool  # the launching process is the worker
 
 
 def parts(found: Iterable[tuple[str, float]]) -> dict[str, int]:
@@ -130,14 +110,7 @@ def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
 def estimate(
     plan: Plan, sources: Mapping[int, Source], options: Options, workers: Workers
 ) -> MemoryEstimate:
-    """Returns an upper bound of the peak memory of the processes that run a plan.
-
-    Args:
-      plan: the plan.
-      sources: the sources among its inputs, by the number of the input.
-      options: the options of the run.
-      workers: the processes.
-    """
+    """Returns an upper bound of the peak memory of the processes that run a plan."""
     return _Estimation(plan, sources, options, workers).estimate()
 
 
@@ -168,6 +141,8 @@ class _Estimation:
     def launching(self) -> Iterator[tuple[str, float]]:
         """Yields what takes memory of the launching process."""
         plan = self.plan
+        # A source without a spec has its members in this process alone. What a server step reads as
+        # a whole counts twice: as read, and as the array that the step takes.
         arrays = [i for i in range(len(plan.inputs)) if i not in self.sources]
         whole = {name for i in arrays for name in _names(plan.inputs[i])}
         live = {id(s): s for s in self.sources.values() if s.local and s.spec() is None}.values()
@@ -209,6 +184,7 @@ class _Estimation:
             if self.in_loops:
                 made = self.members({x for s in maps for x in s.results})
                 yield "placed values for later steps", min(made, store_budget(limit))
+            # The values of earlier rounds stay until the caches drop them.
             again = MAX_EXECUTORS if self.in_loops else 1
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
             if self.workers.shared:
@@ -263,6 +239,8 @@ class _Estimation:
         yield "accumulators", SLACK * accumulators_bytes(step, self.options.reduction)
         shards = plan.shards(step.placement).count or 1 << 20
         leaves = sum(leaf.nbytes for combine in step.combines for leaf in combine.leaves)
+        # These merge in the order of the shards, in a tree whose nodes cover powers of two of them:
+        # a partial for each power up to the number of shards.
         yield (
             "partials of associative reductions",
             SLACK * leaves * (max(shards, 1).bit_length() + 2),
@@ -281,11 +259,9 @@ def accumulators_bytes(step: Map, mode: str) -> int:
 
 
 def merging_bytes(step: Map, mode: str, bundles: int) -> int:
-    """Returns the bytes of the accumulators of a pass between its bundles and the result.
-
-    The accumulators of each bundle are encoded in half of their memory, and merged in pieces.
-    """
+    """Returns the bytes of the accumulators of a pass between its bundles and the result."""
     whole = accumulators_bytes(step, mode)
+    # The accumulators of each bundle are encoded in half of their memory, and merged in pieces.
     return bundles * whole // 2 + 4 * min(whole, PIECE_BYTES)
 
 
@@ -317,17 +293,8 @@ def device_broadcasts(plan: Plan) -> int:
 
 
 def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceEstimate]:
-    """Estimates the memory of each accelerator of a worker, by platforms of the plan.
-
-    XLA reports what a body takes besides its arguments where this process compiles for the
-    platform. Otherwise that is counted from the equations of the body. The memory of the driver and
-    its libraries is not included. A CPU uses the memory of its process.
-
-    Args:
-      plan: the plan.
-      options: the options of the run.
-      beam: whether there is a Beam pipeline; its workers keep broadcasts for later shards.
-    """
+    """Estimates the memory of an accelerator of a worker, for each platform of the plan."""
+    # A CPU uses the memory of its process. The driver and its libraries are not included.
     found = {platform for body in plan.bodies.values() for platform in body.artefacts}
     known = options.platforms or ()
     platforms = sorted(found, key=lambda name: (name not in known, name))
@@ -336,8 +303,11 @@ def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceEst
 
 def _device(plan: Plan, platform: str, beam: bool) -> DeviceEstimate:
     compiled = {key: compiled_bytes(body, platform, plan.x64) for key, body in plan.bodies.items()}
+    # XLA reports what a body takes besides its arguments where this process compiles for the
+    # platform. Elsewhere it is counted from the equations of the body.
     working = {key: body.working for key, body in plan.bodies.items()}
     working |= {key: nbytes for key, nbytes in compiled.items() if nbytes is not None}
+    # Workers of a pipeline keep broadcasts for later shards.
     kept = parts([("broadcasts", device_broadcasts(plan))]) if beam else {}
     computing = [step for step in walk(plan.steps) if isinstance(step, Map | Server)]
     found = {step.name: parts(_on_device(plan, step, working, beam)) for step in computing}
@@ -372,16 +342,7 @@ def _on_device(
 
 
 def compiled_bytes(body: Body, platform: str, x64: bool) -> int | None:
-    """Returns the bytes that XLA reports for a body: results, temporaries and code.
-
-    Args:
-      body: a body of the plan.
-      platform: the platform of the device.
-      x64: whether 64-bit types are on.
-
-    Returns:
-      Bytes without those of the arguments; None if this process does not compile for the platform.
-    """
+    """Returns the bytes that XLA reports for results, temporaries and code of a body, or None."""
     if platform not in body.artefacts or platform != default_platform():
         return None
     artefact = body.artefacts[platform]
@@ -412,16 +373,10 @@ def _bytes(plan: Plan, names: Iterable[str]) -> int:
 
 
 def check_memory(plan: Plan, sources: Mapping[int, Source], options: Options, runner: str) -> None:
-    """Checks that a plan takes at most `options.memory` on a runner.
-
-    Without the option, only the accumulators of each pass are compared with the memory of this
-    machine: a worker holds all numbers that a pass reduces to.
-
-    Raises:
-      StagingError: it may take more. The message has the step, the largest parts, and advice.
-    """
+    """Checks that a plan takes at most `options.memory` on a runner."""
     limit = options.memory_bytes
     if limit is None:
+        # A worker holds all numbers that a pass reduces to, however few members there are.
         _check_accumulators(plan, options)
         return
     workers = Workers.of(runner, options)
@@ -482,14 +437,8 @@ def _line(plan: Plan, step: Step) -> str:
 def with_fitting_threads(
     plan: Plan, sources: Mapping[int, Source], options: Options, runner: str
 ) -> Options:
-    """Returns options with as many computing threads in this process as fit in `options.memory`.
-
-    Args:
-      plan: the plan.
-      sources: the sources among its inputs, by the number of the input.
-      options: the options of the run.
-      runner: the name of the runner; "local" and DirectRunner with one worker have such threads.
-    """
+    """Returns options with as many computing threads in this process as fit in `options.memory`."""
+    # Only "local", and DirectRunner with one worker, have such threads.
     limit = options.memory_bytes
     if limit is None or options.local_threads is not None:
         return options

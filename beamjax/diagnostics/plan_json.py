@@ -57,20 +57,12 @@ def plan_json(
     runner: str,
     inputs: Inputs | None = None,
 ) -> Json:
-    """Returns a plan as JSON values.
-
-    Args:
-      planned: the plan, and the program that it is of.
-      arguments: the flattened arguments of the program.
-      options: the options of the run.
-      notes: notes of how the arguments are read.
-      runner: the name of the runner.
-      inputs: the values of the inputs, to count the shards that the cache has; None not to.
-    """
+    """Returns a plan as JSON values; with `inputs`, it counts the shards that the cache has."""
     plan = planned.plan
     read = list(_inputs(plan, arguments))
     steps = [_step(plan, step, options) for step in plan.steps]
     every = list(all_steps(steps))
+    # The names of values are unique in a plan, so a name leads to one input or step.
     makers = {name: each["path"] for each in read for name in each["names"]}
     makers |= {value["name"]: step["name"] for step in every for value in _made(step)}
     outputs = list(_outputs(planned, read, makers))
@@ -90,6 +82,7 @@ def plan_json(
         ],
         "inputs": read,
         "steps": steps,
+        # A step that reads a value twice has one edge for it.
         "edges": list({tuple(edge.values())[:3]: edge for edge in edges}.values()),
         "outputs": outputs,
         **_sums(every),
@@ -159,7 +152,7 @@ def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None)
     return f"looked up in the cache{most}; how many it has is not known before the run, as {known}"
 
 
-_LINE = re.compile(r"(.+):(\d+)(?: \(|$)")
+_LINE = re.compile(r"(.+):(\d+)(?: \(|$)")  # "file.py:12 (function)" or "file.py:12"
 
 
 def _source_lines(every: Iterable[Json]) -> dict[str, str]:
@@ -293,6 +286,7 @@ def _value(plan: Plan, name: str) -> Json:
     found = {"name": name, "type": str(value), "nbytes": value.nbytes}
     if value.placement is None:
         return found | {"member_bytes": None, "shard_bytes": None}
+    # `nbytes` of a placed type are those of one member.
     shard = value.nbytes * plan.shard_sizes[value.placement]
     known = plan.sizes[value.placement] is not None
     nbytes: Bytes = plan.nbytes(name) if known else {"each": value.nbytes, "fixed": 0}
@@ -332,6 +326,8 @@ def _sizes(bodies: Sequence[Body]) -> dict[str, int]:
 
 def _made(step: Json) -> list[Json]:
     """Returns the values that a step makes for other steps, or for those in its own blocks."""
+    # Parameters of a loop's block stand for carried and sliced values from outside. A stacked entry
+    # has no value outside before the loop: a step of the block makes it.
     params = [each["inside"] for each in step.get("handed", ()) if each["outside"] is not None]
     return [*step["results"], *(each["result"] for each in step["reductions"]), *params]
 
@@ -341,7 +337,7 @@ def _edges(step: Json, makers: Mapping[str, str]) -> Iterator[Json]:
     given = [value for block in step["blocks"] for value in block["outputs"]]
     for value in (*step["served"], *step["placed"], *given):
         maker = makers[value["name"]]
-        if maker != step["name"]:
+        if maker != step["name"]:  # a block may return a parameter of its own step
             yield _edge(maker, step["name"], value["name"], value["nbytes"])
 
 

@@ -15,17 +15,11 @@ Row = tuple[str, ...]
 
 
 class Table(NamedTuple):
-    """A table of text.
-
-    Attributes:
-      head: the titles of the columns, which the text of a plan leaves out.
-      rows: the cells of each row.
-      code: the numbers of the columns that hold names and types.
-    """
+    """A table; only pages show the titles of its columns."""
 
     head: Row
     rows: list[Row]
-    code: tuple[int, ...] = ()
+    code: tuple[int, ...] = ()  # indices of the columns that hold names and types
 
 
 def human_seconds(seconds: float) -> str:
@@ -266,11 +260,9 @@ def _moves(plan: Json) -> Iterator[str]:
 
 
 def plan_mermaid(plan: Json) -> str:
-    """Returns a plan as a Mermaid flowchart; steps that gather or scatter are red.
-
-    Loops and branches are subgraphs. A node in each stands for the loop or branch itself: edges of
-    the values that its rounds read begin there, and those of the values that they return end there.
-    """
+    """Returns a plan as a Mermaid flowchart; steps that gather or scatter are red."""
+    # Loops and branches are subgraphs. A node in each stands for the loop or branch itself: edges
+    # of values that its rounds read begin there, and edges of values that they return end there.
     ends = {edge["source"] for edge in plan["edges"]}
     inputs = [each for each in plan["inputs"] if each["path"] in ends]
     steps = list(all_steps(plan["steps"]))

@@ -11,38 +11,25 @@ from beamjax.runtime.ordered_pool import computing_threads
 
 @dataclass(frozen=True)
 class Workers:
-    """The worker processes of a run.
+    """The worker processes of a run."""
 
-    Attributes:
-      threads: number of threads of a worker process that process bundles; 1 without Beam.
-      shared: whether the launching process is the worker.
-      beam: whether there is a Beam pipeline.
-      handing: number of worker processes that send results to the launching process, if the runner
-        is in that process; otherwise 0.
-      computing: number of threads that compute the shards of a bundle; more than 1 only if a worker
-        has one bundle at a time.
-    """
-
-    threads: int = 1
-    shared: bool = True
-    beam: bool = True
+    threads: int = 1  # of a worker process, that process bundles; 1 without Beam
+    shared: bool = True  # the launching process is the worker
+    beam: bool = True  # there is a Beam pipeline
+    # Worker processes that send results to the launching process; 0 if the runner is elsewhere.
     handing: int = 0
+    # Threads that compute the shards of a bundle; more than 1 only with one bundle at a time.
     computing: int = 1
 
     @classmethod
     def of(cls, runner: str, options: Options) -> Workers:
-        """Returns the workers of a runner.
-
-        Args:
-          runner: "local", or the name of a Beam runner. Any other name counts as a cluster with one
-            thread in each process.
-          options: the options of the run.
-        """
+        """Returns the workers of "local" or of a Beam runner by its name."""
         if runner == "local":
             return cls(beam=False, computing=computing_threads(options))
         from beamjax.pipelines.runners.spec import number
         from beamjax.pipelines.runners.table import spec_of
 
+        # A name that the table lacks counts as a cluster with one thread in each process.
         spec, flags = spec_of(runner), beam_flags(options.beam)
         here, threads = spec.workers(flags)
         if spec.in_this_process:

@@ -26,18 +26,12 @@ Path = tuple[tuple[Home, str], ...]
 
 
 def plan_graph(plan: Json, spent: Mapping[str, Mapping[str, float]]) -> Json:
-    """Returns the outermost area of the graph of a plan.
-
-    An area has a `title`, `nodes` and `edges`. A node has a `key`, which edges name as `source` and
-    `target`; a `kind`, which is a class of the style sheet; `words`, the lines of text in its box,
-    each with a class; the `names` of its step, inputs or outputs; a `title` for the pointer; and
-    `blocks`, which are areas. An edge has the `words` of its label, a `kind`, a `title`, its
-    `values`, and its `nbytes`.
-
-    Args:
-      plan: the plan, from `plan_json`.
-      spent: the measured seconds of steps by kind of work, by the names of the steps.
-    """
+    """Returns the outermost area of the graph of a plan, with the measured seconds of its steps."""
+    # An area has a `title`, `nodes` and `edges`. A node has a `key`, which edges name as `source`
+    # or `target`; a `kind`, which is a class of the style sheet; `words`, the lines of text in its
+    # box, each with a class; the `names` of its step, inputs or outputs; a `title` for the pointer;
+    # and `blocks`, which are areas. An edge has the `words` of its label, a `kind`, a `title`, its
+    # `values`, and its `nbytes`.
     return _Graph(plan, spent).outermost()
 
 

@@ -54,19 +54,12 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
-
-    Attributes:
-      title: the title of the document.
-      template: the name of the template of its content, without `.html`.
-      values: the values of the template.
-      data: the data of the page, as JSON values; `page.js` draws its "graph" and its "charts".
-    """
+    """A page: the title of the document, a template, and what the template and the script read."""
 
     title: str
-    template: str
+    template: str  # the file name of the template of its content, without `.html`
     values: Mapping[str, Any]
-    data: Mapping[str, Any]
+    data: Mapping[str, Any]  # JSON values; `page.js` draws its "graph" and its "charts"
 
 
 def document(page: Page) -> str:
@@ -75,10 +68,7 @@ def document(page: Page) -> str:
 
 
 def fragment(page: Page) -> str:
-    """Returns the page as the output of a cell, with unique ids; its styles affect nothing else.
-
-    Its tables are folded.
-    """
+    """Returns the page as the output of a cell; its ids are unique, and its tables are folded."""
     return _rendered("fragment", page, f"bjx-{os.getpid()}-{next(_numbers)}")
 
 
@@ -90,11 +80,7 @@ def _rendered(name: str, page: Page, prefix: str) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes text to a file, or to a URL of fsspec.
-
-    Raises:
-      SourceError: the file cannot be written.
-    """
+    """Writes text to a file, or to a URL of fsspec; raises SourceError if it cannot."""
     name = os.fspath(path)
     try:
         if files.is_url(name):

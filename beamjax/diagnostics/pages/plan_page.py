@@ -9,12 +9,7 @@ from beamjax.spans import KINDS
 
 
 def plan_page(plan: Json, run: Json | None = None) -> Page:
-    """Returns the page of a plan.
-
-    Args:
-      plan: the plan, from `plan_json`.
-      run: the report of a run of the plan, from `Report.to_json`.
-    """
+    """Returns the page of a plan; a report of its run, as JSON, adds measured times."""
     spent = {} if run is None else spent_by_step(run)
     data = {"plan": plan, "graph": plan_graph(plan, spent)}
     values = {"plan": plan, "run": run, "spent": spent}

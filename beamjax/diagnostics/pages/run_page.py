@@ -19,11 +19,7 @@ STARTING = "starting"
 
 
 def run_page(run: Json) -> Page:
-    """Returns the page of a run.
-
-    Args:
-      run: the report of the run, from `Report.to_json`.
-    """
+    """Returns the page of a run, of its report from `Report.to_json`."""
     over_time, spent = list(_over_time(run)), spent_by_step(run)
     curves = [
         _chart(c["path"], c["rounds"], {c["path"]: c["values"]}, "round", c["path"], wide=True)
@@ -48,18 +44,10 @@ def _chart(
     y_name: str,
     **more: Any,
 ) -> Json:
-    """Returns a chart as JSON values, for `page.js`.
-
-    Args:
-      title: the title of the chart.
-      x: the coordinates of the points.
-      lines: the values of each line by its name; a line is interrupted at None.
-      x_name, y_name: the names or units of the axes.
-      **more: `goal`, a value of y with a horizontal line; `marks`, values of x with a small line;
-        `saved`, values of x with a diamond; `area`, whether the area under the line is filled;
-        `wide`, whether y has a logarithmic axis if all values are positive and span decades;
-        `stacked`, whether the lines are stacked.
-    """
+    """Returns a chart as JSON values, for `page.js`; a line is interrupted at None."""
+    # `page.js` reads of `more`: `goal`, a value of y with a horizontal line; `marks` and `saved`,
+    # values of x with a tick or a diamond; `area`, whether the area under a line is filled; `wide`,
+    # whether y is logarithmic if its values are positive and span decades; `stacked` lines.
     points = [
         (at, value)
         for y in lines.values()
@@ -125,10 +113,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 def speed(seconds: Sequence[float], counts: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Returns counts per second: the middles of intervals of time, and a value for each interval.
-
-    Workers report once a second, so the intervals are some seconds long, except in a short run.
-    """
+    """Returns counts per second: the middles of intervals of time, and a value for each."""
     middles, speeds = [], []
     for left, right in itertools.pairwise(_bins(seconds)):
         middles.append((seconds[left] + seconds[right]) / 2)
@@ -138,6 +123,7 @@ def speed(seconds: Sequence[float], counts: Sequence[float]) -> tuple[list[float
 
 def _bins(seconds: Sequence[float]) -> list[int]:
     """Returns the indices of the samples at which intervals of time begin or end."""
+    # Workers report once a second: shorter intervals would show a comb. A short run has eight.
     length = max((seconds[-1] - seconds[0]) / BINS, min(2.0, (seconds[-1] - seconds[0]) / 8))
     found = [0]
     for i, second in enumerate(seconds):
@@ -147,10 +133,8 @@ def _bins(seconds: Sequence[float]) -> list[int]:
 
 
 def _kinds_over_time(samples: Json) -> tuple[list[float], dict[str, list[float]]]:
-    """Returns times in seconds, and the share of each kind of work at these times.
-
-    Until a worker reports, all time is "starting"; that is no kind if it is too short.
-    """
+    """Returns times in seconds, and the share of each kind of work at these times."""
+    # Until a worker reports, all time is "starting". A run without such an interval lacks the kind.
     x: list[float] = []
     shares: dict[str, list[float]] = {kind: [] for kind in (*KINDS, STARTING)}
     left = 0
@@ -159,6 +143,7 @@ def _kinds_over_time(samples: Json) -> tuple[list[float], dict[str, list[float]]
         total = sum(spent.values())
         if total <= 0 and x and not shares[STARTING][-1]:
             continue  # no worker reported in this interval; the next report covers it, too
+        # Both ends of the interval, so that its share is a step and not a slope.
         x += [samples["seconds"][left], samples["seconds"][right]]
         for kind in KINDS:
             shares[kind] += 2 * [spent[kind] / total if total > 0 else 0.0]
