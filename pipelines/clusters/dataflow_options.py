@@ -29,19 +29,8 @@ _SECONDS_OF_METADATA = 0.5
 
 
 def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, PipelineOptions]:
-    """The options of a run on Dataflow, checked and completed.
-
-    The default `work_folder` is below `temp_location`. A machine with an accelerator gets one
-    worker process, so that one process owns the accelerator.
-
-    Args:
-      options: beamjax's options.
-      flags: Beam's options; they are copied, not changed.
-
-    Raises:
-      OptionsError: an option is missing that the job needs, or options contradict each other.
-    """
-    flags = copy.deepcopy(flags)
+    """The options of a run on Dataflow, checked and completed."""
+    flags = copy.deepcopy(flags)  # those of the caller stay as they are
     cloud, setup = flags.view_as(GoogleCloudOptions), flags.view_as(SetupOptions)
     missing = [name for name in ("project", "region", "temp_location") if not getattr(cloud, name)]
     if missing:
@@ -61,16 +50,9 @@ def prepare(options: Options, flags: PipelineOptions) -> tuple[Options, Pipeline
 
 
 def check_credentials(flags: PipelineOptions) -> None:
-    """Looks for credentials. Without any, Beam would try for minutes to reach the service.
-
-    This asks the metadata server of a Google Cloud machine, and uses no other network.
-
-    Args:
-      flags: Beam's options.
-
-    Raises:
-      OptionsError: there are no credentials.
-    """
+    """Raises OptionsError if there are no credentials."""
+    # Without them, Beam would try for minutes to reach the service. This asks the metadata server
+    # of a Google Cloud machine, and uses no other network.
     cloud = flags.view_as(GoogleCloudOptions)
     if cloud.no_auth or not find_spec("google.auth"):
         return
@@ -79,11 +61,9 @@ def check_credentials(flags: PipelineOptions) -> None:
     from google.auth.transport.requests import Request
 
     class Impatient(Request):
-        """Asks the metadata server once, unless this is a Google Cloud machine.
+        """Asks the metadata server once, unless this is a Google Cloud machine."""
 
-        google-auth asks for many seconds, since the server may be slow on such a machine.
-        """
-
+        # google-auth asks for many seconds, since the server may be slow on such a machine.
         def __call__(
             self, url: str, method: str = "GET", body: Any = None, headers: Any = None,
             timeout: Any = None, **settings: Any,
@@ -120,11 +100,7 @@ def _is_google_machine() -> bool:
 
 
 def work_folder(options: Options, flags: PipelineOptions) -> str:
-    """The folder for values while a job runs.
-
-    Raises:
-      OptionsError: it is not on Google Cloud Storage, so workers can't reach it.
-    """
+    """The folder for values while a job runs, by default below `temp_location`."""
     folder = options.work_folder
     if folder is None:
         temporary = flags.view_as(GoogleCloudOptions).temp_location or tempfile.gettempdir()
@@ -168,6 +144,7 @@ def _check_accelerator(options: Options, flags: PipelineOptions) -> None:
             f"options: found {accelerator!r}, but the program is exported for "
             f"{', '.join(platforms)} alone; add options={{'platforms': ['cuda']}}"
         )
+    # One worker process a machine, so that one process owns the accelerator.
     if _SEVERAL_PROCESSES not in accelerator:
         debug.add_experiment(_ONE_PROCESS)
 

@@ -34,11 +34,10 @@ class ClusterOptions(PipelineOptions):
 
 
 class QuickOptions(PipelineOptions):
-    """Options that parse the same flags once per process, and create each view once.
+    """Options that parse the same flags once per process, and create each view once."""
 
-    A pipeline asks for some 20 views, and Beam parses the flags for each of them. Views share their
-    values in any case, so a value that is set in one is seen in all.
-    """
+    # A pipeline asks for some 20 views, and Beam parses the flags for each of them. Views share
+    # their values in any case, so a value that is set in one is seen in all.
 
     def __init__(self, flags: list[str]):
         # Beam's class refuses to set attributes that are not options.

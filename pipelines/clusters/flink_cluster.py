@@ -1,10 +1,7 @@
 """A Flink cluster on this machine: its settings, its processes, and how launchers find it.
 
 It has a job manager, task managers, Python workers and a job server; `flink_supervisor` runs them.
-Each task manager has its own pool of Python workers, as it would on a machine of its own. The
-options of a pipeline name one host and port of a pool for all task managers. So each task manager
-is started with a hosts file that maps this name to the address of its pool. Everything listens at
-loopback addresses only.
+Everything listens at loopback addresses only.
 """
 
 from __future__ import annotations
@@ -29,6 +26,8 @@ from beamjax.storage.trust import cache_folder
 
 WORKERS = "beamjax-workers"
 """The host name by which every task manager connects to its own pool."""
+# The options of a pipeline name one host and port of a pool for all task managers. So each task
+# manager is started with a hosts file that maps this name to the address of its own pool.
 JOB_MANAGER, JOB_SERVER = "jobmanager", "jobserver"
 """The servers without which no pipeline can end."""
 EMBEDDED = ("[local]", "[auto]")
@@ -38,43 +37,29 @@ _RECORD = "cluster.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a cluster is started.
-
-    Attributes:
-      taskmanagers: the number of task managers.
-      slots: the number of tasks that a task manager runs at a time.
-      heap: the Java heap of a task manager, in MiB.
-      attempts: how often Flink restarts failed tasks before the pipeline fails. Flink counts all
-        tasks of a pipeline together, from its start. A pool that dies costs one attempt for each
-        task with workers there, and as many again if it is not back after `delay`.
-      delay: seconds before each attempt. Flink takes about 8 s (`heartbeat.timeout`) to notice that
-        a task manager is gone; a shorter delay wastes attempts.
-    """
+    """How a cluster is started."""
 
     taskmanagers: int = 2
-    slots: int = 1
-    heap: int = 512
+    slots: int = 1  # tasks that a task manager runs at a time
+    heap: int = 512  # MiB of the Java heap of a task manager
+    # How often Flink restarts failed tasks before the pipeline fails. It counts all tasks of a
+    # pipeline together, from its start. A pool that dies costs one attempt for each task with
+    # workers there, and as many again if it is not back after `delay`.
     attempts: int = 8
+    # Seconds before each attempt. Flink takes about 8 s (`heartbeat.timeout`) to notice that a task
+    # manager is gone; a shorter delay wastes attempts.
     delay: int = 10
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is needed to use a cluster. While it runs, this is also in a file of its folder.
-
-    Attributes:
-      settings: how it was started.
-      job_port: the port at which the job server takes jobs.
-      rest_port: the port of Flink's REST API and dashboard.
-      pool_port: the port at which each pool listens.
-      pools: the addresses of the pools: one for each task manager, or one for all.
-    """
+    """What is needed to use a cluster. While it runs, this is also in a file of its folder."""
 
     settings: Settings
-    job_port: int
-    rest_port: int
-    pool_port: int
-    pools: tuple[str, ...]
+    job_port: int  # of the job server
+    rest_port: int  # of Flink's REST API and dashboard
+    pool_port: int  # of each pool
+    pools: tuple[str, ...]  # the address of the pool of each task manager, or one for all
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -96,12 +81,9 @@ def default_folder() -> Path:
 
 
 def read(folder: Path | str) -> Cluster | None:
-    """The cluster that runs in a folder, or None.
-
-    Raises:
-      OptionsError: another user can write to the folder.
-    """
+    """The cluster that runs in a folder, or None."""
     trust.check_folder(folder, "flink_cluster")
+    # The supervisor holds this lock as long as it lives; a record may remain after it was killed.
     if not locks.is_locked(Path(folder) / locks.NAME):
         return None
     try:
@@ -158,13 +140,9 @@ def with_ports(settings: Settings) -> Cluster:
 
 
 def commands(folder: Path, cluster: Cluster) -> dict[str, list[str]]:
-    """The command lines of the servers of a cluster by name, in the order in which they start.
-
-    Each ends when the process that starts it ends. Files that they need are written to the folder.
-
-    Raises:
-      OptionsError: the jars or Java are missing.
-    """
+    """Command lines of the servers by name, in the order of their start; writes their files."""
+    # Each server ends when the process that starts it ends: those in Java have a guard, and pools
+    # watch their parent.
     classpath = jars.classpath("flink")
     loopback = jars.own_classes(classpath, "ServerFactory")
     job_server = jars.own_classes(classpath, "ServerFactory", "ClasspathScanningResourcesDetector")
@@ -196,7 +174,7 @@ def commands(folder: Path, cluster: Cluster) -> dict[str, list[str]]:
 
 
 def _task_manager(folder: Path, cluster: Cluster, number: int, configuration: Path) -> list[str]:
-    hosts = folder / f"hosts-{number}"
+    hosts = folder / f"hosts-{number}"  # see `WORKERS`
     names = f"{LOOPBACK} localhost {socket.gethostname()}\n"
     pool_host = cluster.pools[number % len(cluster.pools)]
     hosts.write_text(f"{names}{pool_host} {WORKERS}\n", encoding="utf-8")

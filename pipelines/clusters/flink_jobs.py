@@ -34,19 +34,13 @@ _LOG = logging.getLogger("beamjax")
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with the job server of a `FlinkRunner`.
-
-    It is the first of these:
-
-    1. the job server that Beam's own options name, or the version of Beam's that they ask for;
-    2. that of the cluster in the folder `flink_cluster`, where `beamjax flink up` runs;
-    3. one that is started for the option `flink_master`;
-    4. that of the cluster in the default folder, if it runs;
-    5. one that is started with a Flink inside of it.
-
-    Raises:
-      OptionsError: the cluster does not run or does not fit, or the job server can't be started.
-    """
+    """Options with the job server of a `FlinkRunner`, which is started if need be."""
+    # It is the first of these:
+    # 1. the job server that Beam's own options name, or the version of Beam's that they ask for;
+    # 2. that of the cluster in the folder `flink_cluster`, where `beamjax flink up` runs;
+    # 3. one that is started for the option `flink_master`;
+    # 4. that of the cluster in the default folder, if it runs;
+    # 5. one that is started with a Flink inside of it.
     flink = options.view_as(FlinkRunnerOptions)
     given = options.get_all_options(drop_default=True)
     if job_servers.names_one(options, "flink") or _asks_for_version(options):
@@ -103,10 +97,8 @@ def rest_of(options: PipelineOptions) -> FlinkRest | None:
 
 
 def rename(options: PipelineOptions) -> None:
-    """Gives the job of a pipeline a name of its own, by which Flink knows it.
-
-    A run that starts its job again cancels the one before. A name that the user gave stays.
-    """
+    """Gives the job of a pipeline a name of its own, by which Flink knows it."""
+    # A run that starts its job again cancels the one before, and must not cancel the new one.
     named = options.view_as(GoogleCloudOptions)
     if rest_of(options) is not None and (named.job_name or "").startswith(guard.PREFIX):
         named.job_name = f"{named.job_name}-{secrets.token_hex(4)}"
@@ -122,11 +114,7 @@ def is_running(options: PipelineOptions) -> bool:
 
 
 def wait(options: PipelineOptions) -> None:
-    """Waits for the end of the job of a pipeline, without its job server.
-
-    Raises:
-      RuntimeError: it failed, or Flink does not answer any more.
-    """
+    """Waits for the end of the job of a pipeline, without its job server."""
     rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
     assert rest is not None
     try:
@@ -140,10 +128,8 @@ def wait(options: PipelineOptions) -> None:
 
 
 def cancel(options: PipelineOptions) -> None:
-    """Ends the jobs of a pipeline on its cluster, and warns of those that go on.
-
-    The cancellation of Beam's job servers may leave them running, with all their slots.
-    """
+    """Ends the jobs of a pipeline on its cluster, and warns of those that go on."""
+    # The cancellation of Beam's job servers may leave them running, with all their slots.
     rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
     if rest is None or not name:
         endpoint = options.view_as(PortableOptions).job_endpoint
@@ -182,12 +168,7 @@ def gone(options: PipelineOptions) -> WorkerError | None:
 
 
 class Progress:
-    """Looks for the reason why the job of a pipeline does not get on, see `launch.Look`.
-
-    Args:
-      options: the options of the pipeline.
-      attempts: see `reason_of`.
-    """
+    """Looks for the reason why the job of a pipeline does not get on; see `spec.Look`."""
 
     SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
     SECONDS_OF_SILENCE = 15.0

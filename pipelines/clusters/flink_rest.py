@@ -19,21 +19,12 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True)
 class FlinkRest:
-    """The REST API of a cluster.
+    """The REST API of a cluster."""
 
-    Attributes:
-      address: its URL, without a path.
-    """
-
-    address: str
+    address: str  # a URL without a path
 
     def ask(self, path: str, method: str = "GET") -> Any:
-        """The answer to a request.
-
-        Raises:
-          OSError: the job manager does not answer.
-          ValueError: the answer is no JSON.
-        """
+        """The answer to a request; OSError if there is none, ValueError if it is no JSON."""
         # Not by a proxy: a cluster is in the same network.
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"{self.address}/{path}", method=method)
@@ -57,20 +48,10 @@ class FlinkRest:
         return [job for job in self.named(name) if job["state"] not in ENDED]
 
     def cancel(self, name: str, seconds: float) -> list[str]:
-        """Cancels all jobs of a name, waits for the first one to arrive, and for their end.
-
-        Args:
-          name: the name of the jobs.
-          seconds: how long to wait.
-
-        Returns:
-          The ids of the jobs that have not ended.
-
-        Raises:
-          OSError: the job manager does not answer.
-        """
+        """Cancels all jobs of a name, and waits; returns the ids of those that have not ended."""
         end = time.monotonic() + seconds
         while True:
+            # None yet is no reason to stop: a job server may submit the job after a cancellation.
             jobs = self.named(name)
             left = [job for job in jobs if job["state"] not in ENDED]
             for job in left:
@@ -101,20 +82,9 @@ class FlinkRest:
 def check(
     rest: FlinkRest, version: str | None, parallelism: int | None, owns_strategy: bool
 ) -> list[str]:
-    """Checks that a cluster can run pipelines.
-
-    Args:
-      rest: its REST API.
-      version: the version that the job server needs, such as "1.16"; None if it is not known.
-      parallelism: the number of slots that a pipeline takes; None if it is not given.
-      owns_strategy: whether the job server sets a restart strategy of its own.
-
-    Returns:
-      What may be a mistake, as texts.
-
-    Raises:
-      OptionsError: pipelines can't run there.
-    """
+    """Raises OptionsError if pipelines can't run on a cluster; returns doubts for the log."""
+    # `version` is what the job server needs, such as "1.16", None for a job server of others;
+    # `owns_strategy` says that the job server sets a restart strategy of its own.
     where = f"flink_master: {rest.address}"
     try:
         found = rest.ask("config")["flink-version"]
@@ -167,22 +137,16 @@ _NO_SLOTS = "NoResourceAvailableException"
 
 
 def reason_of(failures: list[tuple[int, str]], pool: str, attempts: int) -> str | None:
-    """Why a job does not get on, if its failures show it; None if they don't.
-
-    Args:
-      failures: see `FlinkRest.failures`.
-      pool: the address of the pools of workers, as task managers see it.
-      attempts: the number of failures of one kind from which on it is a reason. A pool may just
-        have been restarted.
-    """
+    """Why a job does not get on, if its failures show it; None if they don't."""
     refusals = {}
     for moment, text in failures:
         refused = _REFUSED.search(text)
+        # By the port alone: each task manager writes the name of the host in its own way.
         if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
             refusals[moment] = refused[0]
         if _NO_SLOTS in text:
             return "Flink has no slots for it: other jobs have them, or task managers are gone"
-    if len(refusals) < attempts:
+    if len(refusals) < attempts:  # the pool may just be restarted
         return None
     return (
         f"a task manager can't reach its pool of workers at {pool} ({refusals[max(refusals)]}); "

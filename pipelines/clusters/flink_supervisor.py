@@ -34,13 +34,7 @@ _LOG = logging.getLogger("beamjax")
 
 
 class Supervisor:
-    """The servers of a cluster that runs in this process.
-
-    Attributes:
-      folder: the folder of its logs.
-      cluster: the cluster.
-      servers: its servers by name.
-    """
+    """The servers of a cluster, by name, that run as children of this process."""
 
     def __init__(self, folder: Path, cluster: Cluster, servers: dict[str, ServerProcess]):
         self.folder = folder
@@ -50,12 +44,7 @@ class Supervisor:
         self._failure: OptionsError | None = None
 
     def wait(self) -> None:
-        """Waits until the cluster can't continue.
-
-        Raises:
-          OptionsError: its job manager or its job server has ended; the message has the end of its
-            log.
-        """
+        """Waits until the cluster can't continue; then raises OptionsError."""
         self._over.wait()
         if self._failure is not None:
             raise self._failure
@@ -88,21 +77,11 @@ class Supervisor:
 
 @contextlib.contextmanager
 def running(folder: Path | str, settings: Settings | None = None) -> Iterator[Supervisor]:
-    """A context in which a cluster runs, as servers of this process.
-
-    Launchers find it in the folder. If this process is killed, the servers end as well.
-
-    Args:
-      folder: the folder for its logs; created for this user only.
-      settings: how to start it.
-
-    Raises:
-      OptionsError: another cluster runs in the folder, another user can write to it, or the cluster
-        does not start; the message then has the end of the log of the server that failed.
-    """
+    """A context in which a cluster runs, whose folder has its logs; launchers find it there."""
     folder = Path(folder).absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     trust.check_folder(folder, "flink up")
+    # The lock is what says that the cluster runs: it ends with this process, however it dies.
     lock = locks.try_lock(folder / locks.NAME, _SECONDS_TO_LOCK)
     if lock is None:
         raise OptionsError(

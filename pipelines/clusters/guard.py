@@ -2,8 +2,7 @@
 
 A killed launcher can't clean up, so this file runs as a process beside it. It runs a job server and
 stops it, or it cancels the pipelines on a Flink cluster, which would otherwise hold slots for
-results that no process reads. It imports the standard library only, so that it starts quickly and
-takes little memory.
+results that no process reads. It imports the standard library only, to start quickly.
 """
 
 from __future__ import annotations
@@ -36,26 +35,14 @@ _ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
 
 
 def guarded(command: list[str], folder: str = "") -> list[str]:
-    """A command that runs another one, and stops it when the process that starts it ends.
-
-    Args:
-      command: the command and its arguments.
-      folder: a folder to remove when the command has been stopped. The launcher can't always do
-        this: an interrupt may end its exit handlers.
-    """
+    """A command that runs another one, and stops it when the process that starts it ends."""
+    # `folder` is removed when the command has been stopped. The launcher can't always do this: an
+    # interrupt may end its exit handlers.
     return [sys.executable, "-I", "-S", __file__, "run", folder, *command]
 
 
 def run(command: list[str], folder: str = "") -> int:
-    """Runs a command until it ends, the parent of this process ends, or a signal arrives.
-
-    Args:
-      command: the command and its arguments.
-      folder: see `guarded`. If the command ends by itself, the launcher reads its log there.
-
-    Returns:
-      The exit status of the command.
-    """
+    """Runs a command until it ends, the parent ends, or a signal arrives; returns its status."""
     parent = os.getppid()
     stopping = False
 
@@ -69,6 +56,7 @@ def run(command: list[str], folder: str = "") -> int:
     # A process whose parent ends gets another parent.
     while not stopping and os.getppid() == parent:
         try:
+            # The folder stays: the launcher reads the log in it.
             return child.wait(_SECONDS_TO_NOTICE)
         except subprocess.TimeoutExpired:
             continue
@@ -85,16 +73,9 @@ def run(command: list[str], folder: str = "") -> int:
 
 @functools.cache
 def watched(address: str, launcher: int) -> str:
-    """Starts a process that cancels the pipelines of this process if this process is killed.
-
-    Args:
-      address: the URL of the job manager.
-      launcher: the pid of this process; part of the cache key, since a forked process needs its
-        own.
-
-    Returns:
-      What the job names of these pipelines must begin with.
-    """
+    """Starts a process that cancels this process's pipelines if it is killed; their job name."""
+    # `launcher` is the pid of this process. It is in the key of the cache, since a forked process
+    # needs a guard of its own.
     name = f"{PREFIX}{launcher}-{uuid.uuid4().hex[:12]}"
     command = [sys.executable, "-I", "-S", __file__, "cancel", str(launcher), address, name]
     # In a session of its own, Ctrl-C does not reach it: the launcher cancels its pipelines itself.
@@ -111,10 +92,9 @@ def watched(address: str, launcher: int) -> str:
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Lets the process of `watched` outlive this one, unless the block ends without an error.
-
-    A job server goes on to submit a pipeline after its launcher was interrupted.
-    """
+    """Lets the process of `watched` outlive this one, unless the block ends without an error."""
+    # A job server goes on to submit a pipeline after its launcher was interrupted. So there is no
+    # `finally` here: after an error, the pipeline stays in the set.
     pipeline = object()
     _needed.add(pipeline)
     yield
@@ -133,13 +113,7 @@ def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
 
 
 def cancel(launcher: int, address: str, name: str) -> None:
-    """Waits until a launcher ends, then cancels its pipelines.
-
-    Args:
-      launcher: the pid of the launcher, which is the parent of this process.
-      address: the URL of the job manager.
-      name: the beginning of the names of the pipelines.
-    """
+    """Waits until a launcher, the parent of this process, ends; then cancels its pipelines."""
     while os.getppid() == launcher:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     end = time.monotonic() + _SECONDS_TO_ARRIVE

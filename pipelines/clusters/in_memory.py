@@ -14,11 +14,10 @@ from beamjax.pipelines.worker import direct_worker
 
 
 class FnApiRunner(_beam_compat.FnApiRunner):
-    """Beam's runner, whose workers in the mode `multi_processing` watch their launcher.
+    """Beam's runner, whose workers in the mode `multi_processing` watch their launcher."""
 
-    Otherwise a worker that is starting while its launcher is killed would wait in Beam for a minute
-    for each of two connections.
-    """
+    # Otherwise a worker that is starting while its launcher is killed would wait in Beam for a
+    # minute for each of two connections.
 
     def run_via_runner_api(self, pipeline_proto: Any, options: PipelineOptions) -> Any:
         """Runs a pipeline."""

@@ -33,15 +33,7 @@ _LOG = logging.getLogger("beamjax")
 
 
 def classpath(name: str) -> Path:
-    """The folder with the jars of `java/<name>.xml`. Maven fetches them at the first call.
-
-    Args:
-      name: "flink" or "spark".
-
-    Raises:
-      OptionsError: there is no Maven or no JDK, Maven cannot fetch them, or they are not those of
-        `java/<name>.sha256`.
-    """
+    """The folder with the jars of `java/<name>.xml`, which Maven fetches at the first call."""
     pom, hashes = SOURCES / f"{name}.xml", SOURCES / f"{name}.sha256"
     purpose = f"the jars of {name.capitalize()}"
     folder = cache_folder(f"{name}-{_digest(pom, hashes)}")
@@ -81,15 +73,7 @@ def _check(fetched: Path, hashes: Path) -> None:
 
 
 def own_classes(jars: Path, *names: str) -> Path:
-    """A folder of classes that replace Beam's of the same names, for the front of a classpath.
-
-    Args:
-      jars: the folder that `classpath` returns.
-      *names: names of files in the folder `java`, which say what they are for.
-
-    Raises:
-      OptionsError: there is no JDK, or it cannot compile them.
-    """
+    """A folder of classes that replace Beam's of the same names, for the front of a classpath."""
     sources = [SOURCES / f"{name}.java" for name in names]
     folder = jars.parent / f"classes-{_digest(*sources)}"
     with locks.locked(jars.parent):
@@ -105,36 +89,20 @@ def own_classes(jars: Path, *names: str) -> Path:
 
 
 def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
-    """A command that runs a Java program.
-
-    Args:
-      heap: the size of the heap in MiB.
-      classes: folders of jars or of classes, as `classpath` and `own_classes` return them.
-      *arguments: options of Java, the main class, and its arguments.
-
-    Raises:
-      OptionsError: there is no Java.
-    """
+    """A command that runs a Java program, with a heap of so many MiB."""
     entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
     program = processes.require("java", "runner")
     return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
 
 
 def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str) -> list[str]:
-    """The arguments of `java` that run one of Beam's job servers.
-
-    Args:
-      driver: the main class, below `org.apache.beam.runners`.
-      ports: the ports for jobs and for artifacts. The expansion service is turned off.
-      folder: the folder for artifacts.
-      *arguments: arguments that only this job server takes.
-    """
+    """The arguments of `java` that run one of Beam's job servers, with ports for jobs and files."""
     return [
         f"org.apache.beam.runners.{driver}",
         "--job-host=localhost",
         f"--job-port={ports[0]}",
         f"--artifact-port={ports[1]}",
-        "--expansion-port=-1",
+        "--expansion-port=-1",  # no expansion service
         f"--artifacts-dir={folder / 'artifacts'}",
         *arguments,
     ]

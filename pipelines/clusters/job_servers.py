@@ -28,19 +28,12 @@ _HEAP = 1024  # MiB of the Java heap of a job server
 
 @dataclass
 class JobServer:
-    """A job server that is a child of this process.
-
-    Attributes:
-      endpoint: the address at which it takes jobs.
-      process: the process of its guard, which stops it if this process is killed.
-      folder: the folder of its log and its temporary files.
-      owner: the pid of the process that started it. Forked processes must not stop it.
-    """
+    """A job server that is a child of this process."""
 
     endpoint: str
-    process: subprocess.Popen[bytes]
-    folder: Path
-    owner: int
+    process: subprocess.Popen[bytes]  # its guard, which stops it if this process is killed
+    folder: Path  # of its log and its temporary files
+    owner: int  # the pid of the process that started it; forked processes must not stop it
 
     @property
     def log(self) -> Path:
@@ -54,20 +47,14 @@ class JobServer:
 
     @property
     def listens(self) -> bool:
-        """Whether a server takes connections at its port.
-
-        Raises:
-          OptionsError: it is that of another user.
-        """
+        """Whether a server takes connections at its port; OptionsError if it is another user's."""
         own_user.check_listener(self.endpoint)
         return processes.listens(processes.LOOPBACK, int(self.endpoint.rpartition(":")[2]))
 
     def answers(self) -> bool:
-        """Whether it takes jobs.
-
-        A server that was just killed may still appear alive, and its port may still accept
-        connections. So this waits until it answers a request.
-        """
+        """Whether it takes jobs."""
+        # A server that was just killed may still appear alive, and its port may still accept
+        # connections. So this waits until it answers a request.
         end = time.monotonic() + _SECONDS_TO_ANSWER
         with grpc.insecure_channel(self.endpoint) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -96,17 +83,8 @@ _lock = threading.Lock()
 
 
 def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) -> JobServer:
-    """The job server of this process for a key. It is started if there is none or it has ended.
-
-    Args:
-      name: the name of the server, for messages.
-      key: identifies the server.
-      command: returns the command line for three free ports and a folder. The server takes jobs at
-        the first port.
-
-    Raises:
-      OptionsError: it does not start; the message has the end of its log.
-    """
+    """The job server of this process for a key. It is started if there is none or it has ended."""
+    # `command` gets three free ports, at the first of which the server takes jobs, and a folder.
     with _lock:
         found = _servers.get(key)
         if found is None or not found.answers():
@@ -136,20 +114,8 @@ def connected_to_java(
     embedded: bool,
     java_options: Sequence[str] = (),
 ) -> PipelineOptions:
-    """Options with the endpoint of one of Beam's Java job servers, which is started if need be.
-
-    Args:
-      options: Beam's options.
-      name: "Flink" or "Spark".
-      driver: the main class of the job server, below `org.apache.beam.runners`.
-      arguments: its arguments, which say where and how it runs jobs.
-      embedded: whether it runs jobs itself, with threads of this process as workers.
-      java_options: options of its Java.
-
-    Raises:
-      OptionsError: there is no Java, or the job server does not start.
-    """
-    if embedded:
+    """Options with the endpoint of one of Beam's Java job servers, which is started if need be."""
+    if embedded:  # it runs jobs itself, with threads of this process as workers
         options = with_defaults(options, environment_type="LOOPBACK")
     classpath = jars.classpath(name.lower())
     # A cluster has Beam's jars, so they are not sent with each pipeline.

@@ -47,12 +47,10 @@ SUMS = {"2.77.0": "h1:RsC61pHEvtySEHAURQyP/+CVOJm/hy5hewuG9JF0+Ow="}
 
 
 class PrismRunner(_beam_compat.PrismRunner):
-    """Beam's runner, for pipelines of any duration.
+    """Beam's runner, for pipelines of any duration."""
 
-    Beam's own stops listening to a job after `job_server_timeout`, the time limit for Prism to
-    accept it.
-    """
-
+    # Beam's own stops listening to a job after `job_server_timeout`, the time limit for Prism to
+    # accept it.
     def create_job_service_handle(self, job_service: Any, options: PipelineOptions) -> Any:
         """The connection for one pipeline."""
         handle = super().create_job_service_handle(job_service, options)
@@ -60,11 +58,7 @@ class PrismRunner(_beam_compat.PrismRunner):
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with the job server of a `PrismRunner`, which is started if need be.
-
-    Raises:
-      OptionsError: Prism can't be found, downloaded or built, or does not start.
-    """
+    """Options with the job server of a `PrismRunner`, which is started if need be."""
     options = job_servers.with_defaults(options, environment_type="LOOPBACK")
     if options.view_as(PortableOptions).job_endpoint:
         return options
@@ -82,11 +76,7 @@ def connected(options: PipelineOptions) -> PipelineOptions:
 
 
 def locate(options: PipelineOptions | None = None) -> str:
-    """The path of Prism: the one that the options name, or one that beamjax builds.
-
-    Raises:
-      OptionsError: it can't be found, downloaded or built.
-    """
+    """The path of Prism: the one that the options name, or one that beamjax builds."""
     options = PipelineOptions([]) if options is None else options
     given = options.view_as(PrismRunnerOptions)
     location = given.prism_location
@@ -110,11 +100,7 @@ def locate(options: PipelineOptions | None = None) -> str:
 
 
 def _on_path() -> str:
-    """A sentence about a Prism on `PATH`; "" if there is none.
-
-    It is not used by default: its version of Beam is unknown, and Prism from Beam's releases
-    listens at all addresses.
-    """
+    """A sentence about a Prism on `PATH`, which is not used by default; "" if there is none."""
     found = shutil.which("prism")
     if found is None:
         return ""
@@ -137,15 +123,10 @@ def is_installed() -> bool:
 
 
 def install() -> str:
-    """Builds Prism from the installed version of Beam, and returns its path.
-
-    One line of its source is changed, so that it listens at a loopback address, and answers its
-    own user only. Beam's Prism listens at all addresses and has no option to change that, and any
-    client that reaches it can run any code on this machine.
-
-    Raises:
-      OptionsError: there is no Go, the build fails, or the source is not the expected one.
-    """
+    """Builds Prism from the installed version of Beam, and returns its path."""
+    # One line of its source is changed, so that it listens at a loopback address, and answers its
+    # own user only. Beam's Prism listens at all addresses and has no option to change that, and any
+    # client that reaches it can run any code on this machine.
     target = installed()
     with locks.locked(target.parent):
         if not target.exists():

@@ -22,19 +22,12 @@ _SECONDS_TO_STOP = 10.0
 
 @dataclass
 class ServerProcess:
-    """A server that this process has started, and that ends with this process.
+    """A server that this process has started, and that ends with this process."""
 
-    Attributes:
-      name: the stem of its log.
-      command: its command line.
-      folder: the folder of its log.
-      process: the process that leads its process group.
-    """
-
-    name: str
+    name: str  # the stem of its log
     command: tuple[str, ...]
-    folder: Path
-    process: subprocess.Popen[bytes]
+    folder: Path  # of its log
+    process: subprocess.Popen[bytes]  # leads its process group
 
     @property
     def log(self) -> Path:
@@ -185,11 +178,7 @@ def missing(*tools: str) -> str:
 
 
 def require(tool: str, purpose: str) -> str:
-    """The path of a program.
-
-    Raises:
-      OptionsError: it is not there; the message says what to install.
-    """
+    """The path of a program; OptionsError with what to install if it is not there."""
     found = find(tool)
     if found is None:
         raise OptionsError(f"{purpose}: found no `{tool}` on PATH; install {_HELP[tool]}")
@@ -203,21 +192,7 @@ def run(
     advice: str = "",
     folder: Path | None = None,
 ) -> str:
-    """Runs a program to its end.
-
-    Args:
-      command: the program and its arguments.
-      purpose: what it is run for, for the message.
-      environment: environment variables in addition to those of this process.
-      advice: what may help if it fails, for the message.
-      folder: its working directory; by default that of this process.
-
-    Returns:
-      Its stdout.
-
-    Raises:
-      OptionsError: it fails; the message has the last lines of its output.
-    """
+    """Runs a program to its end, and returns its stdout; OptionsError if it fails."""
     with subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,

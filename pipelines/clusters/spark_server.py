@@ -24,11 +24,7 @@ task."""
 
 
 def connected(options: PipelineOptions) -> PipelineOptions:
-    """Options with the job server of a `SparkRunner`, which is started if need be.
-
-    Raises:
-      OptionsError: there is no Java, or the job server does not start.
-    """
+    """Options with the job server of a `SparkRunner`, which is started if need be."""
     if job_servers.names_one(options, "spark"):
         return options
     master = options.view_as(SparkRunnerOptions).spark_master_url

@@ -1,8 +1,8 @@
 """A pool of Beam's SDK workers: threads of one process that keeps loaded modules between jobs.
 
-Beam's own pool identifies workers by their ids, but all task managers of Flink use the same ids. So
-it stops the worker of one task manager when another asks for one. This pool identifies a worker by
-its id and by the connection that asked for it.
+Beam's own pool identifies workers by their ids. All task managers of Flink use the same ids, so it
+stops the worker of one when another asks for one. This pool identifies a worker by its id and by
+the connection that asked for it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,9 @@ _LOG = logging.getLogger("beamjax")
 
 
 def serve(host: str, port: int, loaded: threading.Event) -> Any:
-    """Starts a pool in this process and returns its server.
-
-    Args:
-      host: the address to listen at. Clients of this user and on other machines that reach it can
-        run any code in this process.
-      port: the port to listen at.
-      loaded: set when the modules are loaded; until then, requests to start a worker wait.
-
-    Raises:
-      RuntimeError: another process listens there.
-    """
+    """Starts a pool in this process and returns its server; requests wait until `loaded` is set."""
+    # Clients of this user, and on other machines that reach the address, can run any code in this
+    # process.
     import grpc
 
     from beamjax.pipelines import own_user
@@ -81,11 +73,9 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
             return api.StopWorkerResponse()
 
         def run(self, key: tuple[str, str], worker: Any) -> None:
-            """Runs a worker until it is stopped, or the connection to its runner ends.
-
-            A runner that connects again is another peer, which can't stop it with `StopWorker`. So
-            the worker has to clean up itself.
-            """
+            """Runs a worker until it is stopped, or the connection to its runner ends."""
+            # A runner that connects again is another peer, which can't stop it with `StopWorker`.
+            # So the worker has to clean up itself.
             try:
                 worker.run()
             except Exception as error:

@@ -32,23 +32,14 @@ _S3_VARIABLES = {
 
 @dataclass(frozen=True)
 class Connection:
-    """A runner with its options.
-
-    Attributes:
-      runner: Beam's runner.
-      options: beamjax's options; on Dataflow with a `work_folder` that workers can reach.
-      flags: Beam's options.
-      spec: what is known of the runner.
-      shared: whether workers are threads of this process, which see its memory.
-      spread: whether there are several workers, so that elements must be redistributed.
-    """
+    """A Beam runner with its options."""
 
     runner: Any
-    options: Options
+    options: Options  # on Dataflow with a `work_folder` that workers can reach
     flags: PipelineOptions
     spec: RunnerSpec
-    shared: bool
-    spread: bool
+    shared: bool  # workers are threads of this process, which see its memory
+    spread: bool  # there are several workers, so that elements must be redistributed
 
     @property
     def is_one_process(self) -> bool:
@@ -57,28 +48,14 @@ class Connection:
 
     @property
     def threads(self) -> int:
-        """The largest number of threads that compute the shards of a bundle on a CPU.
-
-        One, unless a single worker has the machine for itself.
-        """
+        """The largest number of threads that compute the shards of a bundle on a CPU."""
+        # One, unless a single worker has the machine for itself.
         alone = self.shared and self.spec.one_bundle and not self.spread
         return computing_threads(self.options) if alone else 1
 
 
 def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
-    """A connection for pipelines that beamjax makes and waits for.
-
-    A job server that the runner needs is started, unless this process has started it before.
-
-    Args:
-      runner: a name or an instance of a Beam runner.
-      options: the options of the run.
-      dry: whether nothing will be run, so that no credentials are needed.
-
-    Raises:
-      OptionsError: the runner is unknown or not available, an option does not fit it, or there are
-        no credentials for it.
-    """
+    """A connection for pipelines that beamjax makes and waits for; see `RunnerSpec.connect`."""
     _check_ipython()
     runner = make_runner(runner)
     spec, flags = spec_of(runner), _flags_of(options)
@@ -94,11 +71,7 @@ def connect(runner: Any, options: Options, dry: bool = False) -> Connection:
 
 
 def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
-    """The connection of a user's own pipeline, which may run after this process has ended.
-
-    Raises:
-      OptionsError: workers can't reach the `work_folder`.
-    """
+    """The connection of a user's own pipeline, which may run after this process has ended."""
     runner, flags = pipeline.runner, pipeline.options
     spec = spec_of(runner)
     options, shared = spec.attach(options, flags), spec.shares_memory(runner, flags)
@@ -106,11 +79,7 @@ def connection_of(pipeline: beam.Pipeline, options: Options) -> Connection:
 
 
 def make_runner(runner: Any) -> Any:
-    """The runner for a name or an instance.
-
-    Raises:
-      OptionsError: Beam does not know the name, or `runner` is something else.
-    """
+    """The runner for a name or an instance; OptionsError for anything else."""
     if isinstance(runner, beam.runners.PipelineRunner):
         return runner
     if not isinstance(runner, str):

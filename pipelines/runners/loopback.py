@@ -1,11 +1,4 @@
-"""Makes the servers that Beam opens in this process private to this user.
-
-If the workers of Beam's in-memory runner are processes, or threads connected by gRPC, Beam opens
-servers for them at all addresses of the machine, and has no option to change that. A client that
-reaches them can act as a worker. If the workers of another runner are threads of this process, the
-runner requests them from a server here. A client that reaches that server can run any code in this
-process. Legitimate clients connect to "localhost" in any case, as this user.
-"""
+"""Makes the servers that Beam opens in this process private to this user."""
 
 from __future__ import annotations
 
@@ -18,6 +11,12 @@ from typing import Any
 from beamjax._beam_compat import redirect_submission_files, server_modules
 from beamjax.pipelines.clusters.processes import LOOPBACK
 from beamjax.pipelines.own_user import OwnUserOnly
+
+# If the workers of Beam's in-memory runner are processes, or threads connected by gRPC, Beam opens
+# servers for them at all addresses of the machine, and has no option to change that. A client that
+# reaches them can act as a worker. If the workers of another runner are threads of this process,
+# the runner requests them from a server here. A client that reaches that server can run any code in
+# this process. Legitimate clients connect to "localhost" in any case, as this user.
 
 EVERYWHERE, HERE = "[::]:", f"{LOOPBACK}:"
 """Addresses in Beam's code, and their replacement. It is one address and not "localhost", which may
@@ -84,11 +83,9 @@ _folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("folder", d
 
 @contextlib.contextmanager
 def submission_files_in(folder: str) -> Iterator[None]:
-    """A context in which Beam creates its folders for a submission inside of this folder.
-
-    For runners other than its in-memory one, Beam creates a folder for the files of each
-    environment and never removes it.
-    """
+    """A context in which Beam creates its folders for a submission inside of this folder."""
+    # For runners other than its in-memory one, Beam creates a folder for the files of each
+    # environment and never removes it.
     token = _folder.set(folder)
     try:
         yield

@@ -16,40 +16,26 @@ Look = Callable[[], BeamjaxError | None]
 
 
 class RunnerSpec:
-    """What beamjax knows of a Beam runner. This class serves any runner, cautiously.
+    """What beamjax knows of a Beam runner. This class serves any runner, cautiously."""
 
-    A runner that needs more has a subclass in a module of its own, and an entry in `table.py`. Its
-    methods import Beam, not its module: names and threads of runners are also needed without Beam.
+    # A runner that needs more has a subclass in a module of its own, and an entry in `table.py`.
+    # Its methods import Beam, not its module: names and threads of runners are also needed without
+    # Beam.
 
-    Attributes:
-      name: the name by which users choose the runner.
-      class_name: the name of the class of its instances, if it is another one.
-      in_this_process: whether the runner itself runs in this process.
-      holds_elements: whether it holds the output of a step in memory until another step can start.
-      one_bundle: whether it gives a worker one bundle at a time.
-      replaces_workers: whether it notices that a worker process died, and starts another one.
-      outlives_launcher: whether its workers may be on other hosts, and end if that of the launcher
-        dies. Not for Dataflow, whose launcher is often a laptop that may sleep for a while.
-      seconds_alone: seconds after which a job whose workers all died starts again, the first time.
-      all_flags_known: whether Beam's Python SDK knows all of its flags.
-    """
-
-    name = ""
-    class_name = ""
-    in_this_process = False
-    holds_elements = False
-    one_bundle = False
-    replaces_workers = True
+    name = ""  # by which users choose the runner
+    class_name = ""  # of its instances, if it is another one
+    in_this_process = False  # the runner itself runs in this process
+    holds_elements = False  # it holds the output of a step in memory until another step can start
+    one_bundle = False  # it gives a worker one bundle at a time
+    replaces_workers = True  # it notices that a worker process died, and starts another one
+    # Its workers may be on other hosts, and end if that of the launcher dies. Not for Dataflow,
+    # whose launcher is often a laptop that may sleep for a while.
     outlives_launcher = False
-    seconds_alone = 30.0
-    all_flags_known = False
+    seconds_alone = 30.0  # until a job whose workers all died starts again, the first time
+    all_flags_known = False  # Beam's Python SDK knows all of its flags
 
     def create(self, name: str) -> Any:
-        """A new instance of the runner with this name.
-
-        Raises:
-          ValueError, ImportError, AttributeError: Beam can't import it.
-        """
+        """A new instance of the runner with this name."""
         import apache_beam as beam
 
         return beam.runners.create_runner(name)
@@ -57,24 +43,12 @@ class RunnerSpec:
     def connect(
         self, options: Options, flags: PipelineOptions, dry: bool = False
     ) -> tuple[Options, PipelineOptions]:
-        """Completes the options of a run. A job server that the runner needs is started.
-
-        Args:
-          options: beamjax's options.
-          flags: Beam's options.
-          dry: whether nothing will be run, so that no credentials are needed.
-
-        Raises:
-          OptionsError: an option does not fit the runner, or the runner is not available.
-        """
+        """Completes the options of a run. A job server that the runner needs is started."""
+        # With `dry`, nothing will be run, so no credentials are needed.
         return options, flags
 
     def attach(self, options: Options, flags: PipelineOptions) -> Options:
-        """Completes the options of a `transform` in a user's own pipeline.
-
-        Raises:
-          OptionsError: workers can't reach the `work_folder`.
-        """
+        """Completes the options of a `transform` in a user's own pipeline."""
         return options
 
     def shares_memory(self, runner: Any, flags: PipelineOptions) -> bool:
@@ -86,11 +60,7 @@ class RunnerSpec:
         return True
 
     def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
-        """Whether the launching process is the worker, and the threads of a worker process.
-
-        Args:
-          flags: Beam's options by name, as they are given.
-        """
+        """Whether the launching process is the worker, and the threads of a worker process."""
         return False, 1
 
     def missing(self) -> str:
@@ -103,12 +73,7 @@ class RunnerSpec:
         """Prepares the options of a new pipeline."""
 
     def progress(self, flags: PipelineOptions, attempts: int = 3) -> Look:
-        """A look for the reason why a pipeline does not get on.
-
-        Args:
-          flags: the options of the pipeline.
-          attempts: the number of failures of a worker after which it counts as unreachable.
-        """
+        """Looks why a pipeline does not get on; a worker is unreachable after so many failures."""
         return lambda: None
 
     def goes_on(self, flags: PipelineOptions) -> bool:
@@ -116,11 +81,7 @@ class RunnerSpec:
         return False
 
     def wait(self, flags: PipelineOptions) -> None:
-        """Waits for the end of a job that goes on.
-
-        Raises:
-          RuntimeError: it failed.
-        """
+        """Waits for the end of a job that goes on; RuntimeError if it fails."""
 
     def gone(self, flags: PipelineOptions) -> BeamjaxError | None:
         """The error of a cluster that does not answer any more, after a pipeline failed."""

@@ -20,11 +20,7 @@ NAMES = tuple(spec.name for spec in RUNNERS)
 
 
 def spec_of(runner: Any) -> RunnerSpec:
-    """What is known of a runner.
-
-    Args:
-      runner: its name, as Beam takes it: in any case, and without "Runner"; or an instance.
-    """
+    """What is known of a runner: a name as Beam takes it, or an instance."""
     if isinstance(runner, str):
         return _BY_NAME.get(short(runner), OTHER)
     # By the names of classes: those of Dataflow can't be imported without its packages.
@@ -33,7 +29,7 @@ def spec_of(runner: Any) -> RunnerSpec:
 
 
 def short(name: str) -> str:
-    """The name of a runner as it is compared."""
+    """The name of a runner as Beam compares it: in any case, and without "Runner"."""
     return name.lower().removesuffix("runner")
 
 

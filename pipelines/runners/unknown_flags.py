@@ -21,22 +21,12 @@ only 0.71."""
 
 
 def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -> None:
-    """Refuses unknown flags.
-
-    Beam's Python SDK knows all flags of its in-memory runner and of Dataflow. A run in this process
-    accepts the same flags. Job servers have further flags that it does not know, so for other
-    runners a flag is only refused if its name is close to that of a known flag.
-
-    Args:
-      flags: flags such as `--direct_num_workers=2`, without those of beamjax.
-      runner: the name of the runner.
-      others: further names to suggest.
-
-    Raises:
-      OptionsError: a flag is unknown, or Beam refuses its value.
-    """
+    """Raises OptionsError for flags of Beam that are unknown, or whose value Beam refuses."""
     if not flags:
         return
+    # Beam's Python SDK knows all flags of its in-memory runner and of Dataflow. A run in this
+    # process accepts the same flags. Job servers have further flags that it does not know, so for
+    # other runners a flag is only refused if its name is close to that of a known flag.
     complete = runner == "local" or spec_of(runner).all_flags_known
     # Beam takes the flags of all classes that are imported.
     known = PipelineOptions([]).view_as(ClusterOptions).get_all_options()
