@@ -18,19 +18,12 @@ BLOCKS = BlockCache()
 
 
 class SourceBlock(NamedTuple):
-    """Members that are decoded together.
+    """Members that are decoded together."""
 
-    Attributes:
-        number: the number of the row group or the like within the source.
-        start: the first row of the block in the row group; 0 unless it is one piece of several.
-        first: the first member, numbered within the source.
-        last: the end of the members (exclusive).
-    """
-
-    number: int
-    start: int
-    first: int
-    last: int
+    number: int  # of the row group or the like within the source
+    start: int  # the first row in the row group; 0 unless the block is one piece of several
+    first: int  # the first member, numbered within the source
+    last: int  # exclusive
 
 
 def ends_of(counts: Sequence[int]) -> np.ndarray:

@@ -84,10 +84,7 @@ def _first_outside(array: np.ndarray, x64: bool) -> tuple[int, ...] | None:
 
 
 def _outside(array: np.ndarray) -> np.ndarray | None:
-    """A mask of the 64-bit integers that would wrap in 32 bits; None if none would.
-
-    The array is not empty.
-    """
+    """A mask of the 64-bit integers of an array, not empty, that would wrap in 32 bits, if any."""
     limits = np.iinfo(NARROW[array.dtype.newbyteorder("=")])
     # Usually nothing would wrap. Finding the extremes allocates no array of this size.
     if limits.min <= array.min() and array.max() <= limits.max:

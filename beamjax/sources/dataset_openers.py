@@ -59,13 +59,7 @@ def opener_name(opener: Any) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class OpenedBy:
-    """A dataset, described by the call that opens it.
-
-    Attributes:
-      module: the module of the function.
-      name: the name of the function in the module.
-      kwargs: the arguments of the call, which JSON can hold.
-    """
+    """A dataset, described by the call that opens it."""
 
     module: str
     name: str

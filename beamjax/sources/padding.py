@@ -37,11 +37,9 @@ def padded_rows(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def without_padding(arrays: Sequence[np.ndarray], ragged: Sequence[int]) -> list[np.ndarray] | None:
-    """Replaces the padding of each member by repetitions of its own rows.
-
-    The check then compares results without padding to results with padding. Padding in both would
-    hide some effects: the maximum of negative rows is 0 with any padding.
-    """
+    """Replaces the padding of each member by repetitions of its own rows."""
+    # The check then compares results without padding to results with padding. Padding in both
+    # would hide some effects: the maximum of negative rows is 0 with any padding.
     if not len(arrays[ragged[0]]):
         return None
     # A row that is zero in all arrays, the mask included if the body reads it, is padding.
@@ -88,10 +86,7 @@ def same_values(
     less: Sequence[np.ndarray],
     more: Sequence[np.ndarray],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs the results of a body with less padding with those with more padding.
-
-    Results whose shapes depend on the padding are left out.
-    """
+    """Pairs the results of a body with less padding with those with more, of equal shapes."""
     for (left, right), x, y in zip(buffers, less, more, strict=False):
         for a, b in zip(left.reductions, right.reductions, strict=True):
             if a.size == b.size:
@@ -174,10 +169,7 @@ def _rows_of(source: Source, start: int, stop: int) -> np.ndarray | None:
 
 
 def padding_text(source: Source, shard_size: int, short: bool) -> str:
-    """Describes the bytes that a pass over ragged members reads, and the share of padding.
-
-    It is "" if the lengths are not known before the members are read.
-    """
+    """The bytes that a pass over ragged members reads, and the share of padding; "" if unknown."""
     n, buckets = len(source), np.array(buckets_of(source))
     shards = np.zeros(len(buckets), np.int64)
     rows = padded = 0

@@ -1,8 +1,4 @@
-"""What beamjax knows of its own sources, beyond the protocol `Source`.
-
-Members are in files (`FileSource`), made of those of other sources (`DerivedSource`), or padded
-(`RaggedMembers`).
-"""
+"""What beamjax knows of its own sources, beyond the protocol `Source`."""
 
 from __future__ import annotations
 
@@ -16,19 +12,14 @@ from beamjax.sources.source_base import Source, StreamSource, row_text, spec_of
 
 
 class FileSource(Source):
-    """Members in files or the like, as beamjax reads them.
+    """Members in files or the like, as beamjax reads them."""
 
-    Attributes:
-      wraps: whether 64-bit integers may wrap while JAX computes with 32 bits. Those of arrays in
-        memory wrap, as under `jax.jit`, and so may those in files of a run, which were checked when
-        they were written. In all other sources, integers that would wrap are refused.
-      block_bytes: bytes of members that are decoded to read any one of them; 0 without blocks.
-      by_member: whether each member is read by itself.
-    """
-
+    # Whether 64-bit integers may wrap while JAX computes with 32 bits. Those of arrays in memory
+    # wrap, as under `jax.jit`, and so may those in files of a run, which were checked when they
+    # were written. In all other sources, integers that would wrap are refused.
     wraps = False
-    block_bytes = 0
-    by_member = False
+    block_bytes = 0  # bytes of members that are decoded to read any one of them
+    by_member = False  # each member is read by itself
 
     def identity(self) -> tuple[Any, list[str]]:
         """Describes what the members depend on, to detect a changed source."""
@@ -70,10 +61,8 @@ class RaggedMembers(Source):
     @property
     @abc.abstractmethod
     def buckets(self) -> tuple[int, ...]:
-        """Numbers of rows to which `read_short` pads ragged members, ascending.
-
-        The last one is the number of rows in `leaves`. Empty if no leaf is ragged.
-        """
+        """Numbers of rows to which `read_short` pads, ascending; empty if no leaf is ragged."""
+        # The last one is the number of rows in `leaves`.
 
     @property
     @abc.abstractmethod

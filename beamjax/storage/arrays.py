@@ -1,20 +1,7 @@
-"""Arrays as bytes: raw little-endian data behind a checked header, never pickle.
+"""Arrays and a small JSON dictionary (`meta`) as bytes: raw little-endian data, never pickle.
 
-One buffer holds any number of arrays and a small JSON dictionary (`meta`)::
-
-    offset  0   8 bytes   magic b"\\x93BJARR\\r\\n"
-            8   uint16    format version (1)
-           10   uint16    reserved, zero
-           12   uint32    length of the JSON header, in bytes
-           16   uint64    length of the whole buffer, in bytes
-           24   uint32    crc32 of everything after the JSON header, padding included
-           28   uint32    crc32 of bytes 0..28 and of the JSON header
-           32   JSON      {"arrays": [{"dtype", "nbytes", "offset", "shape"}, ...], "meta": {...}}
-           64·k payloads  each at the next multiple of 64, C order; zeros between
-
-The bytes depend on the arrays and `meta` alone. Decoding copies nothing: the arrays are read-only
-views of the buffer. The header has at most 16 MiB, and every size in it is checked against the
-buffer before it is used, so a forged header can't cause a large allocation.
+The bytes depend on the arrays and `meta` alone. Decoding copies nothing. Every size in the header
+is checked against the buffer before it is used: a forged one can't cause a large allocation.
 """
 
 from __future__ import annotations
@@ -34,6 +21,16 @@ from beamjax.storage.dtypes import dtype_from_name, dtype_name
 from beamjax.storage.schema import MAX_JSON_BYTES, parse_json
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# offset  0   8 bytes   magic
+#         8   uint16    format version (1)
+#        10   uint16    reserved, zero
+#        12   uint32    length of the JSON header, in bytes
+#        16   uint64    length of the whole buffer, in bytes
+#        24   uint32    crc32 of everything after the JSON header, padding included
+#        28   uint32    crc32 of bytes 0..28 and of the JSON header
+#        32   JSON      {"arrays": [{"dtype", "nbytes", "offset", "shape"}, ...], "meta": {...}}
+#        64·k payloads  each at the next multiple of 64, C order; zeros between
 
 MAGIC = b"\x93BJARR\r\n"
 VERSION = 1
@@ -66,12 +63,7 @@ def plain_array(array: Any, where: str = "array") -> np.ndarray:
 
 @dataclass(frozen=True)
 class Joined:
-    """Flat arrays of one native dtype, which `encode_arrays` writes as one concatenated array.
-
-    Attributes:
-        parts: the arrays.
-        dtype: the dtype of all parts.
-    """
+    """Flat arrays of one native dtype, which `encode_arrays` writes as one concatenated array."""
 
     parts: Sequence[np.ndarray]
     dtype: np.dtype
@@ -172,11 +164,9 @@ def _checked_meta(meta: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _layout(views: list[np.ndarray | Joined], meta: dict[str, Any]) -> tuple[bytes, list[int], int]:
-    """JSON header, offset of each array, and total length.
-
-    Offsets are relative to the buffer, so they depend on the length of the header in which they
-    are written. The header is padded with spaces to the first length that is long enough.
-    """
+    """JSON header, offset of each array, and total length."""
+    # Offsets are relative to the buffer, so they depend on the length of the header in which they
+    # are written. The header is padded with spaces to the first length that is long enough.
     start = _CHECKED_PREFIX.size
     while True:
         offsets, position = [], start

@@ -1,8 +1,4 @@
-"""Small whole files on a local path or any URL that fsspec knows.
-
-A file is written atomically: readers see the whole file or none. Large local files are mapped to
-memory.
-"""
+"""Small whole files on a local path or any URL that fsspec knows, written atomically."""
 
 from __future__ import annotations
 
@@ -38,11 +34,9 @@ def join(folder: str, name: str) -> str:
 def write(
     path: str, data: bytes, *, keep: bool = False, make: bool = True, sync: bool = False
 ) -> None:
-    """Writes a file under a temporary name, and renames it.
-
-    With `keep`, an existing file of this name and size stays, for names that are hashes of the
-    content. With `sync`, the content is on the disk before the file is renamed.
-    """
+    """Writes a file under a temporary name, and renames it: readers see the whole file or none."""
+    # With `keep`, an existing file of this name and size stays, for names that are hashes of the
+    # content. With `sync`, the content is on the disk before the file is renamed.
     if is_url(path):
         remote().write(path, data, keep)
         return
@@ -59,10 +53,7 @@ def make_folder(folder: str) -> None:
 
 @patiently
 def read(path: str) -> memoryview:
-    """The whole content, read-only. A large local file is mapped, not read.
-
-    A local file must be a regular one: links, FIFOs and devices are errors.
-    """
+    """The whole content, read-only; a large local file is mapped. Links and devices are errors."""
     if is_url(path):
         return remote().read(path)
     with open(trust.open_regular(path), "rb") as file:
@@ -102,11 +93,9 @@ def folders(folder: str) -> list[str]:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes a folder with all that is in it. Errors are ignored.
-
-    It is for folders that nothing uses any more, except processes that do not know it yet. A local
-    folder is renamed first, so that they can't write to it while it is removed.
-    """
+    """Removes a folder with all that is in it. Errors are ignored."""
+    # It is for folders that nothing uses any more, except processes that do not know it yet. A
+    # local folder is renamed first, so that they can't write to it while it is removed.
     if is_url(folder):
         with contextlib.suppress(Exception):
             remote().remove_tree(folder)
@@ -188,10 +177,7 @@ def _write_local(path: str, data: bytes, keep: bool, sync: bool) -> None:
 
 @patiently
 def link(source: str, target: str) -> None:
-    """Gives a file a second name, as a link if possible; else copies it.
-
-    The file is never in memory as a whole.
-    """
+    """Gives a file a second name, as a link if possible; else copies it, a piece at a time."""
     if is_url(source) or is_url(target):
         remote().copy(source, target)
         return

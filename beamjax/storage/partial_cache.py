@@ -1,9 +1,4 @@
-"""A folder of arrays under content addresses, which runs of many processes share.
-
-A file is named after its address and is written atomically, so two processes may write one address
-at the same time. Its checksums are verified when it is read. The least recently used files are
-removed first.
-"""
+"""A folder of arrays under content addresses, which runs of many processes share."""
 
 from __future__ import annotations
 
@@ -32,12 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class PartialCache:
-    """Finds and stores arrays by address; thread-safe.
+    """Finds and stores arrays by address; thread-safe."""
 
-    Files of local folders count as used when they are read, those at URLs when they are written.
-    A process checks the limit before its first write, and each time that it has written a
-    sixteenth of it; in between, the files may exceed it.
-    """
+    # A file is named after its address and is written atomically, so two processes may write one
+    # address at the same time. The least recently used files are removed first; those of local
+    # folders count as used when they are read, those at URLs when they are written.
 
     def __init__(self, folder: str, limit: int = LIMIT) -> None:
         self.folder = folder
@@ -49,10 +43,7 @@ class PartialCache:
         self._written = limit
 
     def find(self, address: str) -> tuple[list[np.ndarray], dict[str, Any]] | None:
-        """The arrays of an address and the `meta` stored with them; None if there are none.
-
-        A file that is damaged or can't be read counts as missing, and is logged.
-        """
+        """The arrays of an address and the `meta` stored with them; None if they can't be read."""
         path, start = self._path(address), time.monotonic()
         if start < self._paused_until:
             return None
@@ -82,6 +73,8 @@ class PartialCache:
             return
         data = encode_arrays(arrays, meta)
         try:
+            # A process checks the limit before its first write, and each time that it has written a
+            # sixteenth of it; in between, the files may exceed it.
             with self._lock:
                 self._written += len(data)
                 full = self._written * 16 > self.limit

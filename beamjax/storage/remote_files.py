@@ -1,11 +1,4 @@
-"""Small whole files at URLs, by fsspec; `files` is for paths and URLs alike.
-
-Each process has one client for a store, which all threads share and which keeps its connections. So
-an operation costs a request or two. On object stores a file appears when its request ends, and
-replaces another file of its name atomically. On other file systems it is written under a temporary
-name and renamed. If a file system does not replace files when it renames, the old file is renamed
-first.
-"""
+"""Small whole files at URLs, by fsspec; `files` is for paths and URLs alike."""
 
 from __future__ import annotations
 
@@ -76,6 +69,8 @@ def join(folder: str, name: str) -> str:
 def write(path: str, data: bytes, keep: bool) -> None:
     """Writes a file, so that readers see all of it or nothing; see `files.write`."""
     with _requests(path) as system:
+        # On object stores a file appears when its request ends, and replaces another file of its
+        # name atomically. On other file systems it is written under another name and renamed.
         if _is_object_store(path):
             if not (keep and len(data) >= _COMPARED_BYTES and _has_size(system, path, len(data))):
                 system.pipe_file(path, data)
@@ -126,10 +121,8 @@ def status(path: str) -> tuple[int, str]:
 
 
 def content_mark(path: str) -> str:
-    """A short string that changes with the content: from its checksum, or the time of its change.
-
-    Only object stores have checksums that do not require reading the file.
-    """
+    """A short string that changes with the content: a checksum, or the time of the change."""
+    # Only object stores have checksums that do not require reading the file.
     with _requests(path) as system:
         found = system.info(path)
         mark = _first(found, _CHECKSUMS) or _first(found, _CHANGED)
@@ -238,11 +231,9 @@ def copy(source: str, target: str) -> None:
 
 
 def _replace(system: Any, temporary: str, path: str, reusable_bytes: int | None = None) -> None:
-    """Renames a file, while other processes may rename others to the same name.
-
-    A file of `reusable_bytes` that another process has written meanwhile is left as it is: readers
-    may have it open.
-    """
+    """Renames a file, while other processes may rename others to the same name."""
+    # A file of `reusable_bytes` that another process has written meanwhile is left as it is:
+    # readers may have it open.
     for attempt in range(_ATTEMPTS):
         try:
             if reusable_bytes is not None and _has_size(system, path, reusable_bytes):
@@ -260,10 +251,8 @@ def _replace(system: Any, temporary: str, path: str, reusable_bytes: int | None 
 
 
 def _rename(system: Any, temporary: str, path: str, set_aside: bool) -> None:
-    """Renames a file to a name that may be taken. If that fails, the file of that name remains.
-
-    With `set_aside`, it is renamed first if it can't be replaced, as in HDFS.
-    """
+    """Renames a file to a name that may be taken. If that fails, the file of that name remains."""
+    # With `set_aside`, that file is renamed first if it can't be replaced, as in HDFS.
     try:
         system.mv(temporary, path)
         return
@@ -329,6 +318,7 @@ def _advice(path: str) -> str:
 
 def _system(path: str) -> Any:
     """The client of this process for the store of a URL."""
+    # All threads share it, and it keeps its connections: an operation costs a request or two.
     key = os.getpid(), _client(path)
     with _lock:
         if key not in _systems:

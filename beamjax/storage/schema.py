@@ -63,10 +63,7 @@ def _depth(text: bytes) -> int:
 
 
 def to_plain(value: Any) -> Any:
-    """Converts dataclasses and mappings to dicts, and tuples, also named ones, to lists.
-
-    Values of types with a codec are converted by it.
-    """
+    """Converts dataclasses and mappings to dicts, and tuples, also named ones, to lists."""
     for kind, (encode, _) in _CODECS.items():
         if isinstance(value, kind):
             return encode(value)
@@ -80,12 +77,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any, path: str) -> T:
-    """Undoes `to_plain`, also after a round trip through JSON.
-
-    Fields that the class does not have are ignored. Missing ones get their defaults.
-    `Annotated[kind, check]` calls `check`, which may refuse a value with a `ValueError` or
-    `TypeError`, as may a `__post_init__`.
-    """
+    """Undoes `to_plain`, also after a round trip through JSON."""
+    # Fields that the class does not have are ignored. Missing ones get their defaults.
+    # `Annotated[kind, check]` calls `check`, which may refuse a value with a `ValueError` or
+    # `TypeError`, as may a `__post_init__`.
     return typing.cast(T, _value(kind, value, path, getattr(kind, "__name__", "a value")))
 
 

@@ -31,12 +31,10 @@ def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = Non
 
 
 def allocate(file: int, offset: int, nbytes: int) -> None:
-    """Reserves space on the disk for a range of a file that holds no data yet.
-
-    A file that is extended without being written has no blocks on the disk. If the disk is full
-    when a memory map of it is written, SIGBUS ends the process. Reserving the blocks first raises
-    an error instead.
-    """
+    """Reserves space on the disk for a range of a file that holds no data yet."""
+    # A file that is extended without being written has no blocks on the disk. If the disk is full
+    # when a memory map of it is written, SIGBUS ends the process. Reserving the blocks first raises
+    # an error instead.
     try:
         os.posix_fallocate(file, offset, nbytes)
     except AttributeError:  # macOS

@@ -20,11 +20,10 @@ ARRAY_BYTES, VALUE_BYTES = 256, 1 << 11
 
 
 class SingleFlight(Generic[T]):
-    """Runs one load per key at a time; threads that ask meanwhile wait for it and share its value.
+    """Runs one load per key at a time; threads that ask meanwhile share its value."""
 
-    Loads of different keys run concurrently. Nothing is cached, so an error isn't either: each
-    thread that waited for a load that failed tries again.
-    """
+    # Loads of different keys run concurrently. Nothing is cached, so an error isn't either: each
+    # thread that waited for a load that failed tries again.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,11 +70,10 @@ class _Entry(Generic[T]):
 
 
 class SharedCache(Generic[T]):
-    """Least recently used values of this process, up to `limit` bytes or the like; thread-safe.
+    """Least recently used values of this process, up to `limit` bytes or the like; thread-safe."""
 
-    The newest value stays even if it alone exceeds the limit, and so does the last one of each
-    reader of each live thread.
-    """
+    # The newest value stays even if it alone exceeds the limit, and so does the last one of each
+    # reader of each live thread.
 
     def __init__(self, limit: int, weigh: Callable[[T], int]) -> None:
         self.limit = limit
@@ -97,11 +95,9 @@ class SharedCache(Generic[T]):
         reader: Hashable = None,
         owner: Hashable = None,
     ) -> T:
-        """The value of a key, which `load` computes once for all threads that ask at once.
-
-        The last value of each `reader`, such as a source, stays in the cache; for `owner` see
-        `open`.
-        """
+        """The value of a key, which `load` computes once for all threads that ask at once."""
+        # The last value of each `reader`, such as a source, stays in the cache; for `owner` see
+        # `open`.
         entry = self._loads.get(key, lambda: self._find(key, reader), lambda: self._load(key, load))
         if owner is not None:
             with self._lock:
@@ -221,12 +217,7 @@ STORE_BYTES = 1 << 30
 
 
 class BlockCache:
-    """Decoded blocks; thread-safe.
-
-    Attributes:
-      passing: the recent blocks.
-      lasting: the blocks that were decoded `LASTING_READS` times.
-    """
+    """Decoded blocks; thread-safe. `passing` has recent ones, `lasting` those read repeatedly."""
 
     def __init__(self) -> None:
         self.passing: SharedCache[Arrays] = SharedCache(PASSING_BYTES, nbytes)
@@ -266,8 +257,7 @@ def block_budget(limit: int | None) -> int:
 
 
 def store_budget(limit: int | None) -> int:
-    """Bytes of server values that a process with this memory limit caches from files.
-
-    The launching process may use as many again for values that it passes between workers in memory.
-    """
+    """Bytes of server values that a process with this memory limit caches from files."""
+    # The launching process may use as many again for values that it passes between workers in
+    # memory.
     return STORE_BYTES if limit is None else limit // SHARE_OF_VALUES

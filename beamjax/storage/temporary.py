@@ -1,9 +1,4 @@
-"""Temporary folders that are removed by the next run on this machine if their process is killed.
-
-A folder has a file that its process keeps locked. The system releases the lock when the process
-ends in any way, so neither pids nor their reuse matter. The file names the machine, since some
-network file systems do not share locks between machines.
-"""
+"""Temporary folders that are removed by the next run on this machine if their process is killed."""
 
 from __future__ import annotations
 
@@ -23,6 +18,9 @@ from beamjax.storage.trust import is_url
 
 PREFIXES = ("beamjax-", "beam-pipeline-temp")
 """How the names of temporary folders begin: those of beamjax, and of pipelines of Beam."""
+# The system releases the lock of a file when its process ends in any way, so neither pids nor their
+# reuse matter. The file names the machine, since some network file systems do not share locks
+# between machines.
 OWNER = ".owner"
 """The file whose lock the process of a folder holds."""
 _MAX_OWNER_BYTES = 1000

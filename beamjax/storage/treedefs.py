@@ -17,11 +17,7 @@ _DICTS: dict[str, type] = {"dict": dict, "ordered": collections.OrderedDict}
 
 
 def tree_to_json(treedef: PyTreeDef) -> Any:
-    """A structure as JSON values.
-
-    Nodes of other types than dicts with plain keys, lists, tuples, named tuples and None are
-    written by their name alone, and can't be rebuilt from it.
-    """
+    """A structure as JSON values."""
     data = treedef.node_data()
     if data is None:
         return _LEAF
@@ -38,7 +34,7 @@ def tree_to_json(treedef: PyTreeDef) -> Any:
     where = f"{kind.__module__}.{kind.__qualname__}"
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return {"named": [kind.__module__, kind.__qualname__, list(kind._fields)], "of": children}
-    return {"other": where}
+    return {"other": where}  # the name alone, from which the node can't be rebuilt
 
 
 def tree_from_json(record: Any, path: str) -> PyTreeDef:

@@ -1,8 +1,7 @@
 """Decides which folders and files of this machine beamjax reads as its own.
 
 Whoever can write to a folder of records, values or checkpoints changes results, and where a step is
-Python runs code. So beamjax reads such folders only if no other user can write to them, and reads
-only regular files there.
+Python runs code.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ def local_path(path: str) -> str:
 
 
 def check_folder(folder: str | os.PathLike[str], use: str) -> None:
-    """Refuses a local folder that another user can change.
-
-    The folder, its parents, and the links on the way to it must belong to this user or to root.
-    Only these may write there, except in parents with the sticky bit, such as `/tmp`. A folder that
-    does not exist is judged by its parents.
-    """
+    """Refuses a local folder that another user can change."""
+    # The folder, its parents, and the links on the way to it must belong to this user or to root.
+    # Only these may write there, except in parents with the sticky bit, such as `/tmp`. A folder
+    # that does not exist is judged by its parents.
     path = os.fspath(folder)
     if not is_url(path) and (reason := _distrust(path)):
         raise OptionsError(
@@ -52,10 +49,7 @@ def check_folder(folder: str | os.PathLike[str], use: str) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """Creates and returns a cache folder of this user: `$BEAMJAX_CACHE/name`.
-
-    Without that variable it is `~/.cache/beamjax/name`, or `$XDG_CACHE_HOME/beamjax/name`.
-    """
+    """Creates and returns a cache folder of this user: `$BEAMJAX_CACHE/name`, or in ~/.cache."""
     root = os.environ.get("BEAMJAX_CACHE")
     if not root:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

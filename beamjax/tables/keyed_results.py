@@ -31,15 +31,10 @@ from beamjax.storage.dtypes import dtype_from_name
 
 @dataclass(frozen=True)
 class KeyedOutput:
-    """A `Keyed` among the results.
+    """A `Keyed` among the results."""
 
-    Attributes:
-      path: the path in the result.
-      leaves: the numbers of the outputs of the keys, then of the values.
-    """
-
-    path: str
-    leaves: tuple[int, ...]
+    path: str  # in the result
+    leaves: tuple[int, ...]  # the numbers of the outputs: of the keys, then of the values
 
 
 def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:

@@ -21,21 +21,13 @@ _FILLS = ("_FillValue", "missing_value")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How values are decoded from the stored numbers of an array.
+    """How values are decoded from the stored numbers of an array: `stored * scale + offset`."""
 
-    Attributes:
-      stored: the name of the stored dtype, in native byte order.
-      unsigned: whether integers stored as signed are unsigned, or the reverse (`_Unsigned`).
-      scale: the factor by which stored numbers are multiplied, if any.
-      offset: the number that is added after that, if any.
-      fills: stored numbers that stand for missing values, which become NaN.
-    """
-
-    stored: str
-    unsigned: bool
+    stored: str  # the name of the stored dtype, in native byte order
+    unsigned: bool  # integers stored as signed are unsigned, or the reverse (`_Unsigned`)
     scale: float | None
     offset: float | None
-    fills: tuple[int | float, ...]
+    fills: tuple[int | float, ...]  # stored numbers that stand for missing values: NaN
 
     @property
     def dtype(self) -> np.dtype:
@@ -106,17 +98,14 @@ def _other_sign(dtype: np.dtype) -> np.dtype:
 def _number(
     attributes: Mapping[str, Any], name: str, where: str, value: Any = None
 ) -> int | float | None:
-    """The attribute `name`, or `value` from a list of it, as a number.
-
-    xarray writes floats to Zarr 3 as bytes in base64.
-    """
+    """The attribute `name`, or `value` from a list of it, as a number."""
     value = attributes.get(name) if value is None else value
     if isinstance(value, str):
         try:
             return float(value)  # "NaN"
         except ValueError:
             pass
-        try:
+        try:  # xarray writes floats to Zarr 3 as bytes in base64.
             (number,) = struct.unpack("<d", base64.standard_b64decode(value))
             return float(number)
         except (ValueError, struct.error):

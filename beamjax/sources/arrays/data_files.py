@@ -40,28 +40,18 @@ _SEEN = "the launcher and all workers see under this path"
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file as it was when a source was made from it.
+    """A file as it was when a source was made from it."""
 
-    Attributes:
-      path: an absolute path, or a URL.
-      nbytes: the size of the file.
-      stamp: the time of the last change, as the file system reports it.
-    """
-
-    path: str
+    path: str  # absolute, or a URL
     nbytes: int
-    stamp: str
+    stamp: str  # the time of the last change, as the file system reports it
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or "\0" in self.path:
             raise ValueError(f"found the file {self.path!r:.80} of {self.nbytes} bytes")
 
     def mark(self) -> list[Any] | None:
-        """Path, size and times of a local file that has not changed; None for other files.
-
-        Also None for a file that was written in the last moments: another change might not show in
-        its times.
-        """
+        """Path, size and times of a local file that has not changed; None for other files."""
         if is_url(self.path):
             return None
         try:
@@ -70,6 +60,7 @@ class DataFile:
             return None
         times = found.st_mtime_ns, found.st_ctime_ns
         same = (found.st_size, str(found.st_mtime_ns)) == (self.nbytes, self.stamp)
+        # Another change of a file that was just written might not show in its times.
         settled = time.time_ns() - max(times) > SETTLED
         return [*dataclasses.astuple(self), *times] if same and settled else None
 
@@ -85,10 +76,7 @@ class DataFile:
 
 
 def compression(path: str) -> str:
-    """The ending of the name of a compressed file, such as ".gz"; "" for other names.
-
-    A compressed file can be read only from its beginning.
-    """
+    """The ending of the name of a compressed file, such as ".gz"; "" for other names."""
     ending = os.path.splitext(path)[1]
     return ending if ending in _DECOMPRESS else ""
 
@@ -106,14 +94,10 @@ def find_files(paths: Any, caller: str, endings: Sequence[str] = ()) -> list[str
 def find_files_in_folders(
     paths: Any, caller: str, endings: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """The files that a user names: paths, patterns, URLs, or a list of these.
-
-    The files of a pattern are in the order of their names. With `endings`, a folder (a URL with a
-    `/` at its end) stands for its files with these endings, also those in folders below that are
-    named `name=value`, without names that begin with `_` or `.`: Spark and Beam give such names to
-    their own files. Each path comes with the part of its folder that is below the given folder, or
-    below the folder in which a pattern begins: "year=2024/month=5"; "" if there is none.
-    """
+    """The files that a user names, each with the folders on the way: "year=2024/month=5"."""
+    # These are the folders below the given one, or below the one in which a pattern begins. With
+    # `endings`, a folder (a URL with a `/` at its end) stands for its files with these endings,
+    # also those in folders below that are named `name=value`.
     several = list(paths) if isinstance(paths, list | tuple) else [paths]
     found: list[tuple[str, str]] = []
     for given in several:
@@ -170,6 +154,7 @@ def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
 
 def _is_data(root: str, path: str) -> bool:
     below = _folders_below(root, path)
+    # Spark and Beam give names that begin with `_` or `.` to their own files.
     hidden = path.rpartition("/")[2].startswith(("_", "."))
     return not hidden and (not below or all("=" in name for name in below.split("/")))
 
@@ -256,18 +241,13 @@ class FileHashes:
         self._unsettled: set[str] = set()
 
     def of(self, paths: Iterable[str]) -> list[str]:
-        """The hash of each local file; for a URL, what `remote_files.content_mark` returns.
-
-        Object stores have checksums. For other remote file systems, it is size and time of change.
-        """
+        """The hash of each local file; for a URL, what `remote_files.content_mark` returns."""
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(self._hash, paths))
 
     def to_json(self) -> dict[str, Any]:
-        """The hashes as plain JSON values, except those of files that have just changed.
-
-        These files may change again without a new size or time.
-        """
+        """The hashes as plain JSON values, except those of files that have just changed."""
+        # These files may change again without a new size or time.
         return {path: found for path, found in self._known.items() if path not in self._unsettled}
 
     def _hash(self, path: str) -> str:

@@ -60,19 +60,12 @@ from beamjax.storage.shared_cache import SharedCache
 
 @dataclasses.dataclass(frozen=True)
 class ArrayFile:
-    """An array of consecutive members of a leaf: an .npy file, or an array in an .npz file.
+    """An array of consecutive members of a leaf: an .npy file, or an array in an .npz file."""
 
-    Attributes:
-        path: the absolute path.
-        rows: the number of members.
-        name: the name of the array in an .npz file; "" for an .npy file.
-        stamp: the file as it was when the source was made; None for files of this run.
-    """
-
-    path: str
+    path: str  # absolute
     rows: Count
-    name: str = ""
-    stamp: DataFile | None = None
+    name: str = ""  # the name of the array in an .npz file; "" for an .npy file
+    stamp: DataFile | None = None  # None for files of this run, which do not change
 
     def array(self, leaf: LeafSpec, checked: set[str]) -> np.ndarray:
         """All its members, mapped."""

@@ -33,11 +33,7 @@ _FIRST_LEAF = re.compile(r"part-(\d+)-leaf-000\.npy")
 
 
 class PartFiles(NpySource):
-    """Members in the parts of one folder, which has a manifest once all parts are written.
-
-    Attributes:
-      folder: the folder of the files.
-    """
+    """Members in the parts of one folder, which has a manifest once all parts are written."""
 
     manifest: ClassVar[str]
     """The name of the manifest."""

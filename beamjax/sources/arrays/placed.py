@@ -35,10 +35,7 @@ MANIFEST = "placed.json"
 
 
 class MemberFiles(FileSource):
-    """One placed value in files that are named after the members in them.
-
-    A subclass defines how a file is read.
-    """
+    """One placed value in files that are named after the members in them."""
 
     suffix: ClassVar[str]
 

@@ -51,26 +51,17 @@ _METADATA = ("zarr.json", ".zarray")
 
 @dataclasses.dataclass(frozen=True)
 class ZarrArray:
-    """One array.
+    """One array."""
 
-    Attributes:
-      store: absolute path of a folder or a .zip, or a URL that fsspec knows.
-      name: the name of the array in the group at `store`; "" if the array itself is there.
-      rows: the size of a chunk along axis 0.
-      metadata: the local file with shape and dtype, as it was; None at a URL.
-      token: identifies the source in the cache of blocks. Files of chunks may change while that of
-        the metadata does not, so sources do not share cached chunks.
-      chunks: the files of a local folder, as they were; None in a .zip or at a URL.
-      packing: how values are decoded from the stored numbers; None if these are the values.
-    """
-
-    store: str
-    name: str
-    rows: Positive
-    metadata: DataFile | None
+    store: str  # absolute path of a folder or a .zip, or a URL that fsspec knows
+    name: str  # the name of the array in the group at `store`; "" if the array itself is there
+    rows: Positive  # the size of a chunk along axis 0
+    metadata: DataFile | None  # the local file with shape and dtype, as it was; None at a URL
+    # Identifies the source in the cache of blocks. Files of chunks may change while that of the
+    # metadata does not, so sources do not share cached chunks.
     token: str
-    chunks: ChunkFiles | None = None
-    packing: Packing | None = None
+    chunks: ChunkFiles | None = None  # None in a .zip or at a URL
+    packing: Packing | None = None  # None if the stored numbers are the values
 
     def identity(self) -> tuple[Any, list[str]]:
         """As `FileSource.identity`. At a URL only the location counts: changes are not detected."""
@@ -91,22 +82,15 @@ class ZarrArray:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFiles:
-    """The files of the chunks of a local array, to detect later changes.
+    """The files of the chunks of a local array, to detect later changes."""
 
-    Zarr does not detect that a chunk was written again, and reads a missing chunk as the fill
-    value. So a source records the time at which the last chunk was written, and whether all chunks
-    existed.
-
-    Attributes:
-      folder: the folder of the array.
-      newest: the time of the latest change of a file, in nanoseconds.
-      whole: whether there was a file for each chunk. Zarr may omit chunks that hold only the fill
-        value.
-    """
+    # Zarr does not detect that a chunk was written again, and reads a missing chunk as the fill
+    # value. So a source records the time at which the last chunk was written, and whether all
+    # chunks existed.
 
     folder: str
-    newest: int
-    whole: bool
+    newest: int  # the time of the latest change of a file, in nanoseconds
+    whole: bool  # a file for each chunk: Zarr may omit chunks that hold only the fill value
 
     @classmethod
     def look(cls, folder: str, opened: Any) -> ChunkFiles:

@@ -1,9 +1,4 @@
-"""Records of `tf.train.Example` as members, without TensorFlow.
-
-protobuf parses the records. Packed floats have the same bytes in a record as in memory, so lists of
-floats are parsed as `repeated bytes`, which have the same wire format. The bytes become arrays
-without a loop over values.
-"""
+"""Records of `tf.train.Example` as members, parsed by protobuf, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -223,6 +218,8 @@ def _parsed(record: bytes, packed: bool, where: Where, place: int) -> Any:
 @functools.cache
 def _example_type(packed: bool) -> Any:
     """The message type `tf.train.Example`; if `packed`, lists of floats are parsed as bytes."""
+    # Packed floats have the same bytes in a record as in memory, and `repeated bytes` have the same
+    # wire format. The bytes become arrays without a loop over values.
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto

@@ -151,18 +151,14 @@ def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, li
 
 
 def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
-    """Reads the rest of the first record in `data`, or a chunk.
-
-    At most doubles `data`: a damaged length can't cause a large allocation.
-    """
+    """Reads the rest of the first record in `data`, or a chunk."""
+    # At most doubles `data`: a damaged length can't cause a large allocation.
     missing = _length_at(data)[0] + HEADER + FOOTER - len(data) if len(data) >= HEADER else 0
     return opened.read(min(max(missing, chunk), max(chunk, len(data))))
 
 
 def masked_checksums(records: Sequence[bytes]) -> np.ndarray:
-    """CRC-32C of each record, uint32, masked as in TFRecord.
-
-    A CRC over data that contains its own CRC would be degenerate, hence the mask.
-    """
+    """CRC-32C of each record, uint32, masked as in TFRecord."""
+    # A CRC over data that contains its own CRC would be degenerate, hence the mask.
     found = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
     return ((found >> 15) | (found << 17)) + np.uint32(0xA282EAD8)

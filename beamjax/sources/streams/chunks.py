@@ -32,16 +32,10 @@ class MemberBlock:
 
 @dataclass(frozen=True)
 class Streams:
-    """Sources of unknown length that have as many members and are read together.
-
-    Attributes:
-      sources: the sources, at least one.
-      where: for each placed input of the plan, the numbers of its source and of its leaf there.
-      x64: whether the plan computes with 64-bit types.
-    """
+    """Sources of unknown length, at least one, with the same number of members, read together."""
 
     sources: tuple[StreamSource, ...]
-    where: Mapping[str, tuple[int, int]]
+    where: Mapping[str, tuple[int, int]]  # placed input of the plan: number of the source, leaf
     x64: bool
 
     def blocks(self, size: int) -> Iterator[MemberBlock]:

@@ -18,30 +18,20 @@ _WIDER = {"b": "b", "i": "iufVc", "u": "iufVc", "f": "fVc", "c": "c"}
 
 @dataclass(frozen=True)
 class MemberType:
-    """The expected type of each member.
+    """The expected type of each member."""
 
-    Attributes:
-      caller: the caller, for messages: "from_beam".
-      template: a tree of the numbers of the leaves: a PyTreeDef can't be pickled.
-      leaves: one member of each.
-    """
-
-    caller: str
-    template: Any
+    caller: str  # for messages: "from_beam"
+    template: Any  # a tree of the numbers of the leaves: a PyTreeDef can't be pickled
     leaves: tuple[LeafSpec, ...]
 
     def arrays(self, member: Any) -> list[np.ndarray]:
-        """The leaves of a member.
-
-        Rows of Beam and named tuples count as dicts if a dict is expected. Arrays must have the
-        expected dtype; Python numbers, and lists of them, are converted to it. Texts become the
-        bytes of an expected uint8[width], with zeros at their end.
-        """
+        """The leaves of a member."""
         import jax
 
         treedef: Any = jax.tree_util.tree_structure(self.template)
         tree = member
         if isinstance(self.template, dict) and not isinstance(member, dict):
+            # Rows of Beam and named tuples count as dicts.
             as_dict = getattr(member, "_asdict", None)
             tree = as_dict() if callable(as_dict) else member
         try:
@@ -66,6 +56,8 @@ def shown(element: Any) -> str:
 
 def _array(value: Any, leaf: LeafSpec) -> np.ndarray:
     """A leaf of a member as a plain array."""
+    # Arrays must have the expected dtype; Python numbers, and lists of them, are converted to it.
+    # Texts become the bytes of an expected uint8[width], with zeros at their end.
     if type(value) is np.ndarray and (value.shape, value.dtype) == (leaf.shape, leaf.dtype):
         return value
     import jax

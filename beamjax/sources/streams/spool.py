@@ -130,10 +130,9 @@ def _written(
 
 
 class GrowingFile:
-    """An .npy file to which rows are appended.
+    """An .npy file to which rows are appended."""
 
-    The header is written again at the end. NumPy leaves space in it for any number of rows.
-    """
+    # The header is written again at the end. NumPy leaves space in it for any number of rows.
 
     def __init__(self, path: str, leaf: LeafSpec) -> None:
         self.file = open(path, "wb")  # noqa: SIM115 - closed by __exit__

@@ -30,21 +30,13 @@ class RowError(SourceError):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Consecutive rows of a file.
+    """Consecutive rows of a file."""
 
-    Attributes:
-      file: path or URL.
-      kind: the kind of batch: "row group", "record batch".
-      number: the number of the row group or record batch in the file, from 0.
-      start: the number of the first row in it.
-      first: the number of the first row in the file.
-    """
-
-    file: str
-    kind: str
-    number: int
-    start: int
-    first: int
+    file: str  # path or URL
+    kind: str  # "row group", "record batch"
+    number: int  # of the row group or record batch in the file, from 0
+    start: int  # the number of the first row in it
+    first: int  # the number of the first row in the file
 
     def at(self, column: str, row: int) -> str:
         """The place of a row of the batch, for messages."""
@@ -138,10 +130,8 @@ def to_padded(
 
 
 def _validate(array: Any, column: str, batch: Batch) -> None:
-    """Raises SourceError for a damaged array, which could crash the process.
-
-    This takes time only for lists and texts.
-    """
+    """Raises SourceError for a damaged array, which could crash the process."""
+    # This takes time only for lists and texts.
     import pyarrow as pa
 
     try:
@@ -177,12 +167,7 @@ def _plain_decimals(array: Any, dtype: np.dtype) -> Any:
 
 
 class _Rows:
-    """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers.
-
-    Attributes:
-      first: the number of the first row of the current chunk in the batch, for messages.
-      ends: the end of each row in the items of the chunk; None if rows are of one length.
-    """
+    """Converts arrays of Arrow to NumPy arrays, from the outermost list to the numbers."""
 
     def __init__(
         self, column: str, batch: Batch, shape: Shape, dtype: np.dtype, fill: Fill = None
@@ -192,7 +177,8 @@ class _Rows:
         self.column = column
         self.batch = batch
         self.shape = shape
-        self.first = 0
+        self.first = 0  # the number of the first row of the current chunk in the batch
+        # The end of each row in the items of the chunk; None if rows are of one length.
         self.ends: np.ndarray | None = None
 
     def at(self, item: int, each: int) -> str:

@@ -1,7 +1,4 @@
-"""Finds out which columns of Arrow can be arrays, and the shapes and dtypes of their rows.
-
-A column is a field of a table, or a field of a struct: `a.b` is the field `b` of the column `a`.
-"""
+"""Finds out which columns of Arrow can be arrays, and the shapes and dtypes of their rows."""
 
 from __future__ import annotations
 
@@ -50,18 +47,11 @@ class Conversion:
 
 
 class RowType(NamedTuple):
-    """The type of a row of a column.
-
-    Attributes:
-      shape: the shape of the row.
-      dtype: the dtype of its values.
-      unit: what integers count that stand for times or decimals: "timestamp[ms]", "0.01"; "" for
-        other values.
-    """
+    """The type of a row of a column."""
 
     shape: Shape
     dtype: np.dtype
-    unit: str = ""
+    unit: str = ""  # what integers count that stand for times or decimals: "timestamp[ms]", "1e-2"
 
 
 _NUMBERS = (
@@ -70,16 +60,14 @@ _NUMBERS = (
 )
 
 
-# --- the columns of a schema
+# --- the columns of a schema: `a.b` is the field `b` of the column of structs `a`
 
 
 def path_of(fields: Any, name: str) -> tuple[str, ...]:
-    """The names of the fields from a schema, or a type of structs, to a column; () if none is it.
-
-    A field `a.b` of the schema has precedence over a field `b` of structs.
-    """
+    """The names of the fields from a schema, or a type of structs, to a column; () if none."""
     import pyarrow.types as types
 
+    # A field `a.b` of the schema has precedence over a field `b` of structs.
     if fields.get_field_index(name) >= 0:
         return (name,)
     at = name.find(".")
@@ -304,11 +292,9 @@ def is_tensor(kind: Any) -> bool:
 
 
 def axes_order(kind: Any) -> list[int] | None:
-    """The axis in memory of each axis of a tensor; None if that is ambiguous.
-
-    For permutations that are not their own inverse, pyarrow deviates from Arrow's specification,
-    which has the inverse.
-    """
+    """The axis in memory of each axis of a tensor; None if that is ambiguous."""
+    # For permutations that are not their own inverse, pyarrow deviates from Arrow's specification,
+    # which has the inverse.
     order = list(kind.permutation or range(len(kind.shape)))
     return order if all(order[order[axis]] == axis for axis in order) else None
 

@@ -1,8 +1,4 @@
-"""Files of CSV, by blocks of text that end with a line.
-
-The launcher parses the files once, to count rows and to infer types from all of them. A worker
-parses the blocks of its members.
-"""
+"""Files of CSV, by blocks of text that end with a line."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ class CsvFormat(Format):
     endings = (".csv", ".tsv")
 
     def head(self, path: str) -> tuple[TableFile, Any]:
+        # Parses the whole file, to count rows and to infer types from all of them.
         if compression(path):
             raise SourceError(
                 f"{path}: found a compressed file, which can be read only from its beginning; "
@@ -93,10 +90,7 @@ def _parsed(
     names: Sequence[str] | None = None,
     types: Mapping[str, str] | None = None,
 ) -> Any:
-    """A block as a Table.
-
-    The first block has the names in its first line; without `types`, they are inferred.
-    """
+    """A block as a Table, the first one with the names in its first line; infers missing types."""
     import pyarrow as pa
     from pyarrow import csv
 

@@ -111,11 +111,10 @@ def _check_times(file: DataFile, footer: _Footer, number: int, columns: Sequence
 
 
 class _Cursor:
-    """A row group that is too large to be decoded as a whole, and is read in pieces in order.
+    """A row group that is too large to be decoded as a whole, and is read in pieces in order."""
 
-    Parquet can be decoded only from the beginning of a row group. The latest pieces stay in memory,
-    for threads that are behind. A request for an earlier piece starts again at the beginning.
-    """
+    # Parquet can be decoded only from the beginning of a row group. The latest pieces stay in
+    # memory, for threads that are behind. A request for an earlier piece starts at the beginning.
 
     def __init__(self, file: DataFile, number: int, columns: Sequence[str], rows: int) -> None:
         self._file = file
@@ -195,19 +194,12 @@ def _opened(
 
 @dataclasses.dataclass(frozen=True)
 class _Footer:
-    """The footer of a file.
-
-    Attributes:
-      metadata: the metadata of Parquet.
-      rows: the rows of each row group.
-      schema: the schema.
-      int96: the columns with times of the type INT96.
-    """
+    """The footer of a file."""
 
     metadata: Any
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # of each row group
     schema: Any
-    int96: frozenset[str]
+    int96: frozenset[str]  # the columns with times of the type INT96
 
 
 def _int96_columns(schema: Any) -> frozenset[str]:

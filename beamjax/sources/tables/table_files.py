@@ -14,34 +14,21 @@ from beamjax.sources.tables.arrow_types import check_columns
 
 @dataclasses.dataclass(frozen=True)
 class TableFile:
-    """A file of a table.
-
-    Attributes:
-      file: the file as it was when the source was made.
-      rows: the number of rows of each batch: row group, record batch, stripe or block.
-      starts: where each batch begins, in bytes, in formats that do not say it themselves.
-      folders: the columns that names of folders hold, and their values as text; None for missing
-        ones.
-    """
+    """A file of a table."""
 
     file: DataFile
-    rows: tuple[Count, ...]
-    starts: tuple[Count, ...] = ()
+    rows: tuple[Count, ...]  # of each batch: row group, record batch, stripe or block
+    starts: tuple[Count, ...] = ()  # of each batch in bytes, in formats that do not say it
+    # The columns that names of folders hold, and their values as text; None for missing ones.
     folders: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
 
 class RowRange(NamedTuple):
-    """Rows of a batch.
-
-    Attributes:
-      start: the first row.
-      length: the number of rows.
-      step: rows of each piece in which the batch is read; its last piece may be shorter.
-    """
+    """Rows of a batch."""
 
     start: int
     length: int
-    step: int
+    step: int  # rows of each piece in which the batch is read; its last piece may be shorter
 
 
 class Format(Protocol):
@@ -56,10 +43,7 @@ class Format(Protocol):
         """The file and the schema of its columns."""
 
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
-        """Columns of a batch, as a Table or a RecordBatch of Arrow, by their names and types.
-
-        If `rows.start` is 0, a format may return later rows as well.
-        """
+        """Columns of a batch, as a Table or a RecordBatch of Arrow, by their names and types."""
 
     def most_rows(self, nbytes: int) -> int:
         """Most rows of a piece, for rows of so many bytes. Batches of twice as many are cut."""
@@ -82,10 +66,8 @@ def check_unchanged(
     schema: Any,
     columns: Sequence[str],
 ) -> None:
-    """Raises SourceError if the columns of a file or the rows of one of its batches have changed.
-
-    The other batches are checked when they are read: a file may have very many.
-    """
+    """Raises SourceError if the columns of a file or the rows of a batch of it have changed."""
+    # The other batches are checked when they are read: a file may have very many.
     path, expected = file.file.path, file.rows
     if len(rows) != len(expected) or rows[number] != expected[number]:
         differ = f"{len(rows)} {kind}s, expected {len(expected)}"

@@ -52,17 +52,11 @@ MAX_LIST = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column that is a leaf, or the mask of padded lists, the name of which is `MASK`.
-
-    Attributes:
-      name: the name of the column.
-      leaf: one member of it.
-      kind: for CSV, its type, as pyarrow writes it.
-    """
+    """A column that is a leaf, or the mask of padded lists, the name of which is `MASK`."""
 
     name: str
     leaf: LeafSpec
-    kind: str = ""
+    kind: str = ""  # for CSV, its type, as pyarrow writes it
 
 
 class TableSource(HoldsLeaves, FileSource, RaggedMembers):
