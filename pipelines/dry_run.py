@@ -31,12 +31,9 @@ from beamjax.telemetry.monitor import Monitor
 
 @dataclass(frozen=True)
 class DryStore(Store):
-    """A store that records files instead of writing them.
+    """A store that records files instead of writing them."""
 
-    Attributes:
-      written: the size in bytes of each file, by name.
-    """
-
+    # The bytes of each file, by name.
     written: dict[str, int] = field(default_factory=dict, compare=False)
 
     def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
@@ -71,11 +68,7 @@ def described(job: Any) -> dict[str, Any]:
 
 
 def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[str, int]]:
-    """The job of the first pipeline of a plan, and the sizes of the files that it reads.
-
-    Raises:
-      OptionsError: an option does not fit, as in a run, or the plan computes nothing on workers.
-    """
+    """The job of the first pipeline of a plan, and the sizes of the files that it reads."""
     connection = connect("DataflowRunner", options, dry=True)
     connection.flags.view_as(TestOptions).dry_run = True
     connection.flags.view_as(GoogleCloudOptions).no_auth = True

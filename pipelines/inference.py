@@ -205,23 +205,16 @@ def _read(path: str) -> memoryview:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A decoded model.
+    """A decoded model."""
 
-    Attributes:
-      artefacts: the exported model by batch size; 0 stands for any batch size.
-      params: the leaves of the parameters.
-      example: the tree of an example, and the shape and dtype of each leaf.
-      result: the tree of a result.
-      batch_sizes: the batch sizes for which it is compiled.
-      x64: whether it computes with 64-bit types.
-    """
-
+    # The exported model by batch size; 0 stands for any batch size
     artefacts: dict[int, export.Exported]
-    params: list[np.ndarray]
+    params: list[np.ndarray]  # the leaves of the parameters
+    # The tree of an example, and the shape and dtype of each leaf.
     example: tuple[Any, list[jax.ShapeDtypeStruct]]
-    result: Any
-    batch_sizes: tuple[int, ...]
-    x64: bool
+    result: Any  # the tree of a result
+    batch_sizes: tuple[int, ...]  # for which it is compiled
+    x64: bool  # whether it computes with 64-bit types
 
 
 def encode_model(
@@ -359,14 +352,7 @@ def _equations(flat: Callable[..., Any], avals: Any, examples: Any) -> list[Any]
 
 
 def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
-    """Undoes `encode_model`.
-
-    Returns:
-      The model.
-
-    Raises:
-      ArrayFormatError: the bytes are no model.
-    """
+    """Undoes `encode_model`; raises ArrayFormatError for other bytes."""
     try:
         arrays, meta = decode_arrays(data)
     except ArrayFormatError as error:
@@ -461,12 +447,7 @@ def _checked_tree(tree: Any, what: str) -> Any:
 
 
 class Model:
-    """A model with its parameters on the device of this process.
-
-    Args:
-      saved: the decoded model.
-      batch_sizes: the batch sizes for which XLA compiles it.
-    """
+    """A model with its parameters on the device of this process."""
 
     def __init__(self, saved: SavedModel, batch_sizes: Sequence[int]):
         self._tree, self._types = saved.example

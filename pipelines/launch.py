@@ -42,26 +42,20 @@ from beamjax.telemetry.watchdog import SECONDS_TO_STOP
 
 @dataclass
 class Launcher:
-    """Runs plans without control flow, each as one pipeline.
-
-    Attributes:
-      connection: the connection to the runner.
-      store: the store of the run.
-      monitor: the monitor of the job.
-      program: the pickled program, for bodies that run as Python in other processes.
-      results: the placed values that are materialized.
-      bodies: the bodies that are in the store, by key.
-      programs: the programs that resident workers run, by their step, so that rounds share them.
-      lasting: the names of the files in the store that outlive the run.
-    """
+    """Runs plans without control flow, each as one pipeline."""
 
     connection: Connection
     store: Store
     monitor: Monitor
+    # The pickled program, for bodies that run as Python in other processes.
     program: StoreRef | None = None
+    # The placed values that are materialized.
     results: MaterializedOutputs = NOTHING
+    # Those that are in the store, by key.
     bodies: dict[str, StoredBody] = field(default_factory=dict)
+    # The programs that resident workers run, by their step, so that rounds share them.
     programs: dict[Any, Any] = field(default_factory=dict)
+    # The names of the files in the store that outlive the run.
     lasting: frozenset[str] = frozenset()
 
     def files(self) -> set[str]:
@@ -69,20 +63,7 @@ class Launcher:
         return files_of(self.bodies, self.program) | self.lasting
 
     def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Ref]:
-        """Runs a pipeline and waits for it.
-
-        Args:
-          plan: the plan, whose outputs are the requested values.
-          inputs: its inputs.
-          stem: the prefix of the names of the files with the results.
-
-        Returns:
-          The outputs that steps compute, by name.
-
-        Raises:
-          WorkerError: a body failed, or the runner did.
-          JobCancelledError: the job was cancelled.
-        """
+        """Runs a pipeline and waits for it; returns the outputs that steps compute, by name."""
         connection = self.connection
         with (
             self.monitor.pipeline(stem) as reports,
@@ -100,6 +81,7 @@ class Launcher:
                     self._wait(pipeline, store, plan)
             finally:
                 lost_workers.end_pipeline(store)
+            # Before the results are read: they may be incomplete.
             orphans.check_heard(store)
             found = outputs.find()
             self.monitor.computed(outputs.provenance)
@@ -150,19 +132,9 @@ def run_steps(
     steps: list[str],
     errors: contextlib.AbstractContextManager[None] | None = None,
 ) -> None:
-    """Runs a pipeline that was not made from a plan, and waits for it.
-
-    Args:
-      pipeline: the pipeline to run.
-      connection: the connection to its runner.
-      store: the store in which workers leave records of errors.
-      steps: the labels of beamjax's own steps in it.
-      errors: a context that replaces errors of the runner, see `transform_errors`.
-
-    Raises:
-      BeamjaxError: one of these steps raised it on a worker.
-      WorkerError: the runner failed.
-    """
+    """Runs a pipeline that was not made from a plan, and waits for it."""
+    # `steps` are the labels of beamjax's own steps; `errors` replaces errors of the runner, see
+    # `transform_errors`.
     name = type(connection.runner).__name__
     own = own_errors(store, name, steps, connection.shared)
     with own, errors or contextlib.nullcontext():
@@ -171,12 +143,7 @@ def run_steps(
 
 @contextlib.contextmanager
 def new_pipeline(connection: Connection, runner: Any = None) -> Iterator[beam.Pipeline]:
-    """A pipeline whose temporary folder is removed at the end.
-
-    Args:
-      connection: the connection to the runner.
-      runner: replaces the runner of the connection.
-    """
+    """A pipeline whose temporary folder is removed at the end."""
     pipeline = beam.Pipeline(runner=runner or connection.runner, options=connection.flags)
     connection.spec.begin(pipeline.options)
     # Beam creates this folder with the pipeline, and removes it only if the pipeline runs.
@@ -223,19 +190,8 @@ def run_pipeline(
     looks: Sequence[Look] = (),
     end: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a pipeline in another thread, and waits for it.
-
-    Args:
-      pipeline: the pipeline to run; its options may have `pipeline_timeout` and `flink_cluster`.
-      looks: called while the pipeline runs; an error ends the pipeline.
-      end: ends the workers of Beam's in-memory runner.
-
-    Raises:
-      PipelineError: the runner reports that the pipeline failed.
-      WorkerError: the time limit is exceeded, or workers died.
-      BeamjaxError: the error of a look.
-      Exception: the runner did not start the pipeline.
-    """
+    """Runs a pipeline in another thread, and waits for it; the error of a look ends it."""
+    # `end` ends the workers of Beam's in-memory runner.
     with loopback_only():
         if spec_of(pipeline.runner).in_this_process:
             _run_in_memory(pipeline, looks, end)
@@ -265,13 +221,8 @@ def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable
 
 
 def await_job_server(options: PipelineOptions) -> None:
-    """Waits until the job server of a pipeline takes connections.
-
-    Beam would wait for a minute, and then say that a future has timed out.
-
-    Raises:
-      WorkerError: it does not.
-    """
+    """Waits until the job server of a pipeline takes connections."""
+    # Beam would wait for a minute, and then say that a future has timed out.
     endpoint = options.view_as(PortableOptions).job_endpoint or ""
     host, _, port = endpoint.rpartition(":")
     if not (host and port.isdigit()):  # Beam starts one, or has one in this process.
@@ -352,14 +303,10 @@ _together: set[object] = set()
 
 @contextlib.contextmanager
 def _worker_threads() -> Iterator[Look]:
-    """Watches the threads in which Beam waits for its worker processes.
-
-    Beam waits forever for a process that dies before it asks for work.
-
-    Yields:
-      A look that reports a worker that ended before its pipeline. It can't distinguish the workers
-      of concurrent pipelines, and reports nothing if there have been several at once.
-    """
+    """Watches the threads in which Beam waits for its worker processes; yields a look."""
+    # Beam waits forever for a process that dies before it asks for work. The look reports a worker
+    # that ended before its pipeline. It can't distinguish the workers of concurrent pipelines, and
+    # reports nothing if there have been several at once.
     seen: dict[threading.Thread, str] = {}
     since, mixed = float("inf"), False
 

@@ -35,11 +35,9 @@ def _is_no_connection(record: logging.LogRecord) -> bool:
 
 
 def _is_of_connection(error: BaseException | None) -> bool:
-    """Whether an error says no more than that the other end of a connection has gone.
-
-    Beam closes connections while its threads read from them. If a worker or a runner has died, the
-    error of the run says so.
-    """
+    """Whether an error says no more than that the other end of a connection has gone."""
+    # Beam closes connections while its threads read from them. If a worker or a runner has died,
+    # the error of the run says so.
     kinds = [kind.__name__ for kind in type(error).__mro__]
     return "RpcError" in kinds or KILLED_WORKER in str(error)
 

@@ -43,15 +43,9 @@ def is_known() -> bool:
 
 
 def serves(peer: str, ports: set[int]) -> bool:
-    """Whether a server answers a client.
-
-    It refuses clients on this machine that belong to another user. A client on another machine
-    reaches only servers that were told to listen for these.
-
-    Args:
-      peer: the address of the client, as gRPC names it: `ipv4:127.0.0.1:40000`.
-      ports: the ports of the server.
-    """
+    """Whether a server at these ports answers a client, such as `ipv4:127.0.0.1:40000`."""
+    # It refuses clients on this machine that belong to another user. A client on another machine
+    # reaches only servers that were told to listen for these.
     kind, _, where = peer.partition(":")
     if kind not in ("ipv4", "ipv6") or not is_known():
         return kind != "unix"
@@ -65,17 +59,11 @@ def serves(peer: str, ports: set[int]) -> bool:
 
 
 def check_listener(endpoint: str) -> None:
-    """Refuses an address of this machine at which another user listens.
-
-    Args:
-      endpoint: the host and port to connect to. Other machines are not checked.
-
-    Raises:
-      OptionsError: another user listens there.
-    """
+    """Raises OptionsError for an address of this machine at which another user listens."""
     host, _, text = endpoint.rpartition(":")
     if not is_known() or not text.isdigit():
         return
+    # Other machines are not checked.
     try:
         named = socket.getaddrinfo(host.strip("[]") or None, None)
     except OSError:
@@ -93,10 +81,7 @@ def check_listener(endpoint: str) -> None:
 
 
 class OwnUserOnly(grpc.ServerInterceptor):
-    """Has a server refuse calls of other users.
-
-    Workers and runners make few calls, most of which last as long as their connection.
-    """
+    """Has a server refuse calls of other users."""
 
     def __init__(self) -> None:
         self.ports: set[int] = set()
@@ -110,6 +95,7 @@ class OwnUserOnly(grpc.ServerInterceptor):
         kind += "stream" if handler.response_streaming else "unary"
         behavior = getattr(handler, kind)
 
+        # Workers and runners make few calls, most of which last as long as their connection.
         def checked(request: Any, context: Any) -> Any:
             if not serves(context.peer(), self.ports):
                 context.abort(

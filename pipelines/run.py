@@ -46,25 +46,8 @@ def run_plan(
     monitor: Monitor | None = None,
     results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan on a Beam runner and waits for it.
-
-    Args:
-      plan: the plan to run.
-      inputs: its inputs.
-      runner: the name or an instance of a Beam runner.
-      options: the options of the run.
-      monitor: the monitor of the job, with its folder, if there is one.
-      results: the placed results that are materialized.
-
-    Returns:
-      The raw array of each output that is a value of the plan, by name, or the handle to its
-      files; placed values have their members along axis 0.
-
-    Raises:
-      OptionsError: the runner or an option is unknown.
-      WorkerError: a body failed.
-      JobCancelledError: the job was cancelled.
-    """
+    """Runs a plan on a Beam runner; returns the raw arrays of its outputs, or handles to files."""
+    # Placed values have their members along axis 0.
     connection = connect(runner, options)
     monitor = monitor or Monitor(plan)
     folder = monitor.folder.path if monitor.folder else None
@@ -91,12 +74,8 @@ def run_plan(
 
 
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
-    """Whether a plan runs as one pipeline, and not on resident workers.
-
-    Plans with loops, branches or reads of rows and runs with checkpoints need resident workers. So
-    do plans in which a pass reads large results of another one, on runners that hold the output of
-    a step in memory.
-    """
+    """Whether a plan runs as one pipeline, and not on resident workers."""
+    # Plans with loops, branches or reads of rows and runs with checkpoints need resident workers.
     reads_rows = any(isinstance(step, Rows) for step in plan.steps)
     if reads_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
         return False
@@ -104,6 +83,8 @@ def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     outputs = plan.returned().keys()
     if not outputs <= made_there:
         return False
+    # So do plans in which a pass reads large results of another one, on runners that hold the
+    # output of a step in memory.
     return not connection.spec.holds_elements or not _hands_on_much(plan)
 
 
@@ -152,25 +133,14 @@ def drive(
 def checkpointer_of(
     plan: Plan, inputs: Inputs, values: Values, options: Options
 ) -> Checkpointer | None:
-    """Restores and saves checkpoints of a run; None if the options request none.
-
-    Raises:
-      CheckpointError: the folder of checkpoints can't be used for this run.
-    """
+    """Restores and saves checkpoints of a run; None if the options request none."""
     return Checkpointer(plan, inputs, options, values) if options.checkpoint else None
 
 
 def values_for(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
 ) -> dict[str, Ref]:
-    """The inputs of a plan by name, of which workers can read the placed ones.
-
-    Args:
-      inputs: the inputs of the plan.
-      store: arrays are written to it if workers don't share the memory of this process.
-      shared: whether workers are threads of this process.
-      known: uploads of earlier runs in the same store.
-    """
+    """The inputs of a plan by name, of which workers can read the placed ones."""
     reader = inputs.reader() if shared else source_specs(inputs, store, shared, known)[0].open()
     served = {name: server(array) for name, array in inputs.server().items()}
     return served | inputs.placed(reader)
@@ -201,12 +171,7 @@ def opened_streams(
 
 @contextlib.contextmanager
 def temporary_store(options: Options, job_folder: str | None = None) -> Iterator[Store]:
-    """A store in a new folder for one run, removed at its end.
-
-    Args:
-      options: `work_folder` and `checkpoint`.
-      job_folder: the parent of the folder if there is no `work_folder`.
-    """
+    """A store in a new folder for one run, removed at its end."""
     parent = options.work_folder
     if parent is None and options.checkpoint is not None:
         # In the file system of the checkpoints, which link files of the store.
@@ -281,17 +246,7 @@ def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[SourceSp
 def source_specs(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
 ) -> tuple[SourceSpecs, list[str]]:
-    """Placed inputs as plain data.
-
-    Args:
-      inputs: the inputs of the plan.
-      store: arrays are written to it if workers don't share the memory of this process.
-      shared: whether workers are threads of this process.
-      known: uploads of earlier runs in the same store.
-
-    Returns:
-      The specs, and the tokens of live sources, which the caller releases at the end.
-    """
+    """Placed inputs as plain data, and the tokens of live sources, which the caller releases."""
     reader = inputs.reader()
     tokens: list[str] = []
     specs: list[dict[str, Any]] = []
@@ -302,6 +257,8 @@ def source_specs(
             tokens.append(register(source))
             found = [live_spec(tokens[-1])]
         else:
+            # Arrays are written to the store, as workers don't share the memory of this process;
+            # `known` are uploads of earlier runs there.
             found = in_files(source, store, reader.x64, number, known)
         each = len(found) == len(source.leaves)
         first, count = len(specs), len(source.leaves)
@@ -312,11 +269,7 @@ def source_specs(
 
 
 def store_program(plan: Plan, store: Store, shared: bool) -> StoreRef | None:
-    """Writes the pickled program to the store, if workers need it for bodies that run as Python.
-
-    Raises:
-      StagingError: the user's function can't be pickled.
-    """
+    """Writes the pickled program to the store, if bodies run as Python on workers."""
     if plan.recipe is None or shared:
         return None
     return store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")

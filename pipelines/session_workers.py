@@ -34,17 +34,14 @@ MOST_PLANS = 32
 
 @dataclass
 class _Known:
-    """The parts of a plan that stay in the store and on the workers between runs.
+    """The parts of a plan that stay in the store and on the workers between runs."""
 
-    Attributes:
-      plan: the plan. While it is held, no other plan can have its `id`, which is part of the key.
-      bodies, programs: see `Launcher`.
-      pickled: the pickled program, for bodies that run as Python.
-    """
-
+    # While it is held, no other plan can have its `id`, which is part of the key.
     plan: Plan
+    # For both, see `Launcher`.
     bodies: dict[str, Any] = field(default_factory=dict)
     programs: dict[Any, Any] = field(default_factory=dict)
+    # The pickled program, for bodies that run as Python.
     pickled: Ref | None = None
 
     def files(self) -> set[str]:
@@ -53,17 +50,12 @@ class _Known:
 
 
 class SessionWorkers:
-    """A Beam job whose workers run several plans. It starts with the first run.
-
-    Args:
-      runner: the name or an instance of a Beam runner.
-      options: the options of all runs.
-      idle_seconds: seconds without a run after which the job ends. The next run starts another.
-    """
+    """A Beam job whose workers run several plans. It starts with the first run."""
 
     def __init__(self, runner: Any, options: Options, idle_seconds: float):
         self.connection = connect(runner, options)
         self._options = options
+        # Without a run for so long, the job ends. The next run starts another.
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._stack: contextlib.ExitStack | None = None

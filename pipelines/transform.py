@@ -44,19 +44,7 @@ class Leaf:
 
 
 class PlanTransform(beam.PTransform):
-    """Runs a plan over a PCollection of `(index, member)`, or over sources only.
-
-    Args:
-      plan: the plan to run.
-      inputs: its inputs. Abstract ones (`jax.ShapeDtypeStruct`) are leaves of the members.
-      out_tree: the tree of the results.
-      groups: the trees of the abstract arguments.
-      options: the options of the run.
-
-    Raises:
-      StagingError: an argument mixes abstract leaves with arrays, or is a scalar; or the plan has
-        rounds that only a launching process can drive.
-    """
+    """Runs a plan over a PCollection of `(index, member)`, or over sources only."""
 
     def __init__(
         self, plan: Plan, inputs: Inputs, out_tree: Any, groups: Sequence[Any], options: Options
@@ -64,6 +52,8 @@ class PlanTransform(beam.PTransform):
         super().__init__(label=f"beamjax {plan.name}")
         _refuse_rounds(plan)
         self.plan = plan
+        # Abstract inputs (`jax.ShapeDtypeStruct`) are leaves of the members; `groups` are the trees
+        # of these arguments.
         self.given = inputs
         self.out_tree = out_tree
         self.groups = list(groups)
@@ -294,15 +284,7 @@ class Expected(StepFn):
 
 
 class FormBlocks(StepFn):
-    """From the members of one shard to one block, in order of their index.
-
-    Args:
-      store: the store, for large blocks and records of errors.
-      names: the names of the values of a member.
-      n: the number of members. If it is None, a block ends with the last member found, and
-        `CountMembers` checks that no members are missing between blocks.
-      size: the number of members in a shard.
-    """
+    """From the members of one shard to one block, in order of their index."""
 
     yields = MemberBlock
 
@@ -323,6 +305,8 @@ class FormBlocks(StepFn):
             if meta["index"] in members:
                 raise SourceError(f"transform: member {meta['index']} is in the PCollection twice")
             members[meta["index"]] = arrays
+        # Without a number of members, a block ends with the last member found, and `CountMembers`
+        # checks that no members are missing between blocks.
         last = max(members) if self.n is None else self.n - 1
         count = min(self.size, last + 1 - start)
         missing = sorted(set(range(start, start + count)) - set(members))
@@ -351,18 +335,14 @@ class EmitMembers(StepFn):
 
 
 class Load(StepFn):
-    """From an element to a server value.
-
-    Args:
-      store: the store that has the value.
-      value: the name of the value in the element, an `Environment`; or a reference, which does not
-        depend on the element.
-    """
+    """From an element to a server value."""
 
     yields = np.ndarray
 
     def __init__(self, store: Store, value: str | Ref):
         self.store = store
+        # The name of the value in the element, an `Environment`; or a reference, which does not
+        # depend on the element.
         self.value = value
 
     def process(self, element: Any) -> Iterator[np.ndarray]:
@@ -371,10 +351,7 @@ class Load(StepFn):
 
 
 def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
-    """A store that lasts as long as the pipeline may run.
-
-    In a `work_folder` it is never removed: the pipeline may still run when this process ends.
-    """
+    """A store that lasts as long as the pipeline may run."""
     folder = connection.options.work_folder
     store = Store.temporary(folder)
     if connection.shared:
@@ -382,6 +359,7 @@ def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
     elif folder is None:
         atexit.register(remove_store, store)
     else:
+        # Never removed: the pipeline may still run when this process ends.
         temporary.release(store.root)
     return store
 

@@ -49,12 +49,10 @@ FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class FolderStore(Store):
-    """A store in a folder of checkpoints.
+    """A store in a folder of checkpoints."""
 
-    Unlike `Store`, it does not trust an existing file by its name and size: it leaves only files as
-    they are that this process has written or checked.
-    """
-
+    # Unlike `Store`, it does not trust an existing file by its name and size: it leaves only files
+    # as they are that this process has written or checked.
     folder: CheckpointFolder | None = None
 
     def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
@@ -65,33 +63,18 @@ class FolderStore(Store):
 
 @dataclass
 class _Entries:
-    """What is written of a stacked result.
+    """What is written of a stacked result."""
 
-    Attributes:
-      values: its entries, a list that the run appends to.
-      done: the number of these entries that are in `written` or `rows`.
-      written: entries that need not be written again.
-      rows: the latest small entries, which are not yet enough to fill an array.
-    """
-
-    values: Sequence[Ref]
-    done: int = 0
+    values: Sequence[Ref]  # its entries, a list that the run appends to
+    done: int = 0  # the number of these that are in `written` or `rows`
+    # Entries that need not be written again.
     written: list[Ref] = field(default_factory=list)
+    # The latest small entries, which are not yet enough to fill an array.
     rows: list[np.ndarray] = field(default_factory=list)
 
 
 class Checkpointer:
-    """Saves the state of a run; see `driver.Checkpointer`.
-
-    Args:
-      plan: the plan that is run.
-      inputs: its inputs.
-      options: the options of the run, with the folder of checkpoints.
-      given: the inputs by name, as values of the run.
-
-    Raises:
-      CheckpointError: the folder belongs to another plan, or to other inputs.
-    """
+    """Saves the state of a run; see `driver.Checkpointer`."""
 
     def __init__(self, plan: Plan, inputs: Inputs, options: Options, given: Values):
         assert options.checkpoint is not None
@@ -235,12 +218,10 @@ class Checkpointer:
     # ------------------------------------------------------------------------------ reading
 
     def _restore_last(self) -> None:
-        """Restores the last complete checkpoint; without one, the run starts at the beginning.
-
-        Raises:
-          CheckpointError: it belongs to another plan, or to other inputs.
-        """
+        """Restores the last complete checkpoint; without one, starts at the beginning."""
         for name, found in self.folder.manifests():
+            # Another plan, or other inputs, is an error, and no reason to start at the beginning:
+            # it may be the wrong folder.
             self._check_same(name, found)
             try:
                 self._check_position(found)
@@ -288,11 +269,7 @@ class Checkpointer:
         self.stacks[name], self._entries[name] = values, whole
 
     def _restored(self, value: Ref, spec: ValueType) -> Ref:
-        """A value of the run from one of a checkpoint.
-
-        Raises:
-          ArrayFormatError: a file is missing or damaged, or it has another type.
-        """
+        """A value of the run from one of a checkpoint, whose types and files are checked."""
         n = None if spec.placement is None else self.plan.sizes[spec.placement]
         if (value.dtype, value.shape, value.n) != (spec.dtype, spec.shape, n):
             raise ArrayFormatError(
@@ -302,6 +279,7 @@ class Checkpointer:
             raise ArrayFormatError(f"found {len(value.parts)} parts of a server value {spec}")
         parts = tuple(self._restored_part(part, spec, n) for part in value.parts)
         if n is not None:
+            # Parts may be entries of members: all of them together must be all values.
             found = sum(part.count * math.prod(spec.shape[len(part.at) :]) for part in parts)
             if found != n * math.prod(spec.shape):
                 raise ArrayFormatError(f"some of the {n} members of {spec} are missing")
@@ -352,11 +330,7 @@ class Checkpointer:
         return found.data
 
     def _loaded(self, data: Pieces) -> np.ndarray:
-        """A server value in files, whose sizes and checksums are checked.
-
-        Raises:
-          ArrayFormatError: one of them is missing or damaged.
-        """
+        """A server value in files, whose sizes and checksums are checked."""
         for name, size in data.files:
             found = self._file(name)
             if len(found) != size:
@@ -376,11 +350,7 @@ class Checkpointer:
         rest: tuple[int, ...],
         entry: tuple[int, ...],
     ) -> Leaf:
-        """Members in files. All of them are read and checked, one at a time.
-
-        Raises:
-          ArrayFormatError: one of them is missing or damaged, or has another type.
-        """
+        """Members in files. All of them are read and checked, one at a time."""
         shape = rest
         for start, count in data.parts:
             name = members_file(data.stem, start, count)

@@ -48,19 +48,13 @@ def work_folder(folder: str) -> str:
 
 @contextlib.contextmanager
 def held(folder: str) -> Iterator[None]:
-    """A context in which this process has exclusive use of a folder of checkpoints.
-
-    The folder is created, for this user only, if it does not exist.
-
-    Raises:
-      CheckpointError: another process uses it, or it can't be created.
-      OptionsError: another user can write to it.
-    """
+    """A context in which this process has exclusive use of a folder of checkpoints."""
     if file_io.is_url(folder):
         yield
         return
     trust.check_folder(folder, "checkpoint")
     try:
+        # For this user only, if it does not exist.
         file_io.make_folder(folder)
         handle = locks.try_lock(os.path.join(folder, locks.NAME))
     except OSError as error:
@@ -83,11 +77,7 @@ def held(folder: str) -> Iterator[None]:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run.
-
-    Args:
-      path: a local path, or a URL that fsspec knows.
-    """
+    """The checkpoints of one run."""
 
     def __init__(self, path: str):
         self.path = path if file_io.is_url(path) else os.path.abspath(path)
@@ -121,17 +111,12 @@ class CheckpointFolder:
                 file_io.write(self.join(INPUTS), records.encode({"files": hashes}))
 
     def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
-        """The name and the content of each manifest, from the last to the first one.
-
-        Damaged manifests are skipped with a warning.
-
-        Raises:
-          CheckpointError: the folder can't be read.
-        """
+        """The name and the content of each manifest, from the last to the first one."""
         found = filter(MANIFEST.fullmatch, self._names())
         for name in sorted(found, key=lambda name: int(name.partition(".")[0]), reverse=True):
             try:
                 yield name, checkpoints.decode(self._read(name))
+            # The one before it may be whole.
             except ArrayFormatError as error:
                 self.warn(name, error)
 
@@ -168,11 +153,7 @@ class CheckpointFolder:
             self.wrote(name)
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Adds a checkpoint whose files are written, and removes files that are no longer needed.
-
-        Raises:
-          CheckpointError: the folder can't be written.
-        """
+        """Adds a checkpoint whose files are written, and removes files of older ones."""
         name = f"{self._next:08d}.checkpoint"
         self._next += 1
         data = checkpoints.encode(checkpoint)

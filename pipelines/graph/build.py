@@ -65,25 +65,20 @@ from beamjax.storage import files
 
 @dataclass
 class GraphInputs:
-    """The inputs of a plan in the form that a graph needs.
+    """The inputs of a plan in the form that a graph needs."""
 
-    Attributes:
-      static: server values, as references into the store.
-      sources: placed inputs that workers read.
-      blocks: placed inputs that are PCollections of `MemberBlock`, by placement.
-      carried: the names of the values in these blocks, by placement.
-      sizes: for each placement whose members are counted in the pipeline, an environment with
-        their number.
-      streams: the placed inputs of the open placement, which are read from start to end.
-      program: the pickled program, for bodies that run as Python in other processes.
-    """
-
-    static: dict[str, StoreRef]
-    sources: SourceSpecs
+    static: dict[str, StoreRef]  # server values, as references into the store
+    sources: SourceSpecs  # placed inputs that workers read
+    # Placed inputs that are PCollections of `MemberBlock`, by placement.
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
+    # The names of the values in these blocks, by placement.
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # For each placement whose members are counted in the pipeline, an environment with their
+    # number.
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
+    # The placed inputs of the open placement, which are read from start to end.
     streams: SourceSpecs | None = None
+    # The pickled program, for bodies that run as Python in other processes.
     program: StoreRef | None = None
 
 
@@ -96,16 +91,7 @@ class _Stream:
 
 
 class Graph:
-    """Adds the steps of a plan to a pipeline.
-
-    Args:
-      root: the pipeline, or its `PBegin`.
-      plan: the plan.
-      inputs: its inputs.
-      store: the store for values that are too large for an element.
-      connection: the connection to the runner.
-      bodies: the bodies that earlier graphs have put into the store; those of this one are added.
-    """
+    """Adds the steps of a plan to a pipeline."""
 
     def __init__(
         self,
@@ -116,9 +102,10 @@ class Graph:
         connection: Connection,
         bodies: dict[str, StoredBody] | None = None,
     ):
-        self.root = root
+        self.root = root  # the pipeline, or its `PBegin`
         self.plan = plan
         self.inputs = inputs
+        # For values that are too large for an element.
         self.store = store
         self.options = connection.options
         self.spread = connection.spread
@@ -172,12 +159,7 @@ class Graph:
         self._serve(environment, step.outputs)
 
     def map(self, step: Map, needed: set[str]) -> None:
-        """Adds a pass over shards.
-
-        Args:
-          step: the pass.
-          needed: the names of the placed values that later passes read.
-        """
+        """Adds a pass over shards; later passes read the placed values of the names `needed`."""
         stream = self._stream(step, needed)
         scattered = {n: self.scattered[n] for n in step.operands if n in self.scattered}
         served = [*step.broadcasts, *(name for name, _ in scattered.values())]
@@ -319,26 +301,22 @@ class Graph:
         self.streams[placement] = [self.live[placement]]
 
     def _stream(self, step: Map, needed: set[str]) -> _Stream | None:
-        """The blocks that a pass starts from, if any; otherwise it starts from ranges of shards.
-
-        It starts from blocks if it reads values of earlier passes, or if later passes need such
-        values together with its own results.
-        """
+        """The blocks that a pass starts from, if any; otherwise it starts from ranges of shards."""
         live = self.live.get(step.placement)
         if live is None:
             return None
         if self.plan.sizes[step.placement] is None:
             return live
+        # It starts from blocks if it reads values of earlier passes, or if later passes need such
+        # values together with its own results.
         reads = set(step.operands) & set(live.names)
         joins = needed & set(step.results) and needed & set(live.names)
         return live if reads or joins else None
 
     def _sizes_found(self, step: Map) -> list[str]:
-        """The name of the number of members of a pass, if the members are counted in the pipeline.
-
-        Reductions over them take it as a side input, and so wait for the check that no member is
-        missing.
-        """
+        """The name of the number of members of a pass, if they are counted in the pipeline."""
+        # Reductions over them take it as a side input, and so wait for the check that no member is
+        # missing.
         return [size_name(step.placement)] if self.plan.sizes[step.placement] is None else []
 
     def _find(self, placement: str, name: str) -> _Stream:
@@ -354,17 +332,11 @@ def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:
 
 
 class Outputs:
-    """The outputs of a graph, in files of its store.
-
-    Args:
-      graph: the graph, with all its steps.
-      stem: the prefix of the file names.
-      results: the placed values that are materialized, in folders of their own.
-    """
+    """The outputs of a graph, in files of its store."""
 
     def __init__(self, graph: Graph, stem: str, results: MaterializedOutputs = NOTHING):
         self.graph = graph
-        self.stem = stem
+        self.stem = stem  # the prefix of the names of the files
         self.results = results
         plan = graph.plan
         # The provenance of all outputs, which `find` reads.
@@ -399,11 +371,7 @@ class Outputs:
             lines | "Write dropped" >> beam.ParDo(WriteDropped(graph.store, stem))
 
     def find(self) -> dict[str, Ref]:
-        """The outputs, by name, after the pipeline has ended.
-
-        Raises:
-          WorkerError: an output is missing.
-        """
+        """The outputs, by name, after the pipeline has ended."""
         store, plan, found = self.graph.store, self.graph.plan, dict[str, Ref]()
         for number, _ in enumerate(self._served):
             environment = read_served(store, f"{self.stem}-served-{number}")

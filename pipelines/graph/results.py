@@ -29,13 +29,7 @@ FILE_BYTES = 4 << 20
 
 
 class WriteServed(StepFn):
-    """Writes the references to server values to a file that the launcher reads.
-
-    Args:
-      store: the store to write to.
-      names: the names of the values.
-      stem: the stem of the file name.
-    """
+    """Writes the references to server values to a file that the launcher reads."""
 
     yields = Any
 
@@ -51,14 +45,7 @@ class WriteServed(StepFn):
 
 
 class ReadMembers(StepFn):
-    """Reads the members of a placed input: from ranges of shards to blocks.
-
-    Args:
-      sources: the source of the input.
-      name: the name of the input.
-      shards: the shards of its placement.
-      store: the store, for large blocks and records of errors.
-    """
+    """Reads the members of a placed input: from ranges of shards to blocks."""
 
     yields = MemberBlock
 
@@ -81,19 +68,7 @@ class ReadMembers(StepFn):
 
 
 class WritePlaced(StepFn):
-    """Writes a placed value to files of consecutive members, many blocks in a file.
-
-    A file is named after the members in it. A bundle that is retried may cut the members into other
-    files, which hold the same values.
-
-    Args:
-      store: the store to write to.
-      name: the name of the value.
-      stem: the stem of the file names.
-      results: the materialized results; if the value is one of them, it is written there instead.
-      cached: whether to cache what is written, for later passes in this process. The stem must
-        then be unique among all runs.
-    """
+    """Writes a placed value to files of consecutive members, many blocks in a file."""
 
     yields = Any
 
@@ -108,7 +83,10 @@ class WritePlaced(StepFn):
         self.store = store
         self.name = name
         self.stem = stem
+        # If the value is a materialized result, it is written there instead.
         self.results = results
+        # Whether to cache what is written, for later passes in this process. The stem must then be
+        # unique among all runs.
         self.cached = cached
         self.spans = WorkerSpans(store.reports)
 
@@ -150,6 +128,8 @@ class WritePlaced(StepFn):
         if self.name in self.results.folders:
             self.results.write(self.name, start, members)
             return
+        # A file is named after the members in it. A bundle that is retried may cut the members into
+        # other files, which hold the same values.
         name = MembersSource.file_name(self.stem, start, len(members))
         if self.cached:
             self.store.write_members(name, members)
@@ -164,16 +144,7 @@ def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:
 
 
 def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenance:
-    """The provenance of a placed value that `WritePlaced` wrote.
-
-    Args:
-      store: the store with its files.
-      stem: the stem of the file names.
-      written: the names of the files in the store.
-
-    Raises:
-      ArrayFormatError: a file is damaged.
-    """
+    """The provenance of a placed value that `WritePlaced` wrote to these files."""
     prefix = f"{stem}-provenance-"
     paths = [files.join(store.root, name) for name in written if name.startswith(prefix)]
     return merged(map(_read_provenance, paths))
@@ -188,12 +159,7 @@ def _read_provenance(path: str) -> Provenance:
 
 
 class WriteDropped(StepFn):
-    """Writes the list of all members that were dropped.
-
-    Args:
-      store: the store to write to.
-      stem: the stem of the file name.
-    """
+    """Writes the list of all members that were dropped."""
 
     yields = Any
 
@@ -207,11 +173,7 @@ class WriteDropped(StepFn):
 
 
 def find_dropped(store: Store, stem: str) -> list[Dropped]:
-    """The members that a pipeline has dropped.
-
-    Raises:
-      ArrayFormatError: the file is damaged.
-    """
+    """The members that a pipeline has dropped."""
     name = f"{stem}-dropped{SUFFIX}"
     if name not in files.names(store.root):
         return []
@@ -220,12 +182,7 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
 
 
 def read_served(store: Store, stem: str) -> Environment:
-    """Reads the references to server values that `WriteServed` wrote.
-
-    Raises:
-      ArrayFormatError: the file is damaged.
-      WorkerError: there is no file.
-    """
+    """Reads the references to server values that `WriteServed` wrote."""
     path = files.join(store.root, f"{stem}{SUFFIX}")
     try:
         return EnvironmentCoder().decode(bytes(files.read(path)))
@@ -241,18 +198,7 @@ def read_served(store: Store, stem: str) -> Environment:
 def find_placed(
     store: Store, plan: Plan, name: str, stem: str, written: list[str] | None = None
 ) -> MembersSource:
-    """The files of a placed value that `WritePlaced` wrote.
-
-    Args:
-      store: the store with the files.
-      plan: the plan of the value.
-      name: the name of the value.
-      stem: the stem of the file names.
-      written: the names of the files in the store; None lists them.
-
-    Raises:
-      WorkerError: members are missing.
-    """
+    """The files of a placed value that `WritePlaced` wrote; `written` are those of the store."""
     value = plan.values[name]
     n = plan.sizes[value.placement or ""]
     names = files.names(store.root) if written is None else written

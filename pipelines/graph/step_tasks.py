@@ -15,17 +15,7 @@ from beamjax.runtime.worker_environment import Machine
 
 
 class StepTasks:
-    """Makes the tasks of a plan's steps.
-
-    Args:
-      plan: the plan.
-      static: server values that are in the store before the first step runs, by name.
-      sources: the placed inputs that workers read.
-      program: the pickled program, for bodies that run as Python in other processes.
-      store: the store for values that are too large for an element.
-      connection: the connection to the runner.
-      bodies: the bodies that are in the store already; those of this plan are added.
-    """
+    """Makes the tasks of a plan's steps."""
 
     def __init__(
         self,
@@ -38,28 +28,23 @@ class StepTasks:
         bodies: dict[str, StoredBody],
     ):
         self.plan = plan
-        self.static = static
+        self.static = static  # server values that are in the store before the first step
         self.sources = sources
-        self.program = program
+        self.program = program  # the pickled program, for bodies that run as Python
         self.store = store
         self.options = connection.options
         self.threads = connection.threads
         self.workers = workers_of(connection.flags)
-        self.bodies = bodies
+        self.bodies = bodies  # those in the store already; those of this plan are added
         custom_calls = {call for body in plan.bodies.values() for call in body.custom_calls}
         self.machine = replace(Machine.of(self.options), custom_calls=tuple(sorted(custom_calls)))
 
     def task(self, step: AnyStep, served: Iterable[str] | None = None) -> Task[AnyStep]:
-        """The task of a step.
-
-        Args:
-          step: the step.
-          served: the names of the server values that it reads. None for a task that only merges,
-            which needs no bodies.
-        """
+        """The task of a step that reads the server values of the names `served`."""
         static = {name: self.static[name] for name in served or () if name in self.static}
         buffers = step.buffers if isinstance(step, Map) else ()
         needed = step.all_bodies if isinstance(step, Map) else (step.body,)
+        # A task that only merges, for which `served` is None, needs no bodies.
         bodies = {key: self._body(key) for key in needed} if served is not None else {}
         needed_types = [r.result for buffer in buffers for r in buffer.reductions]
         if isinstance(step, Map) and step.guard is not None:

@@ -27,13 +27,7 @@ WRITE_BYTES = 1 << 22
 
 
 class ReadStreams(StepFn):
-    """Reads all members of the sources of a placement: from one element to blocks.
-
-    Args:
-      sources: the sources, of unknown length.
-      size: the number of members in a shard.
-      store: the store, for large blocks and records of errors.
-    """
+    """Reads all members of the sources of a placement: from one element to blocks."""
 
     yields = MemberBlock
 
@@ -50,12 +44,7 @@ class ReadStreams(StepFn):
 
 
 class WriteMemberBlocks(StepFn):
-    """Writes consecutive blocks to the store: from blocks to references by first member.
-
-    Args:
-      store: the store to write to.
-      names: the names of the values in the blocks.
-    """
+    """Writes consecutive blocks to the store: from blocks to references by first member."""
 
     yields = Environment
 
@@ -89,13 +78,7 @@ class WriteMemberBlocks(StepFn):
 
 
 class LoadBlocks(StepFn):
-    """Loads the blocks that `WriteMemberBlocks` wrote: from references to blocks.
-
-    Args:
-      store: the store to read from.
-      names: the names of the values in the blocks.
-      size: the number of members in a shard.
-    """
+    """Loads the blocks that `WriteMemberBlocks` wrote: from references to blocks."""
 
     yields = MemberBlock
 
@@ -121,13 +104,7 @@ Range = tuple[int, int]
 
 
 def count_members(blocks: beam.PCollection, store: Store, placement: str) -> beam.PCollection:
-    """The number of members in blocks, as an `Environment`; fails the pipeline if one is missing.
-
-    Args:
-      blocks: the blocks of all members, each member in one block.
-      store: the store that the number is written to.
-      placement: the placement of the members.
-    """
+    """The number of members in blocks; fails the pipeline if one is missing."""
     return (
         blocks
         | "Ranges of blocks" >> beam.ParDo(RangeOfBlock())
@@ -146,10 +123,7 @@ class RangeOfBlock(StepFn):
 
 
 class CountMembers(StepFn):
-    """From the ranges of all blocks to the number of members, under its name in the plan.
-
-    `process` raises a SourceError if there are no members, or if there are gaps between them.
-    """
+    """From the ranges of all blocks to the number of members, under its name in the plan."""
 
     yields = Environment
 

@@ -72,14 +72,7 @@ WORKER_MERGE_BYTES = 8 << 20
 
 
 class Resident:
-    """Computes steps on resident workers; see `driver.Executor`.
-
-    Args:
-      plan: the plan of the steps.
-      launcher: the connection, the store and the monitor of the run.
-      job: the job of the workers. It starts with the first pass.
-      results: the placed results of the run that are written to files.
-    """
+    """Computes steps on resident workers; see `driver.Executor`."""
 
     def __init__(
         self, plan: Plan, launcher: Launcher, job: ResidentJob, results: MaterializedOutputs

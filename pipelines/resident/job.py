@@ -68,31 +68,19 @@ _log = logging.getLogger("beamjax")
 
 @dataclass
 class _Attempt:
-    """One start of the job.
+    """One start of the job."""
 
-    Attributes:
-      abort: if set, the job is ended with this error.
-      failure: the error with which it ended.
-      had_workers: whether one of its workers was ever seen alive.
-      alone_since: when its last worker was seen dead; None if it has workers.
-      thread: the thread that runs it and waits for its end.
-    """
-
-    abort: BeamjaxError | None = None
-    failure: BaseException | None = None
-    had_workers: bool = False
+    abort: BeamjaxError | None = None  # if set, the job is ended with this error
+    failure: BaseException | None = None  # the error with which it ended
+    had_workers: bool = False  # whether one of its workers was ever seen alive
+    # When its last worker was seen dead; None if it has workers.
     alone_since: float | None = None
+    # Runs the job and waits for its end.
     thread: threading.Thread = field(init=False)
 
 
 class ResidentJob:
-    """A Beam job with resident workers, from the first pass until `close`.
-
-    Args:
-      connection: the connection to the runner.
-      store: the store of the run, in which the folder of messages is created. The launcher and all
-        workers must reach it.
-    """
+    """A Beam job with resident workers, from the first pass until `close`."""
 
     def __init__(self, connection: Connection, store: Store):
         # Other pipelines run at the same time, and an in-memory runner has state.
@@ -100,20 +88,17 @@ class ResidentJob:
         if connection.spec.in_this_process:
             runner = copy.copy(runner)
         self.connection = connection
+        # In the store of the run, which the launcher and all workers must reach.
         self.folder = files.join(store.root, f"{PREFIX}{secrets.token_hex(8)}")
         self._store = store
         self._runner = runner
         self._secret = secrets.token_bytes(32)
         self._pool: Pool | None = None
-        self._starts = 0
-        self._hopeless: BeamjaxError | None = None
+        self._starts = 0  # since the last finished pass
+        self._hopeless: BeamjaxError | None = None  # why no start can succeed
 
     def run(self, program: Program, *arguments: Any) -> list[Output]:
-        """Runs a program on the workers; see `Pool.run`.
-
-        Raises:
-          SourceError: the folder of messages can't be written or read.
-        """
+        """Runs a program on the workers; see `Pool.run`."""
         try:
             pool = self._pool or self.start()
             outputs = pool.run(program, *arguments)
@@ -134,14 +119,7 @@ class ResidentJob:
         return self._pool
 
     def check(self, died: bool) -> None:
-        """Starts the job again if it has ended, or if its runner does not replace dead workers.
-
-        Args:
-          died: whether all workers have died and none has joined since.
-
-        Raises:
-          WorkerError: it was started `MAX_STARTS` times.
-        """
+        """Starts the job again if it has ended, or if its runner leaves it without workers."""
         assert self._pool is not None
         if self._hopeless is not None:
             raise self._hopeless
@@ -179,11 +157,7 @@ class ResidentJob:
         return now - attempt.alone_since > limit
 
     def close(self, seconds: float = SECONDS_TO_END) -> None:
-        """Ends the workers and the job.
-
-        Args:
-          seconds: the most seconds that workers have to finish their tasks.
-        """
+        """Ends the workers and the job; `seconds` are theirs to finish their tasks."""
         if self._pool is None:
             return
         attempt = self._attempt
@@ -193,6 +167,7 @@ class ResidentJob:
             attempt.abort = JobCancelledError(f"its workers can't be ended: {error}")
         attempt.thread.join(seconds)
         if attempt.thread.is_alive():
+            # The job thread looks for `abort` several times a second, and then cancels the job.
             attempt.abort = JobCancelledError("the job of the resident workers did not end")
             attempt.thread.join(SECONDS_TO_END)
         close_mailbox(self.folder)
@@ -252,11 +227,9 @@ def add_workers(pipeline: beam.Pipeline, connection: Connection, fn: ServeTasks)
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder of messages.
-
-    The file `stop` is removed last, so that a worker that starts late still sees it. Workers may
-    still be writing their last file, so this tries again for a second.
-    """
+    """Removes a folder of messages."""
+    # `stop` goes last, so that a worker that starts late still sees it. Workers may still be
+    # writing their last file, so this tries again for a second.
     names = files.names(folder)
     files.remove_files(folder, [name for name in names if name != "stop"])
     deadline = time.monotonic() + 1.0
@@ -266,11 +239,9 @@ def remove_folder(folder: str) -> None:
 
 
 def remove_orphans(parent: str) -> None:
-    """Removes the stores of runs in a folder whose launchers are dead.
-
-    Their workers have seen it, or it is certain as the launcher was on this machine. This is no
-    reason to fail, so errors are ignored.
-    """
+    """Removes the stores of runs in a folder whose launchers are dead."""
+    # Their workers have seen it, or it is certain as the launcher was on this machine. A store that
+    # can't be removed is no reason to fail.
     with contextlib.suppress(Exception):
         for store in files.folders(parent):
             folder = files.join(parent, store)
@@ -335,18 +306,13 @@ def _since(flight: _Flight) -> float:
 
 @dataclass
 class Pool:
-    """Distributes the tasks of passes to the workers of a job.
+    """Distributes the tasks of passes to the workers of a job."""
 
-    A worker has one task at a time. If it dies or is slow, another worker gets the same task, and
-    the first reply counts.
-
-    Attributes:
-      mailbox: the launcher's end of the mailbox.
-      check: called with whether all workers have died and none has joined since; starts the job
-        again if need be, or raises an error.
-    """
-
+    # A worker has one task at a time. If it dies or is slow, another one gets the same task, and
+    # the first reply counts: all of them compute the same bits.
     mailbox: Mailbox
+    # Called with whether all workers have died and none has joined since; starts the job again if
+    # need be, or raises an error.
     check: Callable[[bool], None]
     _peers: list[Peer] = field(default_factory=list)
     _flights: dict[str, _Flight] = field(default_factory=dict)
@@ -375,21 +341,8 @@ class Pool:
         look: Callable[[], None],
         monitor: Monitor,
     ) -> list[Output]:
-        """Runs a program over elements.
-
-        Args:
-          program: the program to run.
-          current: makes the pass from its number.
-          elements: the elements to process; each task has a range of them.
-          look: called regularly; raises an error to end the pass.
-          monitor: the monitor of the run.
-
-        Returns:
-          What the DoFn emits, in the order of the elements.
-
-        Raises:
-          WorkerError: a task failed.
-        """
+        """Runs a program over elements; returns what it emits, in the order of the elements."""
+        # `current` makes the pass from its number; `look` raises an error to end the pass.
         self.mailbox.publish(program)
         number = next(self._numbers)
         tasks = self._tasks(program.name, current(number), elements)
@@ -411,6 +364,7 @@ class Pool:
                 self.mailbox.wait(since)
         spent = sum(reply.seconds for reply in done.values())
         self._seconds[program.name] = spent / max(len(elements), 1)
+        # Sorted by task, so results do not depend on which worker replies first.
         return [output for _, reply in sorted(done.items()) for output in reply.outputs]
 
     def _tasks(self, program: str, current: Pass, elements: Sequence[Any]) -> list[WorkerTask]:
@@ -446,10 +400,9 @@ class Pool:
             self.mailbox.send(peer, task)
 
     def _next(self, peer: Peer, left: collections.deque[WorkerTask], count: int) -> WorkerTask:
-        """The next task for a worker.
-
-        Prefers the tasks that the worker had in the last round: it has their members in its caches.
-        """
+        """The next task for a worker."""
+        # Prefers the tasks that the worker had in the last round: it has their members in its
+        # caches.
         place, workers = self._peers.index(peer), len(self._peers)
         own = [task for task in left if task.number * workers // count == place]
         task = own[0] if own else left[-1]
@@ -467,6 +420,8 @@ class Pool:
             if flight.task.current.number == number and flight.task.number not in done
         ]
         copies = collections.Counter(flight.task.number for flight in flights)
+        # A task is late when its latest copy has flown longer than `limit`, which grows with the
+        # number of copies: a slow pass is not copied to all workers.
         limit = UNKNOWN_SECONDS
         if done:
             usual = statistics.median(reply.seconds for reply in done.values())
@@ -486,11 +441,7 @@ class Pool:
         return oldest.task
 
     def _collect(self, number: int, done: dict[int, Reply], monitor: Monitor) -> bool:
-        """Takes the replies that have arrived; returns whether there were any.
-
-        Raises:
-          WorkerError: a task of this pass failed.
-        """
+        """Takes the replies that have arrived; returns whether there were any."""
         arrived = False
         for flight in list(self._flights.values()):
             reply = self.mailbox.reply(flight.peer)

@@ -69,17 +69,11 @@ SILENT_SECONDS = 10.0
 
 @dataclass
 class Peer:
-    """A worker as the launcher sees it.
+    """A worker as the launcher sees it."""
 
-    Attributes:
-      name: the unique name of the worker.
-      pulse: its heartbeats; None if it is a thread of this process.
-      sent: the number of tasks that were sent to it.
-    """
-
-    name: str
-    pulse: Pulse | None = None
-    sent: int = 0
+    name: str  # unique: a retry of a worker joins under another name
+    pulse: Pulse | None = None  # None if it is a thread of this process
+    sent: int = 0  # the number of tasks sent to it, which is the number of its next task
 
     @property
     def is_dead(self) -> bool:
@@ -88,7 +82,7 @@ class Peer:
 
 
 class Mailbox(Protocol):
-    """The launcher's end of a mailbox."""
+    """The launcher's end of a mailbox. Only the thread of the run uses it."""
 
     def joined(self) -> list[Peer]:
         """The workers that have joined since the last call."""
@@ -103,7 +97,7 @@ class Mailbox(Protocol):
         """Takes the reply to the last task of a worker; None if there is none yet."""
 
     def wait(self, since: float) -> None:
-        """Waits for a short time, or until a reply may be there; `since` is when waiting began."""
+        """Waits for a short time, or until a reply may be there; `since`: when waiting began."""
 
     def open(self) -> None:
         """Lets workers join again after `stop`, which orphaned workers write as well."""
@@ -150,6 +144,8 @@ class WorkerEnd(abc.ABC):
 class MemoryMailbox:
     """A mailbox for workers in this process, which share all objects."""
 
+    # Workers only read programs and `stopped`; each other attribute is filled by one side and
+    # emptied by the other, by single operations of queues and dicts, which are atomic.
     programs: dict[str, bytes] = field(default_factory=dict)
     stopped: threading.Event = field(default_factory=threading.Event)
     _new: queue.SimpleQueue[Peer] = field(default_factory=queue.SimpleQueue)
@@ -173,6 +169,8 @@ class MemoryMailbox:
         return self._replies.pop(peer.name, None)
 
     def wait(self, since: float) -> None:
+        # A reply that arrives between these two lines is not lost: the caller looks at all replies
+        # before it waits again, and no wait is longer than this.
         self._arrived.wait(0.1)
         self._arrived.clear()
 
@@ -187,6 +185,7 @@ class MemoryMailbox:
     def join(self) -> MemoryWorker:
         """Adds a worker, and returns its end."""
         worker = MemoryWorker(self)
+        # First the queue: the launcher may send a task as soon as it sees the peer.
         self._tasks[worker.name] = queue.SimpleQueue()
         self._new.put(Peer(worker.name))
         self._arrived.set()
@@ -229,12 +228,7 @@ _here: dict[str, MemoryMailbox] = {}
 
 
 class FileMailbox:
-    """A mailbox in a folder that the launcher and all workers reach.
-
-    Args:
-      folder: a path or URL.
-      secret: the key with which messages are signed.
-    """
+    """A mailbox in a folder that the launcher and all workers reach."""
 
     def __init__(self, folder: str, secret: bytes):
         self.folder = folder
@@ -256,11 +250,13 @@ class FileMailbox:
         return self._new(files.names(self.folder))
 
     def publish(self, program: Program) -> None:
+        # Before the first task that names the program, so a worker that reads the task finds it.
         if program.name not in self._published:
             self._write_signed(f"program-{program.name}", program.encode())
             self._published.add(program.name)
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
+        # The number is part of the signed name, so an old task can't be passed off as the next one.
         self._write_signed(f"task-{peer.name}-{peer.sent}", encode_task(task))
         peer.sent += 1
 
@@ -277,6 +273,7 @@ class FileMailbox:
         time.sleep(_pause(self.folder, since))
 
     def open(self) -> None:
+        # Only workers that took this process for dead have written it.
         files.remove_files(self.folder, [STOP])
 
     def stop(self) -> None:
@@ -306,7 +303,7 @@ class FileMailbox:
 
 
 class RemoteMailbox(FileMailbox):
-    """A mailbox at a URL. See the top of this module."""
+    """A mailbox at a URL: messages of all workers are written, listed and read at once."""
 
     def __init__(self, folder: str, secret: bytes):
         super().__init__(folder, secret)
@@ -319,6 +316,7 @@ class RemoteMailbox(FileMailbox):
         self._files: list[files.Listed] | None = None
 
     def joined(self) -> list[Peer]:
+        # One exchange for each `wait`: `reply` is asked for each worker in between.
         if self._files is None:
             self._exchange()
         assert self._files is not None
@@ -343,6 +341,7 @@ class RemoteMailbox(FileMailbox):
             self._outbox = {}
         files.remove_files(self.folder, self._gone)
         self._gone = []
+        # The requests above are part of the pause.
         time.sleep(max(0.0, _pause(self.folder, since) - (time.monotonic() - begun)))
         self._files = None
 
@@ -361,12 +360,7 @@ class RemoteMailbox(FileMailbox):
 
 
 class FileWorker(WorkerEnd):
-    """The worker's end of a mailbox in a folder.
-
-    Args:
-      folder: the folder of the mailbox.
-      secret: the key with which messages are signed.
-    """
+    """The worker's end of a mailbox in a folder."""
 
     def __init__(self, folder: str, secret: bytes):
         super().__init__()
@@ -381,6 +375,8 @@ class FileWorker(WorkerEnd):
         every = REMOTE_STOP_SECONDS if files.is_url(self.folder) else STOP_SECONDS
         try:
             while True:
+                # `reply` increases `_next`, and the caller replies before it asks for the next
+                # task.
                 name = f"task-{self.name}-{self._next}"
                 data = self._launcher.look_for(name)
                 if data is not None:
@@ -392,6 +388,7 @@ class FileWorker(WorkerEnd):
                         yield task
                     since = time.monotonic()
                     continue
+                # Only an idle worker looks for these, so that tasks cost no further reads.
                 if time.monotonic() - looked > every:
                     looked = time.monotonic()
                     if self._launcher.look_for(STOP) or self._launcher.is_orphaned():
@@ -408,11 +405,13 @@ class FileWorker(WorkerEnd):
     def reply(self, reply: Reply) -> None:
         name = f"reply-{self.name}-{self._next}"
         content = signed(self.secret, name, encode_reply(reply))
+        # The result may have taken minutes, and only this worker has it.
         retried(write, self.folder, name, content)
         self._next += 1
 
 
 def _pause(folder: str, since: float) -> float:
+    """Seconds to sleep before the next look at a folder; see `PAUSES`."""
     waited = time.monotonic() - since
     if files.is_url(folder):
         shortest, longest = REMOTE_PAUSES
@@ -424,13 +423,7 @@ def _pause(folder: str, since: float) -> float:
 
 
 def open_mailbox(folder: str, secret: bytes, shared: bool) -> Mailbox:
-    """The launcher's end of a new mailbox.
-
-    Args:
-      folder: the folder of messages.
-      secret: the key with which messages are signed.
-      shared: whether workers are threads of this process.
-    """
+    """The launcher's end of a new mailbox; `shared`: workers are threads of this process."""
     if not shared:
         return (RemoteMailbox if files.is_url(folder) else FileMailbox)(folder, secret)
     _here[folder] = mailbox = MemoryMailbox()

@@ -33,26 +33,15 @@ NO_PASS = -1
 
 
 def signed(secret: bytes, name: str, data: bytes) -> bytes:
-    """The content of a file of messages.
-
-    Programs are unpickled, and tasks name modules that workers import. So both ends read only what
-    has a signature of this job; its key travels with the Beam job. Then other processes that can
-    write into the folder of messages can't run code, nor pass off one message as another one.
-
-    Args:
-      secret: the key.
-      name: the name of the file.
-      data: the message.
-    """
+    """The content of a file with a message: its signature and the message."""
+    # Programs are unpickled, and tasks name modules that workers import. So both ends read only
+    # what has a signature of this job; its key travels with the Beam job. Then other processes that
+    # can write into the folder of messages can't run code, nor pass off one message as another one.
     return _signature(secret, name, data) + data
 
 
 def verified(secret: bytes, name: str, content: bytes) -> bytes:
-    """Undoes `signed`.
-
-    Raises:
-      ArrayFormatError: the message does not come from this job.
-    """
+    """Undoes `signed`; raises ArrayFormatError for a message that is not of this job."""
     size = hashlib.sha256().digest_size
     data = content[size:]
     if not hmac.compare_digest(content[:size], _signature(secret, name, data)):
@@ -64,6 +53,7 @@ def verified(secret: bytes, name: str, content: bytes) -> bytes:
 
 
 def _signature(secret: bytes, name: str, data: bytes) -> bytes:
+    # Names contain no zero byte, so no other name and message have the same bytes.
     found = hmac.new(secret, name.encode() + b"\0", hashlib.sha256)
     found.update(data)
     return found.digest()
@@ -71,17 +61,11 @@ def _signature(secret: bytes, name: str, data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Program:
-    """A DoFn that workers run for the same step of each round.
+    """A DoFn that workers run for the same step of each round."""
 
-    Attributes:
-      name: the unique name of the program.
-      fn: the DoFn.
-      written: the names of the placed values that workers write to files, from the blocks that `fn`
-        emits.
-    """
-
-    name: str
+    name: str  # unique
     fn: StepFn
+    # The placed values that workers write to files, from the blocks that `fn` emits.
     written: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
@@ -98,64 +82,41 @@ class Program:
 
 @dataclass(frozen=True)
 class Pass:
-    """One run of a program over elements.
+    """One run of a program over elements."""
 
-    Attributes:
-      number: the number of the pass in its job.
-      program: the name of the program.
-      step: the name of the step in this round, for messages.
-      stem: the prefix of the names of the files with placed values.
-      served: the server values that are the side input of the DoFn; None for no side input.
-      operands: the placed values that it reads, if any.
-      results: the placed values that are materialized as results of the run.
-    """
-
-    number: int
-    program: str
-    step: str
+    number: int  # in its job
+    program: str  # its name
+    step: str  # the name of the step in this round, for messages
+    # The prefix of the names of the files with placed values.
     stem: str = ""
+    # The server values that are the side input of the DoFn; None for no side input.
     served: Environment | None = None
-    operands: Operands | None = None
+    operands: Operands | None = None  # the placed values that it reads
+    # The placed values that are materialized as results of the run.
     results: MaterializedOutputs = NOTHING
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Elements of a pass for one worker, which processes them as one bundle.
-
-    Attributes:
-      current: the pass.
-      number: the number of the task in its pass.
-      elements: the elements.
-    """
+    """Elements of a pass for one worker, which processes them as one bundle."""
 
     current: Pass
-    number: int
+    number: int  # in its pass
     elements: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply to a task.
+    """The reply to a task."""
 
-    Attributes:
-      current: the number of the pass, or `NO_PASS`.
-      number: the number of the task in it.
-      outputs: the elements that the DoFn emitted.
-      seconds: how long the task took.
-      work: the spans of the task.
-      error: the message of the error; "" if the task succeeded. The worker has also left a record
-        of the error in the store.
-      cause: the exception, if the worker is a thread of this process.
-    """
-
-    current: int
-    number: int
+    current: int  # the number of the pass, or `NO_PASS`
+    number: int  # of the task in it
     outputs: Sequence[Output]
     seconds: float
     work: Work = field(default_factory=Work)
+    # The message of an error. The worker has also left a record of it in the store.
     error: str = ""
-    cause: BaseException | None = None
+    cause: BaseException | None = None  # the exception, if the worker is a thread of this process
 
 
 def encode_task(task: WorkerTask) -> bytes:
@@ -176,11 +137,7 @@ def encode_task(task: WorkerTask) -> bytes:
 
 
 def decode_task(data: bytes) -> WorkerTask:
-    """Undoes `encode_task`.
-
-    Raises:
-      ArrayFormatError: the bytes are damaged, or no task.
-    """
+    """Undoes `encode_task`; raises ArrayFormatError for other bytes."""
 
     def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> WorkerTask:
         operands = None
@@ -208,11 +165,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Undoes `encode_reply`.
-
-    Raises:
-      ArrayFormatError: the bytes are damaged, or no reply.
-    """
+    """Undoes `encode_reply`; raises ArrayFormatError for other bytes."""
 
     def unpack(arrays: list[np.ndarray], meta: dict[str, Any]) -> Reply:
         current, number, seconds, error = meta["reply"]

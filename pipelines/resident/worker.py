@@ -19,12 +19,7 @@ from beamjax.telemetry.worker_records import collecting
 
 
 class ServeTasks(beam.DoFn):
-    """Processes the tasks of a mailbox. The values of its elements have no meaning.
-
-    Args:
-      folder: the folder of the mailbox.
-      secret: the key with which messages are signed.
-    """
+    """Processes the tasks of a mailbox. The values of its elements have no meaning."""
 
     def __init__(self, folder: str, secret: bytes):
         self.folder = folder
@@ -41,11 +36,7 @@ class ServeTasks(beam.DoFn):
 
 
 class _TaskRunner:
-    """Runs tasks, and holds the DoFn of the current pass.
-
-    Args:
-      end: the worker's end of the mailbox.
-    """
+    """Runs tasks, and holds the DoFn of the current pass."""
 
     def __init__(self, end: WorkerEnd):
         self._end = end
@@ -77,6 +68,7 @@ class _TaskRunner:
             self._prepare(current)
         fn = self._fn
         served = () if current.served is None else (current.served,)
+        # A task is a whole bundle, so that a copy of it on another worker emits the same.
         for member in (fn, *self._writers):
             member.start_bundle()
         for element in task.elements:

@@ -32,11 +32,7 @@ REDUCE, WRITE = "Reduce blocks", "Write parts"
 
 
 def reduce_by_key(source: Source, reduction: KeyedReduction, runner: Any, options: Options) -> None:
-    """Runs a pipeline that reduces the members of each key into files.
-
-    A key of Beam stands for many keys of the user, the rows of which are merged at once: all those
-    with the same hash modulo the number of parts.
-    """
+    """Runs a pipeline that reduces the members of each key into files."""
     connection = connect(runner, options)
     with temporary_store(connection.options) as store:
         token = register(source)
@@ -49,6 +45,8 @@ def reduce_by_key(source: Source, reduction: KeyedReduction, runner: Any, option
                     | "Blocks" >> beam.Create(list(reduction.blocks()))
                     | "Distribute blocks" >> beam.Reshuffle()
                     | REDUCE >> beam.ParDo(ReduceBlocks(store, reduction, spec))
+                    # A key of Beam stands for many keys of the user, the rows of which are merged
+                    # at once: all those with the same hash modulo the number of parts.
                     | "Merge rows" >> beam.CombinePerKey(MergeRows(reduction.by_key))
                     | WRITE >> beam.ParDo(WriteParts(store, reduction))
                 )

@@ -43,21 +43,14 @@ Counted: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Collection:
-    """How elements become members.
+    """How elements become members."""
 
-    Attributes:
-      folder: the folder of the parts, which all workers see.
-      member: the expected type of each element.
-      index: returns the number of an element; None sorts members by a hash of their bytes.
-      drop: whether elements that are no members are left out.
-      part_bytes: approximate bytes of a part.
-    """
-
-    folder: str
-    member: MemberType
+    folder: str  # of the parts, which all workers see
+    member: MemberType  # the expected type of each element
+    # Returns the number of an element; None sorts members by a hash of their bytes.
     index: Index
-    drop: bool
-    part_bytes: int
+    drop: bool  # whether elements that are no members are left out
+    part_bytes: int  # approximate
 
     @property
     def row_bytes(self) -> int:

@@ -44,11 +44,9 @@ Parts = tuple[Part, ...]
 def spooled(
     sources: Sequence[StreamSource], runner: Any, options: Options
 ) -> Iterator[list[Source]]:
-    """The members of sources in files that all workers see, while a run lasts.
-
-    A worker reads each piece once; this process does, if only it can read the source.
-    """
+    """The members of sources in files that all workers see, while a run lasts."""
     connection = connect(runner, options)
+    # A worker reads each piece once; this process does, if only it can read the source.
     here = [isinstance(source, ChunkSource) and not connection.shared for source in sources]
     with temporary_store(connection.options) as store, _folder_here(store) as folder:
         workers = [source for source, own in zip(sources, here, strict=True) if not own]
@@ -91,11 +89,7 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
 
 
 class WritePieces(StepFn):
-    """Writes pieces of sources, given as (number of the source, number of the piece), to files.
-
-    The list of files is written last. If Beam retries a piece, all its files get new names, so a
-    list never names files of an earlier attempt.
-    """
+    """Writes pieces of sources, given as (number of the source, number of the piece), to files."""
 
     yields = typehints.Any
 
@@ -108,6 +102,8 @@ class WritePieces(StepFn):
         number, piece = element
         source = open_spec(self.specs[number])
         assert isinstance(source, StreamSource)
+        # If Beam retries a piece, all its files get new names, so a list never names files of an
+        # earlier attempt.
         stem = f"stream-{number}-{piece}-{uuid.uuid4().hex}"
         parts: list[Part] = []
         size = max(FILE_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
@@ -117,6 +113,7 @@ class WritePieces(StepFn):
             for leaf, array in enumerate(arrays):
                 self.store.write(_file_name(name, leaf), encode_part(array))
             parts.append((name, count))
+        # Last: a piece that has a list has all of its files.
         self.store.write(_list_name(number, piece), json.dumps(parts).encode())
 
 

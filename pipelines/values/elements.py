@@ -30,21 +30,13 @@ MAX_ELEMENT_BYTES = 2**31 - 2**20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemberBlock:
-    """Consecutive members, with those of their placed values that later steps need.
-
-    Attributes:
-        start: the index of the first member.
-        count: the number of members, at most `shard_size`.
-        shard_size: the number of members in a full shard of the plan.
-        values: arrays of shape (count, ...), by name.
-        refs: references to such arrays in the store, by name, if they are too large for an element.
-        provenance: the kinds of machine that computed the values.
-    """
+    """Consecutive members, with those of their placed values that later steps need."""
 
     start: int
-    count: int
-    shard_size: int
-    values: dict[str, np.ndarray]
+    count: int  # at most `shard_size`
+    shard_size: int  # of the plan, in members
+    values: dict[str, np.ndarray]  # arrays of shape (count, ...), by name
+    # The same in the store, if they are too large for an element.
     refs: dict[str, Ref] = dataclasses.field(default_factory=dict)
     provenance: Provenance = UNKNOWN
 
@@ -71,11 +63,7 @@ class MemberBlock:
         return held + sum(ref.nbytes for ref in self.refs.values())
 
     def array(self, name: str, store: Store) -> np.ndarray:
-        """A value of the block, or of the store if the block has a reference to it.
-
-        Raises:
-            SourceError, ArrayFormatError: it can't be read.
-        """
+        """A value of the block, or of the store if the block has a reference to it."""
         if name in self.values:
             return self.values[name]
         return store.array(self.refs[name], cache=False)
@@ -87,14 +75,9 @@ class MemberBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The server values that a step needs.
+    """The server values that a step needs."""
 
-    Attributes:
-        values: references to the values, by name; in an element, none of them is `Here`.
-        provenance: the kinds of machine that computed the values.
-    """
-
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # by name; in an element, none of them is `Here`
     provenance: Provenance = UNKNOWN
 
 
@@ -112,12 +95,9 @@ class _Coder(Coder, Generic[T]):
         raise NotImplementedError
 
     def encode(self, value: T) -> bytes:
-        """A value as bytes; equal values have equal bytes.
-
-        Raises:
-            StructureError: the value has another type, or more than `MAX_ELEMENT_BYTES`.
-        """
+        """A value as bytes; equal values have equal bytes."""
         name = self.element.__name__
+        # Beam calls a coder with whatever a transform emits.
         if not isinstance(value, self.element):
             raise StructureError(
                 f"{self!r}: found {type(value).__name__}, expected {name}; give the transform "
@@ -133,11 +113,7 @@ class _Coder(Coder, Generic[T]):
         return wire.encode_arrays(arrays, {"element": name, **meta})
 
     def decode(self, encoded: bytes) -> T:
-        """Undoes `encode`; arrays are read-only views of `encoded`.
-
-        Raises:
-            ArrayFormatError: if `encoded` is not such an element.
-        """
+        """Undoes `encode`; arrays are read-only views of `encoded`."""
         arrays, meta = wire.decode_arrays(encoded)
         name = self.element.__name__
         if meta.get("element") != name:
@@ -252,11 +228,9 @@ class ArrayCoder(_Coder[np.ndarray]):
 
 
 def register_array_coder() -> None:
-    """Makes `ArrayCoder` the coder of every PCollection of type `np.ndarray` in this process.
-
-    It is not registered at import, since it refuses arrays of strings and objects, which users may
-    have in their own pipelines.
-    """
+    """Makes `ArrayCoder` the coder of every PCollection of type `np.ndarray`."""
+    # Not at import: it refuses arrays of strings and objects, which users may have in their own
+    # pipelines.
     registry.register_coder(np.ndarray, ArrayCoder)
 
 
@@ -270,11 +244,7 @@ LIMIT_BYTES = (64 << 20) - (64 << 10)
 
 
 def whole(block: MemberBlock, store: Store) -> MemberBlock:
-    """A block as one element. If it is too large, its values are written to the store.
-
-    Raises:
-      SourceError: the store can't be written.
-    """
+    """A block as one element. If it is too large, its values are written to the store."""
     if block.nbytes <= LIMIT_BYTES:
         return block
     refs = {name: store.put([array], "block") for name, array in block.values.items()}

@@ -62,22 +62,12 @@ def stays_here(source: Source, store: Store) -> bool:
 def in_files(
     source: Source, store: Store, x64: bool, number: int, known: Uploads | None = None
 ) -> list[dict[str, Any]]:
-    """The specs with which workers in other processes open a source.
-
-    Data that is in the memory of this process, or on this machine only, is written to the store.
-
-    Args:
-      source: the source of placed inputs.
-      store: the store of the run.
-      x64: whether JAX computes with 64-bit types.
-      number: the index of the source in the run, for unique file names.
-      known: the uploads of earlier runs; a source with equal content is not written again.
-
-    Returns:
-      One spec for all leaves, or one for each leaf.
-    """
+    """The specs with which workers in other processes open a source: for all leaves, or each."""
+    # `number` is that of the source in the run. Data that is in the memory of this process, or on
+    # this machine only, is written to the store.
     stem = f"source-{number}-{uuid.uuid4().hex}"
     is_written = stays_here(source, store) or isinstance(source, ArraySource)
+    # Uploads of earlier runs of a session: a source with equal content is not written again.
     if known is not None and is_written:
         stem = f"source-{source_fingerprint(source).removeprefix('#')}"
         if stem in known:
@@ -111,21 +101,7 @@ def remove_upload(store: Store, stem: str) -> None:
 
 
 def upload(source: Source, store: Store, x64: bool, stem: str) -> list[MembersSource]:
-    """Writes all members of a source to a store.
-
-    Args:
-      source: the source to read.
-      store: the store to write to.
-      x64: whether JAX computes with 64-bit types.
-      stem: the prefix of the file names.
-
-    Returns:
-      A source for each leaf.
-
-    Raises:
-      SourceError: members can't be read or written, or an integer does not fit the dtype that JAX
-        uses for it.
-    """
+    """Writes all members of a source to a store; returns a source for each leaf."""
     if isinstance(source, ShortSource):  # Files hold members of one shape, with padding.
         (source,) = source.inner
     width = max(1, FILE_BYTES // max(1, *(leaf.nbytes for leaf in source.leaves)))

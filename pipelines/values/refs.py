@@ -23,19 +23,13 @@ _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """A reference to a value, which is a list of arrays. Plain data, JSON apart from `inline`.
+    """A reference to a stored value, a list of arrays. Plain data, JSON apart from `inline`."""
 
-    Attributes:
-        key: equal for equal content, or unique. Caches use it.
-        leaves: the dtype name and the shape of each array.
-        inline: the encoded arrays, if they are small; otherwise empty.
-        files: the name and the size in bytes of each file, in order; empty if the value is inline.
-    """
-
-    key: str
+    key: str  # equal for equal content, or unique; caches use it
+    # The name of the dtype and the shape of each array.
     leaves: tuple[tuple[str, tuple[int, ...]], ...]
-    inline: bytes = b""
-    files: tuple[tuple[str, int], ...] = ()
+    inline: bytes = b""  # the encoded arrays, if they are small
+    files: tuple[tuple[str, int], ...] = ()  # otherwise names and sizes in bytes, in order
 
     @property
     def kind(self) -> str:
@@ -57,11 +51,7 @@ class Ref:
 
     @classmethod
     def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> Ref:
-        """Undoes `to_json`.
-
-        Raises:
-            ArrayFormatError: `record` is not a result of `to_json`.
-        """
+        """Undoes `to_json`; raises ArrayFormatError for other records."""
         try:
             ref = cls(
                 record["key"],
@@ -87,14 +77,10 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Here:
-    """A reference to an array in this process, for workers that are threads of it.
+    """A reference to an array in this process, for workers that are threads of it."""
 
-    Attributes:
-        array: the array, which nothing changes.
-        key: unique, as that of a `Ref`.
-    """
-
-    array: np.ndarray
+    array: np.ndarray  # nothing changes it
+    # Unique, as that of a `Ref`.
     key: str = dataclasses.field(default_factory=lambda: unique_key())
 
 

@@ -55,23 +55,17 @@ _SUFFIXES = (SUFFIX, ".members", ".record")
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """A folder of values.
+    """A folder of values, which the launcher and the workers see at the same path or URL."""
 
-    Attributes:
-        root: a local path (made absolute), or any URL that fsspec knows; the launcher
-            and the workers must see the same files there.
-        piece_bytes: the largest size of a file in bytes; larger arrays are cut.
-        persistent: whether `write` creates a missing folder. Not for the folder of a run: a worker
-            that continues after the end of the run must not create it again.
-        reports: the folder and settings for progress reports of workers; None for no reports.
-        launcher: the folder with the heartbeats of the launcher of a pipeline; None if its workers
-            end with it anyway.
-    """
-
-    root: str
-    piece_bytes: int = PIECE_BYTES
+    root: str  # an absolute path, or a URL that fsspec knows
+    piece_bytes: int = PIECE_BYTES  # of a file at most; larger arrays are cut
+    # Whether `write` creates a missing folder. Not for the folder of a run: a worker that continues
+    # after the end of the run must not create it again.
     persistent: bool = True
+    # Where workers report progress; None for no reports.
     reports: Reports | None = dataclasses.field(default=None, compare=False)
+    # The folder with the heartbeats of the launcher of a pipeline; None if its workers end with it
+    # anyway.
     launcher: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,16 +84,7 @@ class Store:
 
     @classmethod
     def temporary(cls, parent: str | None = None) -> Store:
-        """A store in a new folder.
-
-        Args:
-            parent: the path or URL of the parent folder; by default the temporary folder of this
-                machine, which workers on other machines do not see.
-
-        Raises:
-            SourceError: the folder can't be created.
-            OptionsError: another user can write to the parent folder.
-        """
+        """A store in a new folder; without a parent, in the temporary folder of this machine."""
         store = cls(temporary.new_name(parent), persistent=False)
         try:
             temporary.make(store.root)
@@ -114,23 +99,10 @@ class Store:
     def put(
         self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True, hashed: bool = True
     ) -> Ref:
-        """Writes a value, unless the same value is already there.
-
-        Args:
-            arrays: arrays of any shapes, with dtypes that `beamjax.storage.arrays` supports.
-            hint: a word in the file names for users who look into the folder, such as a step's
-                name.
-            inline: whether a small value may travel inside of its reference.
-            hashed: whether files are named by hashes of their content, rather than by unique names.
-                Hashing takes time, and is of no use for a value that is surely new.
-
-        Returns:
-            The reference, for `get` in any process.
-
-        Raises:
-            StructureError: an array has no plain numbers.
-            SourceError: the folder can't be written.
-        """
+        """Writes a value, unless the same value is already there."""
+        # `hint` is part of the file names, for users who look into the folder. `inline` allows a
+        # small value to travel inside of its reference. `hashed` names files by hashes of their
+        # content, which takes time and is of no use for a value that is surely new.
         arrays = _plain(arrays, hint)
         leaves = leaves_of(arrays)
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
@@ -154,22 +126,15 @@ class Store:
         inline: bool = True,
         hashed: bool = True,
     ) -> Ref:
-        """Like `put`, but large arrays stay in memory if all workers are threads of this process.
-
-        Args:
-            arrays, hint, inline, hashed: see `put`.
-            own: whether the caller gives the arrays away. Otherwise they are copied, unless they
-                can't be changed.
-
-        Returns, raises:
-            See `put`.
-        """
+        """Like `put`, but large arrays stay in memory if workers are threads of this process."""
         memory = self._memory_store
         nbytes = sum(array.nbytes for array in arrays)
         if memory is None or nbytes <= INLINE_BYTES or not memory.has_room(nbytes):
             return self.put(arrays, hint, inline=inline, hashed=hashed)
         with transferring():
             arrays = _plain(arrays, hint)
+            # `own`: the caller gives the arrays away. Others are copied, unless they can't be
+            # changed.
             held = [array if own else fixed(array) for array in arrays]
             name = file_name(unique_key(), hint)
             memory.put(name, [_flat_and_fixed(array) for array in held if array.nbytes])
@@ -187,16 +152,7 @@ class Store:
             memory.release(name for ref in refs for name, _ in ref.files)
 
     def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
-        """A reference to the concatenation of flat arrays, which uses their files.
-
-        Args:
-            refs: references to values in files, of one array each.
-            shape: the shape of the whole array.
-            dtype: the dtype of all arrays.
-
-        Raises:
-            ArrayFormatError: the parts have another dtype or another number of values.
-        """
+        """A reference to the concatenation of flat arrays in files, which are not read."""
         leaves = [leaf for ref in refs for leaf in ref.leaves]
         found = sum(math.prod(part) for _, part in leaves)
         if {name for name, _ in leaves} != {dtype_name(dtype)} or found != math.prod(shape):
@@ -209,26 +165,14 @@ class Store:
 
     @transferring()
     def get(self, ref: Ref | Here, *, cache: bool = True) -> list[np.ndarray]:
-        """Reads a value.
-
-        Args:
-            ref: a reference that `put`, `hold` or `joined` returned, or an array that is here.
-            cache: whether to cache the arrays in this process. If several threads ask at the same
-                time, one of them loads the value.
-
-        Returns:
-            The arrays, read-only.
-
-        Raises:
-            SourceError: a file is missing or can't be read.
-            ArrayFormatError: a file is damaged or holds something else.
-        """
+        """Reads a value; its arrays are read-only."""
         if isinstance(ref, Here):
             return [ref.array]
         if ref.inline:
             return wire.decode_arrays(ref.inline)[0]
         if not cache or self.is_held(ref):
             return self._load(ref)
+        # If several threads ask at the same time, one of them loads the value.
         return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
     def array(self, ref: Ref | Here, *, cache: bool = True) -> np.ndarray:
@@ -237,30 +181,16 @@ class Store:
         return array
 
     def write_members(self, name: str, array: np.ndarray) -> None:
-        """Writes members of a placed value to a file, and keeps them in the cache of this process.
-
-        A worker computes the same shards in each round, so it mostly reads what it has written.
-
-        Args:
-            name: of the file. No other file of any run has the name, as other processes may have
-                cached what was in it.
-            array: the members; nothing may change them afterwards.
-
-        Raises:
-            SourceError: if the folder cannot be written.
-        """
+        """Writes members of a placed value to a file, and caches them in this process."""
+        # No other file of any run has the name, as other processes may have cached what was in it.
+        # A worker computes the same shards in each round, so it mostly reads what it has written.
         self.write(name, wire.encode_arrays([array]))
         array.flags.writeable = False
         _CACHE.put(file_io.join(self.root, name), [array], owner=self.root)
 
     def sweep(self, live: Container[str]) -> None:
-        """Removes all values except those in files of these names.
-
-        Only the launcher calls this, between passes, when no worker writes to the store.
-
-        Raises:
-            SourceError: a file can't be removed.
-        """
+        """Removes all values except those in files of these names."""
+        # Only the launcher calls this, between passes, when no worker writes to the store.
         memory = self._memory_store
         if memory is not None:
             memory.sweep(live)
@@ -272,11 +202,7 @@ class Store:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 
     def cleanup(self) -> None:
-        """Removes the files of the store, and the folder if nothing else is in it.
-
-        Raises:
-            SourceError: a file can't be removed.
-        """
+        """Removes the files of the store, and the folder if nothing else is in it."""
         try:
             file_io.remove(self.root, _SUFFIXES)
             temporary.remove_empty(self.root)
@@ -284,11 +210,7 @@ class Store:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 
     def write(self, name: str, data: bytes, *, keep: bool = False) -> None:
-        """Writes a file. With `keep`, an existing file of this name and size is left as it is.
-
-        Raises:
-            SourceError: the folder can't be written.
-        """
+        """Writes a file. With `keep`, an existing file of this name and size is left as it is."""
         try:
             file_io.write(file_io.join(self.root, name), data, keep=keep, make=self.persistent)
         except Exception as error:
@@ -352,11 +274,9 @@ def set_cache_bytes(limit: int) -> None:
 
 
 def members_in(path: str, load: Callable[[], np.ndarray]) -> np.ndarray:
-    """The members in a file of a store, which `load` reads unless this process still has them.
-
-    Members at URLs stay in the cache: the next round would download them again. Local files are
-    mapped.
-    """
+    """The members in a file of a store, which `load` reads unless this process still has them."""
+    # Members at URLs stay in the cache: the next round would download them again. Local files are
+    # mapped.
     if file_io.is_url(path):
         return _CACHE.get(path, lambda: [load()], owner=path.rpartition("/")[0])[0]
     written = _CACHE.find(path)
@@ -384,14 +304,10 @@ def _flat_and_fixed(array: np.ndarray) -> np.ndarray:
 
 
 class MemoryStore:
-    """The values that a store keeps in the memory of this process, by name. Thread-safe.
-
-    Args:
-      limit: the number of bytes of arrays that it holds. Further values are written to files.
-    """
+    """The values that a store keeps in the memory of this process, by name. Thread-safe."""
 
     def __init__(self, limit: int):
-        self.limit = limit
+        self.limit = limit  # bytes of arrays; further values are written to files
         # Protects `_nbytes`. Single operations of dicts are atomic.
         self._lock = threading.Lock()
         self._arrays: dict[str, list[np.ndarray]] = {}

@@ -64,14 +64,9 @@ def files_of_data(data: Any) -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """The placed values that the workers of a pass read.
+    """The placed values that the workers of a pass read."""
 
-    Attributes:
-      values: the values, by name, without parts in the memory of the launching process.
-      x64: whether the plan computes with 64-bit types.
-    """
-
-    values: Mapping[str, Ref]
+    values: Mapping[str, Ref]  # without parts in the memory of the launcher
     x64: bool
 
     def open(self) -> Reader:

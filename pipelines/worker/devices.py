@@ -24,33 +24,24 @@ T = TypeVar("T")
 
 
 class DeviceExecutor(Generic[T]):
-    """Runs jobs in the threads of devices.
-
-    Args:
-      devices: one or more keys of threads. None stands for the calling thread, which then computes
-        a job at once. Other threads get its JAX settings.
-    """
+    """Runs jobs in the threads of devices."""
 
     def __init__(self, devices: Sequence[Hashable | None]):
+        # Keys of threads. None stands for the calling thread, which then computes a job at once.
+        # Other threads get its JAX settings.
         self.devices = tuple(devices)
         self._turns = itertools.cycle(range(len(self.devices)))
         self._results: OrderedResults[T] = OrderedResults(AHEAD * len(self.devices))
 
     def add(self, job: Callable[[int], T]) -> Iterator[T]:
-        """Adds a job, a function of the index of a device.
-
-        Yields:
-          The results of the oldest jobs, until fewer than `AHEAD` for each device are left.
-
-        Raises:
-          Exception: the error of a job.
-        """
+        """Adds a job, a function of the index of a device; yields the oldest results."""
         index = next(self._turns)
         device = self.devices[index]
         if device is None:
             yield job(index)
             return
         call = functools.partial(with_settings_of_here(job), index)
+        # Until fewer than `AHEAD` jobs for each device are left.
         yield from self._results.add(_thread(device).submit(call))
 
     def rest(self) -> Iterator[T]:

@@ -61,32 +61,20 @@ def _record_for(fn: Any, error: Exception) -> None:
 
 
 def record_error(store: Store, error: Exception, step: Any = None) -> None:
-    """Writes a record of an error. Errors of writing it are ignored.
-
-    Args:
-      store: the store to write to.
-      error: the error, which the caller raises afterwards.
-      step: the step of the plan, for errors that do not name theirs.
-    """
+    """Writes a record of an error, which the caller then raises."""
+    # The step is for errors that do not name theirs.
     record = records.error_record(error, getattr(step, "name", ""))
     with contextlib.suppress(Exception):  # a full disk must not hide the error itself
         store.write(f"{_STEM}{uuid.uuid4().hex}{records.SUFFIX}", records.encode(record))
 
 
 def recorded_error(store: Store) -> BeamjaxError | None:
-    """The first error that a worker has recorded; None if there is no readable record.
-
-    Its `failure.others` is the number of other errors, which its message states as well.
-    """
+    """The first error that a worker has recorded; None if there is no readable record."""
     return _first([_read(store, name) for name in _names(store)])
 
 
 class RepeatedError:
-    """Looks for a shard that fails repeatedly, so a run ends before the runner stops retrying.
-
-    Args:
-      store: the store of the run.
-    """
+    """Looks for a shard that fails repeatedly, so a run ends before the runner gives up."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -123,6 +111,7 @@ def _read(store: Store, name: str) -> BeamjaxError | None:
 
 
 def _first(errors: Sequence[BeamjaxError | None]) -> BeamjaxError | None:
+    """The first of some errors, which says how many others there are."""
     found = [error for error in errors if error is not None]
     if not found:
         return None
@@ -150,29 +139,20 @@ def own_errors(
     here: bool,
     lost: Callable[[], BeamjaxError | None] = lambda: None,
 ) -> Iterator[None]:
-    """A context that replaces errors of a runner by the errors that workers raised.
-
-    Args:
-      store: the store with the records of errors.
-      runner: the name of the runner, for messages.
-      steps: the names of the steps in the pipeline, for messages.
-      here: whether workers are threads of this process, so the error has its real cause.
-      lost: looks for a worker process that died before it could write a record.
-
-    Raises:
-      BeamjaxError: an error of the type that was raised on the worker.
-      WorkerError: the pipeline failed for an unknown reason.
-      Exception: what the runner raised in this process before the pipeline ran.
-    """
+    """A context that replaces errors of a runner by the errors that workers raised."""
     try:
         yield
     except Exception as error:
+        # The record first: most runners report an error as text, cut off, or from a later worker.
         found = recorded_error(store)
         if found is not None:
             traced = found.failure.traceback if found.failure else ""
+            # `here`: workers are threads of this process, so the error has its real cause.
             raise found from (as_cause(error) if here else records.WorkerTraceback(traced))
+        # What this process raised before the pipeline ran.
         if isinstance(error, BeamjaxError):
             raise
+        # A worker process that died before it could write a record.
         died = lost()
         if died is not None:
             raise died from error
@@ -215,20 +195,13 @@ _WHILE = re.compile(r"((?:(?!\\n).)*?) ?\[while running '(.+?)'\]")
 
 @contextlib.contextmanager
 def transform_errors(where: str, own: str) -> Iterator[None]:
-    """A context that replaces the error of a user's transform by one that names the transform.
-
-    Args:
-      where: what the user called, for the message.
-      own: the prefix of the labels of beamjax's own transforms.
-
-    Raises:
-      WorkerError: a transform of the user failed. Its cause is the error that the runner raised.
-    """
+    """A context that replaces the error of a user's transform by one that names it."""
     try:
         yield
     except Exception as error:
         text = str(error)
         found = _WHILE.search(text)
+        # `own` is the prefix of the labels of beamjax's own transforms.
         if found is None or found[2].startswith(own):
             raise
         message = found[1]

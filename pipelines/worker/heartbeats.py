@@ -32,19 +32,13 @@ def seconds_at(path: str) -> float:
 
 
 class Heart:
-    """Writes heartbeats of this process to a file until it is stopped.
-
-    Args:
-      path: the path or URL of the file; nothing else writes it.
-
-    Raises:
-      Exception: whatever the file system raises at the first heartbeat.
-    """
+    """Writes heartbeats of this process to a file until it is stopped; nothing else writes it."""
 
     def __init__(self, path: str):
         self.path = path
         self._beats = 0
         self._stopped = threading.Event()
+        # Here, and not in the thread: a folder that can't be written is an error of the caller.
         self._beat()
         threading.Thread(target=self._keep_beating, name="beamjax heartbeat", daemon=True).start()
 
@@ -67,14 +61,7 @@ class Heart:
 
 
 class Pulse:
-    """Whether another process lives, from its heartbeats.
-
-    Args:
-      data: the content of its file.
-
-    Raises:
-      ValueError: the file holds something else.
-    """
+    """Whether another process lives, from the heartbeats in its file."""
 
     def __init__(self, data: bytes):
         record = parse_json(data, "a heartbeat")

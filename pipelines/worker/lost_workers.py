@@ -43,14 +43,8 @@ _lock = threading.Lock()
 
 
 def watchdog_of(store: Store, here: bool, limit: float | None) -> Watchdog:
-    """The watchdog of this process for the run with this store.
-
-    Args:
-      store: the store of the run.
-      here: whether this process has launched the run and so sees the watchdog itself. Any other
-        process also writes a file to the store, and ends itself if its work takes too long.
-      limit: seconds that a span may take; None for no limit.
-    """
+    """The watchdog of this process for the run with this store."""
+    # A pool of workers serves several runs at a time, and each has its own limit of time.
     with _lock:
         if store.root not in _watchdogs:
             _watchdogs[store.root] = _make_watchdog(store, here, limit)
@@ -60,6 +54,8 @@ def watchdog_of(store: Store, here: bool, limit: float | None) -> Watchdog:
 
 
 def _make_watchdog(store: Store, here: bool, limit: float | None) -> Watchdog:
+    # The launching process sees its own watchdog. Any other process also writes a file to the
+    # store, and ends itself if its work takes too long.
     if here:
         return Watchdog(limit=limit, on_late=lambda error: record_error(store, error))
     folder = None if files.is_url(store.root) else store.root
@@ -103,14 +99,10 @@ def _trace_crashes(folder: str) -> None:
 
 
 def begin_pipeline(store: Store, here: bool) -> None:
-    """Asks workers to record what they do, and removes the files of dead workers.
-
-    Args:
-      store: the store of the run.
-      here: whether workers are threads of this process, which need no files.
-    """
+    """Asks workers to record what they do, and removes the files of dead workers."""
     with _lock:
         _watchdogs.pop(store.root, None)
+    # Workers that are threads of this process need no files.
     if not here and not files.is_url(store.root):
         working_files.invite(store.root)
         for path, _ in _dead(store):
@@ -126,12 +118,7 @@ def end_pipeline(store: Store) -> None:
 
 
 def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
-    """The error of a worker process on this machine that was lost; None if none was.
-
-    Args:
-      store: the store of the run.
-      steps: the steps of the pipeline.
-    """
+    """The error of a worker process on this machine that was lost; None if none was."""
     found = _lost(store)
     if not found:
         return None
@@ -152,18 +139,13 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
 
 
 class Look:
-    """Checks the workers of a running pipeline, see `launch.Look`.
-
-    Args:
-      store: the store of the run.
-      steps: the steps of the pipeline.
-      keeps: whether the runner keeps its first workers, and does not replace dead ones. One dead
-        worker is then an error; otherwise `OFTEN` deaths at the same shard are.
-    """
+    """Checks the workers of a running pipeline, see `launch.Look`."""
 
     def __init__(self, store: Store, steps: Sequence[Step], keeps: bool):
         self.store = store
         self.steps = steps
+        # Whether the runner keeps its first workers, and does not replace dead ones. One dead
+        # worker is then an error; otherwise `OFTEN` deaths at the same shard are.
         self.keeps = keeps
         self._lost = False
         self._repeated = RepeatedError(store)

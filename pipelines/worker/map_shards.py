@@ -52,29 +52,9 @@ class Ranges(StepFn):
 
 
 class MapShards(ComputeFn):
-    """A pass over shards: reads and computes shards, and reduces the results within each bundle.
+    """A pass over shards: reads and computes shards, and reduces the results within each bundle."""
 
-    Elements are ranges [first, last) of shard numbers, or `MemberBlock`s with placed values of
-    earlier passes. The main output has blocks with the placed results. The partials of buffers have
-    the tag `PARTIALS`, those of combine number i the tag `combined(i)`, and the dropped members the
-    tag `DROPPED`. A worker with several devices distributes shards over them; the outputs and their
-    order do not depend on that.
-
-    Args:
-      task: the task, whose step is a `Map`.
-      sources: the placed inputs that are read here.
-      scattered: server values that are read by shards: the name of the server value and the axis
-        of its members, by the name of the placed value.
-      carried: the names of operands that later passes need too, which are added to the blocks.
-      mode: the mode of the accumulators, "exact" or "fast".
-      drop_limit: the fraction of the members that may be dropped.
-      whole: whether a block must hold a whole shard, since a later pass computes on blocks.
-      as_files: whether partials travel as files, as they are many bytes in all.
-
-    Attributes:
-      here: whether the caller takes the accumulators themselves, not their bytes.
-    """
-
+    # Whether the caller takes the accumulators themselves, not their bytes.
     here = False
 
     yields = MemberBlock
@@ -91,12 +71,18 @@ class MapShards(ComputeFn):
         as_files: bool = False,
     ):
         super().__init__(task)
+        # The placed inputs that are read here.
         self.sources = sources
+        # Server values that are read by shards: the name of the server value and the axis of its
+        # members, by the name of the placed value.
         self.scattered = dict(scattered)
+        # Operands that later passes need too, which are added to the blocks.
         self.carried = carried
         self.mode = mode
         self.drop_limit = drop_limit
+        # Whether a block must hold a whole shard, since a later pass computes on blocks.
         self.whole = whole
+        # Whether partials travel as files, as they are many bytes in all.
         self.as_files = as_files
         self.shards = task.plan.shards(task.step.placement)
         self.executor: DeviceExecutor[Done] | None = None
@@ -119,6 +105,9 @@ class MapShards(ComputeFn):
     def process(
         self, element: tuple[int, int] | MemberBlock, *served: Environment
     ) -> Iterator[MemberBlock]:
+        # Elements are ranges [first, last) of shard numbers, or blocks with placed values of
+        # earlier passes. The main output has blocks with the placed results; partials, combines and
+        # dropped members have tags of their own.
         if self.executor is None:
             with self._moving():
                 self.work = self._prepare(served)
@@ -131,6 +120,7 @@ class MapShards(ComputeFn):
             # Operands that need not be read: from blocks, and from scattered server values.
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             job = functools.partial(self._compute, self.work.read(shard, known))
+            # In the order of the shards, however many devices compute them.
             for done in self.executor.add(job):
                 yield from self._finish(done)
 
@@ -236,15 +226,13 @@ def _windowed(value: Any) -> WindowedValue:
 
 
 class RunServer(ComputeFn):
-    """Runs a `Server` step, once: from the server values of earlier steps to its outputs.
-
-    The element is an `Environment` with such values. If the step needs none, it has no meaning.
-    """
+    """Runs a `Server` step, once: from the server values of earlier steps to its outputs."""
 
     yields = Environment
 
     def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
         task, step = self.task, self.task.step
+        # If the step needs no values, its element has no meaning.
         known = (element, *served) if isinstance(element, Environment) else served
         with timed(self.spans, step.name, "compute"):
             arrays = task.arrays(task.refs(step.inputs, known))

@@ -35,14 +35,11 @@ from beamjax.telemetry.worker_records import Reports
 
 
 class AccumulatorCoder(Coder):
-    """Coder of the accumulators of `MergeAccumulators`: None, an `Accumulator`, or its bytes.
-
-    Args:
-      store: the store that large accumulators are written to, so that no element is large; None
-        encodes all of them as elements.
-    """
+    """Coder of the accumulators of `MergeAccumulators`: None, an `Accumulator`, or bytes."""
 
     def __init__(self, store: Store | None = None):
+        # Large accumulators are written to it, so that no element is large. None encodes all of
+        # them as elements.
         self.store = store
 
     def encode(self, value: Any) -> bytes:
@@ -59,17 +56,7 @@ class AccumulatorCoder(Coder):
 
 
 class MergeAccumulators(beam.CombineFn):
-    """Merges encoded accumulators of one range of a buffer.
-
-    The accumulator of this CombineFn is None, an `Accumulator`, or its bytes. A single input stays
-    bytes, so it is not decoded and encoded for nothing.
-
-    Args:
-      step: the name of the pass.
-      reports: for the seconds that it takes; None for no reports.
-      store: the store that large accumulators are written to; None if all travel as elements.
-      as_files: whether small ones are written to it too.
-    """
+    """Merges encoded accumulators of one range of a buffer."""
 
     def __init__(
         self,
@@ -91,6 +78,8 @@ class MergeAccumulators(beam.CombineFn):
         return AccumulatorCoder(self.store)
 
     def create_accumulator(self) -> Any:
+        # Then an `Accumulator` or its bytes. A single input stays bytes, so it is not decoded and
+        # encoded for nothing.
         return None
 
     def add_input(self, accumulator: Any, element: bytes) -> Any:
@@ -130,12 +119,10 @@ class MergeAccumulators(beam.CombineFn):
 
 
 class AssignGroups(StepFn):
-    """Assigns the partials of each key to groups, which have the keys `key|group`.
+    """Assigns the partials of each key to groups, which have the keys `key|group`."""
 
-    This is the first half of `with_hot_key_fanout`. Beam's own has no coder for the accumulators
-    between its two merges, and pickles them whole, whatever their size.
-    """
-
+    # This is the first half of `with_hot_key_fanout`. Beam's own has no coder for the accumulators
+    # between its two merges, and pickles them whole, whatever their size.
     yields = typehints.KV[str, bytes]
 
     def __init__(self, groups: int):
@@ -173,17 +160,15 @@ def _decoded(accumulator: Any, store: Store | None) -> Any:
 
 
 class FinishPieces(StepFn):
-    """From merged accumulators to the values of the reductions.
-
-    If the buffers of the step are one range, the outputs are whole results; otherwise parts, named
-    `name|offset`.
-    """
+    """From merged accumulators to the values of the reductions."""
 
     yields = Environment
 
     def __init__(self, task: Task[Map]):
         self.task = task
         self.spans = WorkerSpans(task.store.reports)
+        # If the buffers of the step are one range, the outputs are whole results; otherwise parts,
+        # named `name|offset`.
         self.whole = len(accumulator_ranges(task.step)) == 1
 
     def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
@@ -220,18 +205,13 @@ def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
 
 
 class FinishCombine(ComputeFn):
-    """From the partials of all bundles, in any order, to the results of a combine.
-
-    Args:
-      task: the task of the pass.
-      number: the index of the combine in it.
-    """
+    """From the partials of all bundles, in any order, to the results of a combine."""
 
     yields = Environment
 
     def __init__(self, task: Task[Map], number: int):
         super().__init__(task)
-        self.number = number
+        self.number = number  # the index of the combine in its pass
 
     def process(
         self, element: tuple[Any, Iterable[Environment]], *served: Environment
@@ -267,23 +247,15 @@ def partials_of_tree(
 
 
 class Assemble(StepFn):
-    """From parts of values, named `name|offset`, to whole server values.
-
-    Parts are consecutive along their first axis. If a bundle was retried, a part may be there
-    twice; either is used, as they are equal.
-
-    Args:
-      store: the store with the parts.
-      types: the types of the whole values, by name.
-      axes: the axis of the whole value that is the first axis of its parts, by name. Values that
-        are not listed have flat parts.
-    """
+    """From parts of values, named `name|offset`, to whole server values."""
 
     yields = Environment
 
     def __init__(self, store: Store, types: Mapping[str, ValueType], axes: Mapping[str, int]):
         self.store = store
         self.types = dict(types)
+        # The axis of the whole value that is the first axis of its parts, by name. Values that are
+        # not listed have flat parts.
         self.axes = dict(axes)
 
     def process(self, element: tuple[Any, Iterable[Environment]]) -> Iterator[Environment]:
@@ -293,6 +265,8 @@ class Assemble(StepFn):
             provenance |= environment.provenance
             for key, ref in environment.values.items():
                 name, _, offset = key.rpartition("|")
+                # If a bundle was retried, a part may be there twice; either is used, as they are
+                # equal.
                 parts[name][int(offset)] = ref
         whole = {}
         for name, refs in parts.items():
@@ -335,14 +309,7 @@ class PartsOfBlocks(StepFn):
 
 
 class PartsOfSource(StepFn):
-    """From ranges of shards to parts of the result of a `Gather` of an input, for `Assemble`.
-
-    Args:
-      store: the store that parts are written to.
-      sources: the source of the operand.
-      step: the `Gather`.
-      shards: the shards of the placement of its operand.
-    """
+    """From ranges of shards to parts of the result of a `Gather` of an input, for `Assemble`."""
 
     yields = Environment
 
@@ -391,13 +358,9 @@ accumulators, so `receive` need not decode their header first."""
 
 
 def send(store: Store, accumulator: Accumulator, as_file: bool = False) -> bytes:
-    """The element for an accumulator: the accumulator itself, or a reference if it is large.
-
-    The caller must not use the accumulator afterwards. With `as_file`, small ones are files too.
-
-    Raises:
-      SourceError: the store can't be written.
-    """
+    """The element for an accumulator: the accumulator itself, or a reference if it is large."""
+    # The caller must not use the accumulator afterwards: where all is one process, it is handed
+    # over.
     memory = memory_store_of(store.root)
     if memory is not None and accumulator.nbytes > stores.LOCAL_BYTES:
         name = file_name(unique_key(), "sums")
@@ -414,12 +377,7 @@ def send(store: Store, accumulator: Accumulator, as_file: bool = False) -> bytes
 
 
 def receive(store: Store, element: bytes) -> Accumulator:
-    """The accumulator of an element of `send`. One that is in memory can be received only once.
-
-    Raises:
-      SourceError: a file is missing or can't be read.
-      ArrayFormatError: the element or the file is damaged.
-    """
+    """The accumulator of an element of `send`. One that is in memory can be received only once."""
     if len(element) > _NAMES_BYTES:
         return decode_accumulator(element)
     meta = decode_arrays(element)[1]

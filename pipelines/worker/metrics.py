@@ -15,16 +15,12 @@ COUNTERS = ("members", "shards", "bytes_read")
 
 
 class WorkerSpans(Spans):
-    """Adds up the spans of a DoFn or CombineFn, and reports them.
-
-    Metrics are named by the step, as in `step/members`. Unlike `Progress`, they also count work
-    that a runner repeats. Seconds are distributions of the milliseconds between two reports.
-
-    Args:
-      reports: where this process writes its record for the job; None writes none.
-    """
+    """Adds up the spans of a DoFn or CombineFn, and reports them."""
 
     def __init__(self, reports: Reports | None):
+        # Metrics are named by the step, as in `step/members`. Unlike `Progress`, they also count
+        # work that a runner repeats. Seconds are distributions of the milliseconds between two
+        # reports.
         super().__init__(traces=True, ranges=True)
         self.reports = reports
         self._reported = time.monotonic()
@@ -33,20 +29,12 @@ class WorkerSpans(Spans):
         return WorkerSpans, (self.reports,)
 
     def tick(self) -> None:
-        """Reports if the last report is a second old; called after each shard.
-
-        Raises:
-          JobCancelledError: the job was cancelled.
-        """
+        """Reports if the last report is a second old; called after each shard."""
         if time.monotonic() - self._reported >= EVERY_SECONDS:
             self.report()
 
     def report(self) -> None:
-        """Reports what was done since the last report; called at the end of a bundle.
-
-        Raises:
-          JobCancelledError: the job was cancelled.
-        """
+        """Reports what was done since the last report; called at the end of a bundle."""
         self._reported = time.monotonic()
         work = self.take()
         for step, sums in work.sums.items():
@@ -59,4 +47,5 @@ class WorkerSpans(Spans):
                     times = Metrics.distribution(NAMESPACE, f"{name}/{kind}_ms")
                     times.update(round(1000 * sums[kind]))
         if work.sums:
+            # Raises JobCancelledError if the job was cancelled.
             report(work, self.reports)

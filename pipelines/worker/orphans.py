@@ -42,11 +42,7 @@ PREFIX = "launched-"
 
 
 class LauncherWatch:
-    """Looks whether the launcher lives that writes its heartbeats to a folder.
-
-    Args:
-      folder: the path or URL of the folder.
-    """
+    """Looks whether the launcher lives that writes its heartbeats to a folder."""
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -55,14 +51,11 @@ class LauncherWatch:
         self._begun = self._reached = time.monotonic()
 
     def look_for(self, name: str) -> bytes | None:
-        """As `read`. A folder out of reach has no news for a while, and then is an error.
-
-        Raises:
-          OSError: it has been out of reach as long as a dead launcher is waited for.
-        """
+        """As `read`. A folder out of reach has no news for a while, and then is an error."""
         try:
             found = read(self.folder, name)
         except OSError:
+            # As long as a dead launcher is waited for.
             if time.monotonic() - self._reached > LOST_SECONDS:
                 raise
             return None
@@ -170,14 +163,7 @@ def unless_orphaned(process: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def heard(store: Store) -> Iterator[Store]:
-    """A context in which the workers of a pipeline hear from this process.
-
-    Args:
-      store: the store of the run.
-
-    Yields:
-      The store for the DoFns of the pipeline.
-    """
+    """A context in which the workers of a pipeline hear from this process; yields their store."""
     folder = files.join(store.root, f"{PREFIX}{secrets.token_hex(8)}")
     files.make_folder(folder)
     heart = Heart(files.join(folder, LAUNCHER))
@@ -189,11 +175,8 @@ def heard(store: Store) -> Iterator[Store]:
 
 
 def check_heard(store: Store) -> None:
-    """Checks that no worker of a pipeline that has ended took this process for dead.
-
-    Raises:
-      WorkerError: one did, so results are missing.
-    """
+    """Raises WorkerError if a worker of a pipeline that has ended took this process for dead."""
+    # Such a worker emits nothing more, so results are missing.
     if store.launcher is not None and read(store.launcher, STOP) is not None:
         raise WorkerError(
             f"workers saw no heartbeat of this process in {store.root} for {LOST_SECONDS:.0f} s, "

@@ -79,29 +79,21 @@ def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
 
 @dataclass(frozen=True)
 class Task(Generic[AnyStep]):
-    """A step, with references to everything that a worker needs for it.
+    """A step, with references to everything that a worker needs for it."""
 
-    Attributes:
-      plan: the parts of the plan that the step needs: sizes, and the types of its results.
-      step: the step.
-      bodies: the bodies of the step, in the store.
-      static: server values that are known before the pipeline starts.
-      store: the store with the bodies and server values.
-      machine: the requirements on a worker.
-      limit: seconds that a shard may take; None for no limit.
-      debugging: JAX's debugging settings in the launching process, which apply on workers too.
-      threads: the largest number of threads that compute the shards of a bundle on a CPU.
-    """
-
+    # The parts of the plan that the step needs: sizes, and the types of its results.
     plan: Plan
     step: AnyStep
-    bodies: Mapping[str, StoredBody]
+    bodies: Mapping[str, StoredBody]  # of the step, in the store
+    # Server values that are known before the pipeline starts.
     static: Mapping[str, Ref]
-    store: Store
+    store: Store  # with the bodies and server values
+    # The requirements on a worker.
     machine: Machine = field(default_factory=Machine)
-    limit: float | None = None
+    limit: float | None = None  # seconds that a shard may take
+    # JAX's debugging settings in the launching process, which apply on workers too.
     debugging: Mapping[str, bool] = field(default_factory=debugging)
-    threads: int = 1
+    threads: int = 1  # most threads that compute the shards of a bundle on a CPU
 
     def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
         """References to the server values of these names, from earlier steps or static."""
@@ -131,17 +123,11 @@ class Task(Generic[AnyStep]):
 
 
 def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, ...]:
-    """The executors of a pass, one for each device, which the threads of this process share.
-
-    A CPU has one for all its threads, as has a body that calls back to the host.
-
-    Args:
-      task: the task of the pass.
-      refs: references to all server values that it reads, by name.
-    """
+    """The executors of a pass, one for each device, which the threads of this process share."""
     step = task.step
     machine = task.machine
     devices = machine.check()
+    # A body that calls back to the host has one executor, as has a CPU for all its threads.
     if task.bodies[step.body].body.python is not None:
         devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
@@ -189,15 +175,10 @@ _transfers: SingleFlight[jax.Array] = SingleFlight()
 
 @dataclass(frozen=True)
 class SourceSpecs:
-    """Placed inputs as plain data.
-
-    Attributes:
-      specs: the specs of the sources.
-      where: the index of its source and the index of its leaf there, by the name of the input.
-      x64: whether the plan computes with 64-bit types.
-    """
+    """Placed inputs as plain data."""
 
     specs: tuple[dict[str, Any], ...]
+    # The index of its source and the index of its leaf there, by the name of the input.
     where: Mapping[str, tuple[int, int]]
     x64: bool
 
@@ -210,11 +191,9 @@ _Found = tuple[list[str], list[Any]]
 
 
 def remember_signatures(cls: type) -> None:
-    """Caches the parameters of the methods of a class, and their defaults, for Beam.
-
-    Beam inspects the methods of a DoFn many times for each pipeline. If an object has a method
-    `_inspect_NAME`, Beam calls that instead.
-    """
+    """Caches the parameters of the methods of a class, and their defaults, for Beam."""
+    # Beam inspects the methods of a DoFn many times for each pipeline. If an object has a method
+    # `_inspect_NAME`, Beam calls that instead.
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         if isinstance(method, classmethod):
@@ -239,12 +218,10 @@ def _asked(method: Callable[..., Any]) -> Callable[[], _Found]:
 
 
 class StepFn(beam.DoFn):
-    """A DoFn that states its output type as `yields`, and records its errors in its store.
+    """A DoFn that states its output type as `yields`, and records its errors in its store."""
 
-    Otherwise Beam would infer the type from the byte code of `process`, which takes longer than a
-    small run, or from annotations, with which it misreads variable arguments.
-    """
-
+    # Otherwise Beam would infer the type from the byte code of `process`, which takes longer than a
+    # small run, or from annotations, with which it misreads variable arguments.
     yields: ClassVar[Any]
 
     def __init_subclass__(cls) -> None:
@@ -262,11 +239,7 @@ class StepFn(beam.DoFn):
 
 
 class ComputeFn(StepFn):
-    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it.
-
-    Args:
-      task: the task.
-    """
+    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it."""
 
     def __init__(self, task: Task[Any]):
         self.task = task
@@ -285,13 +258,7 @@ class ComputeFn(StepFn):
 
 @contextlib.contextmanager
 def caching_for(store: Store) -> Iterator[None]:
-    """A context at whose end this process frees the executors and cached values of a run.
-
-    Those that other runs use as well are not freed.
-
-    Args:
-      store: the store of the run.
-    """
+    """A context at whose end this process frees the executors and cached values of a run."""
     for cache in (_executors, _checked):
         cache.open(store.root)
     stores.open_cache(store)
@@ -300,6 +267,7 @@ def caching_for(store: Store) -> Iterator[None]:
     finally:
         for cache in (_executors, _checked):
             cache.close(store.root)
+        # Those that other runs use as well are not freed.
         stores.close_cache(store)
 
 
