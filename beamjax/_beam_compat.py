@@ -1,14 +1,14 @@
 """The only file that uses undocumented parts of Beam: modules of its runners and workers, and
-attributes that start with `_`.
-
-Tested on Beam 2.77.0. `tests/pipelines/test_beam_compat.py` checks each of these names, so it fails
-if an upgrade of Beam removes or changes one. The end of each description, after the semicolon, says
-what no longer works in that case. The file is in the lowest layer, like `_compat` for JAX, because
-`storage` needs one of the names.
-
-Beam is imported only when one of the names is used. `log_filters` must run before that, and a
-starting worker needs few of the names.
+attributes that start with `_`. Tested on Beam 2.77.0.
 """
+
+# `tests/pipelines/test_beam_compat.py` checks each of these names, so it fails if an upgrade of
+# Beam removes or changes one. The end of each description, after the semicolon, says what no longer
+# works in that case. The file is in the lowest layer, like `_compat` for JAX, because `storage`
+# needs one of the names.
+#
+# Beam is imported only when one of the names is used. `log_filters` must run before that, and a
+# starting worker needs few of the names.
 
 from __future__ import annotations
 
@@ -117,20 +117,16 @@ def listen_without_limit(handle: Any) -> Any:
 
 
 def server_modules() -> tuple[Any, ...]:
-    """Modules that open servers by their global `grpc`; without them, other machines reach these.
-
-    `loopback` replaces the global.
-    """
+    """Modules that open servers by their global `grpc`; without them, other machines reach them."""
+    # `loopback` replaces the global.
     names = ("fn_api_runner.worker_handlers", "local_job_service")
     found = [import_module(f"{_RUNNERS}.{name}") for name in names]
     return (*found, import_module(f"{_WORKER}.worker_pool_main"))
 
 
 def redirect_submission_files(folder: Callable[[], str | None]) -> None:
-    """Has Beam make the folders of a submission in `folder()`; without it, they are never removed.
-
-    If that is None, Beam makes them where it likes.
-    """
+    """Makes Beam submit from folders in `folder()`; without it, these are never removed."""
+    # If that is None, Beam makes them where it likes.
     from apache_beam.transforms import environments
 
     original = environments.python_sdk_dependencies
@@ -150,10 +146,8 @@ def temporary_folder(pipeline: Any) -> str:
 
 
 def control_address(thread: threading.Thread) -> str | None:
-    """Where the worker process of a `WORKER_THREAD` gets its work; None once it has ended.
-
-    Without it, runs that hang look like any other.
-    """
+    """Where the worker process of a `WORKER_THREAD` gets its work; None once it has ended."""
+    # Without this name, runs that hang look like any other.
     worker = getattr(getattr(thread, "_target", None), "__self__", None)
     return getattr(worker, "_control_address", None)
 
@@ -183,10 +177,8 @@ def close_control_channel(worker: Any) -> None:
 
 
 def unused_transform(transform: Any) -> Any:
-    """A copy that no pipeline has applied; without it, `from_beam` works once per transform.
-
-    Beam applies a transform in a single pipeline only, which it notes in the transform.
-    """
+    """A copy that no pipeline has applied; without it, `from_beam` works once per transform."""
+    # Beam applies a transform in a single pipeline only, which it notes in the transform.
     from apache_beam.transforms.ptransform import _ChainedPTransform, _NamedPTransform
 
     if isinstance(transform, _NamedPTransform):

@@ -100,15 +100,7 @@ def _sharding_on(device: jax.Device) -> jax.sharding.Sharding:
 
 
 def cpu_client(threads: int, devices: int) -> Any:
-    """Makes another XLA client for CPU devices, which `jax.default_device` accepts.
-
-    Args:
-      threads: the number of threads among which XLA divides one computation.
-      devices: the number of devices.
-
-    Returns:
-      The client.
-    """
+    """Makes another XLA client of `devices` CPU devices, which `jax.default_device` accepts."""
     # XLA reads this number when it makes a client. Compilation does not use it, but all cores.
     before = os.environ.get(_XLA_THREADS)
     os.environ[_XLA_THREADS] = str(threads)
@@ -153,13 +145,8 @@ CALLBACK_LOG = logging.getLogger("jax._src.callback")
 
 @contextlib.contextmanager
 def callback_errors() -> Iterator[list[BaseException]]:
-    """Collects the exceptions of functions that compiled code calls on the host.
-
-    XLA passes on only their text, but JAX logs them first.
-
-    Yields:
-      The exceptions so far.
-    """
+    """Collects the exceptions of functions that compiled code calls on the host."""
+    # XLA passes on only their text, but JAX logs them first.
     found: list[BaseException] = []
 
     class Collect(logging.Handler):
@@ -182,32 +169,15 @@ def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
 
 
 def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr, list[bool]]:
-    """Drops the outputs of a jaxpr that are not `used`, and the equations that only they need.
-
-    Args:
-      closed: a jaxpr without consts.
-      used: a mark for each output.
-
-    Returns:
-      The smaller jaxpr and, for each input of the given one, whether it is still an input.
-    """
+    """Drops the outputs of a jaxpr that are not `used`; returns it, and which inputs are left."""
     jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), False)
     return jex.ClosedJaxpr(jaxpr, []), list(used_inputs)
 
 
 def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
-    """Builds one member of a tree of batches from its leaves, as `vmap` does.
-
-    Types that JAX batches in their own way, such as `BCOO`, also hold a shape, which differs
-    between a batch and its members.
-
-    Args:
-      batch: a tree of batches.
-      leaves: the leaves of the member.
-
-    Returns:
-      The tree of the member.
-    """
+    """Builds one member of a tree of batches from its leaves, as `vmap` does."""
+    # Types that JAX batches in their own way, such as `BCOO`, also hold a shape, which differs
+    # between a batch and its members.
     handlers: Any = jax_batching.to_elt_handlers
     return _with_leaves(
         batch, leaves, lambda node, leaf: handlers[type(node)](lambda x, _: leaf(x), None, node, 0)
@@ -238,14 +208,8 @@ def _with_leaves(value: Any, leaves: Sequence[Any], make: Callable[..., Any]) ->
 
 
 def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
-    """Registers `rule(errors, *operands, **params) -> (error, results)` for `checkify`.
-
-    The rule returns the error of its own checks, which are those of the categories `errors`.
-
-    Args:
-      primitive: the primitive.
-      rule: the rule.
-    """
+    """Registers `rule(errors, *operands, **params) -> (error, results)` for `checkify`."""
+    # The rule returns the error of its own checks, which are those of the categories `errors`.
 
     def check(*args: Any, **params: Any) -> tuple[Any, Any]:
         # JAX 0.10 passes (error, errors, *operands), 0.12 passes a context before them.
@@ -263,18 +227,9 @@ def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> 
 
 
 def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.Error:
-    """Changes an error by `function(failed, code, payload)`, which returns new values of the three.
-
-    It is called for each kind of check with whether one failed, which one, and the arrays of its
-    message.
-
-    Args:
-      function: the function.
-      error: the error.
-
-    Returns:
-      The changed error.
-    """
+    """Changes an error by `function(failed, code, payload)`, which returns the three changed."""
+    # The function is called for each kind of check with whether one failed, which one, and the
+    # arrays of its message.
     fields = ("_pred", "_code", "_payload")
     by_field = [getattr(error, field) for field in fields]
     found = {kind: function(*(values[kind] for values in by_field)) for kind in by_field[0]}
@@ -283,14 +238,9 @@ def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.
 
 
 def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Turns the consts of a jaxpr, and of calls of `jit` in it, into leading inputs.
-
-    Args:
-      closed: the jaxpr.
-
-    Returns:
-      The jaxpr and the values of these inputs.
-    """
+    """Turns the consts of a jaxpr into leading inputs, whose values it returns as well."""
+    # (consts=[c]) { lambda c; x. jit[{ lambda d; y. … }] x }, with consts c and d, becomes
+    # (consts=[]) { lambda ; c d x. jit[{ lambda ; d y. … }] d x }
     eqns, jit_vars, jit_consts = [], [], []
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive is jex.primitives.jit_p:
@@ -314,18 +264,10 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
 
 
 def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex.ClosedJaxpr:
-    """Replaces each NumPy array that is a const or a literal of a jaxpr by `change(array)`.
-
-    This includes jaxprs inside equations. A jaxpr in which nothing changes remains the same object,
-    since JAX caches by the identity of a jaxpr.
-
-    Args:
-      closed: the jaxpr.
-      change: returns the same array, or another one of the same type.
-
-    Returns:
-      The jaxpr with these arrays.
-    """
+    """Replaces each NumPy array that is a const or a literal of a jaxpr by `change(array)`."""
+    # This includes jaxprs inside equations. `change` returns the same array, or another one of
+    # the same type. A jaxpr in which nothing changes remains the same object, since JAX caches by
+    # the identity of a jaxpr.
     changed: dict[int, Any] = {}
 
     def value_of(value: Any) -> Any:
@@ -386,14 +328,8 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Replaces primitives of hijax, such as that of `jnp.searchsorted`, by their definitions.
-
-    Args:
-      closed: the jaxpr.
-
-    Returns:
-      A jaxpr without consts, and the values of its new leading inputs.
-    """
+    """Replaces primitives of hijax, such as that of `jnp.searchsorted`, by their definitions."""
+    # The result has no consts: their values are the second result, for the new leading inputs.
     public: Any = pe  # of JAX 0.12; bodies of 0.10 hold no such primitives
     return hoist_consts(public.lower_jaxpr2(closed))
 
@@ -450,16 +386,9 @@ def evaluate_dim(dim: Any, values: Mapping[str, Any]) -> Any:
 
 
 def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any, Any]]]:
-    """Turns the symbolic dimensions that a jaxpr reads as values into leading inputs.
-
-    This includes calls of `jit`, but no other jaxprs inside equations.
-
-    Args:
-      closed: the jaxpr.
-
-    Returns:
-      A jaxpr, and the dimension and the type of each new input.
-    """
+    """Turns symbolic dimensions that a jaxpr reads into leading inputs, which it returns too."""
+    # { lambda ; x. let n = dim_as_value[dim=n]; … } becomes { lambda ; n x. let … }. Calls of `jit`
+    # are hoisted too, but no other jaxprs inside equations: the operands of these are not ours.
     eqns, new_vars, dims = [], [], []
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == DIM_AS_VALUE:
@@ -503,16 +432,8 @@ def is_ordered(effect: Any) -> bool:
 
 
 def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Drops equations that have an effect but no results, such as prints.
-
-    Writes to references are kept. Jaxprs inside equations are treated in the same way.
-
-    Args:
-      closed: the jaxpr.
-
-    Returns:
-      The jaxpr without these equations.
-    """
+    """Drops equations that have an effect but no results, such as prints."""
+    # Writes to references stay. Jaxprs inside equations are treated in the same way.
     jaxpr = closed.jaxpr
     if not jaxpr.effects:
         return closed

@@ -32,13 +32,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """Text for a terminal: characters that control it are escaped, as in `\\x1b`.
-
-    Args:
-      text: any text, such as one from a file.
-      lines: whether line ends and tabs stay.
-    """
-    stay = "\n\t" if lines else ""
+    """Text for a terminal: characters that control it are escaped, as in `\\x1b`."""
+    stay = "\n\t" if lines else ""  # line ends and tabs
     return "".join(
         c if c.isprintable() or c in stay else c.encode("unicode_escape").decode() for c in text
     )
@@ -66,10 +61,8 @@ def as_cause(error: Exception) -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """`Type: message` of an error, after that of the callback that it reports, if any; cut.
-
-    XLA puts the error that a callback raised at the end of a long traceback.
-    """
+    """`Type: message` of an error, after that of the callback that it reports, if any; cut."""
+    # XLA puts the error that a callback raised at the end of a long traceback.
     text = f"{type(error).__name__}: {error}"
     found = callback_error(error)
     return cut(f"{found}, raised by a call to the host\n{text}" if found else text)

@@ -18,10 +18,8 @@ def _interrupt_soon() -> None:
 def _repeating(
     show: Callable[[sys.UnraisableHookArgs], Any],
 ) -> Callable[[sys.UnraisableHookArgs], None]:
-    """A hook that repeats an interrupt that Python ignores, as it does in garbage collection.
-
-    JAX has a callback there, and a signal that arrives during a collection is raised in it.
-    """
+    """A hook that repeats an interrupt that Python ignores, as it does in garbage collection."""
+    # JAX has a callback there, and a signal that arrives during a collection is raised in it.
     # Names of this function, as Python clears those of a module while it ends.
     start, soon, suppress = _thread.start_new_thread, _interrupt_soon, contextlib.suppress
 

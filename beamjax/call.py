@@ -34,33 +34,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Call:
-    """A call with its plan.
+    """A call with its plan."""
 
-    Attributes:
-      flat: the function and its flat arguments; streams that were counted are files here.
-      backend: the user's runner, or "local".
-      options: the options of the run.
-      planned: the plan, together with the program that it was made from.
-      plan: the same plan in the form that other processes need.
-      inputs: the values of the plan's inputs; None if an argument has no value.
-      can_replay: whether the members can be read again, which is false for streams.
-      results: the folders of results that stay in files.
-      files: closes, when the run is over, the temporary files of streams that were counted.
-      workers: the resident workers of a session; None if the run starts its own.
-      planning: seconds of staging and planning.
-    """
-
+    # The function and its flat arguments; streams that were counted are files here.
     flat: FlatCall
-    backend: Any
+    backend: Any  # the user's runner, or "local"
     options: Options
-    planned: Planned
-    plan: Plan
-    inputs: Inputs | None
-    can_replay: bool = True
+    planned: Planned  # the plan, together with the program that it was made from
+    plan: Plan  # the same plan in the form that other processes need
+    inputs: Inputs | None  # of the plan; None if an argument has no value
+    can_replay: bool = True  # whether the members can be read again, which is false for streams
+    # The folders of results that stay in files.
     results: MaterializedOutputs = field(default_factory=MaterializedOutputs)
+    # Closes, when the run is over, the temporary files of streams that were counted.
     files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    workers: SessionWorkers | None = None
-    planning: float = 0.0
+    workers: SessionWorkers | None = None  # of a session; None if the run starts its own
+    planning: float = 0.0  # seconds of staging and planning
 
     @property
     def values(self) -> Inputs:
@@ -74,12 +63,9 @@ class Call:
         return runner_name(self.backend)
 
     def plan_json(self, notes: tuple[str, ...] | None = None, cached: bool = False) -> Json:
-        """The plan as JSON values, which `explain` shows.
-
-        Args:
-          notes: sentences on how the arguments are read; by default those of the plan.
-          cached: whether to count the shards that the cache has.
-        """
+        """The plan as JSON values, which `explain` shows."""
+        # `notes` are sentences on how the arguments are read. Only `explain` counts the shards that
+        # the cache has, as that takes time.
         notes = self.planned.notes if notes is None else notes
         inputs = self.inputs if cached else None
         flat = self.flat.arguments
@@ -92,11 +78,9 @@ def runner_name(backend: Any) -> str:
 
 
 def by_position(front: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Decorates a function that is called as `front(fn, *args, **options)`.
-
-    If it gets an unknown keyword argument, an error explains how to give `fn` that argument. Python
-    would only say that `front` does not have it.
-    """
+    """Decorates a function that is called as `front(fn, *args, **options)`."""
+    # For an unknown keyword argument, an error explains how to give it to `fn`. Python would only
+    # say that `front` does not have it.
     known = inspect.signature(front).parameters
 
     @functools.wraps(front)
@@ -120,11 +104,7 @@ def _refuse_keywords(front: str, fn: Any, unknown: list[str], known: Iterable[st
 
 
 def check_runner(runner: Any) -> None:
-    """Checks that a runner exists; imports Beam only for one that beamjax does not know.
-
-    Raises:
-      OptionsError: there is no such runner.
-    """
+    """Checks that a runner exists; imports Beam only for one that beamjax does not know."""
     if runner == LOCAL:
         return
     from beamjax.pipelines.runners.table import NAMES, short
@@ -141,18 +121,7 @@ def check_runner(runner: Any) -> None:
 
 
 def parsed_options(options: Any, runner: Any) -> Options:
-    """Parses the options of a run, and checks its runner and Beam's flags among them.
-
-    Args:
-      options: the options that the user gave.
-      runner: the name or an instance of a runner.
-
-    Returns:
-      The options.
-
-    Raises:
-      OptionsError: the runner or an option is unknown, or an option has an impossible value.
-    """
+    """Parses the options of a run, and checks its runner and Beam's flags among them."""
     check_runner(runner)
     parsed = parse_options(options)
     if parsed.beam and isinstance(parsed.beam, Sequence):

@@ -163,19 +163,7 @@ def launch(
 
 
 def run_options(options: Any, keep: str | None, runner: Any) -> Options:
-    """Returns the checked options of a run.
-
-    Args:
-      options: the options that the user gave.
-      keep: the argument `keep` of `run`, which takes precedence over the option.
-      runner: the name or an instance of a runner.
-
-    Returns:
-      The options.
-
-    Raises:
-      OptionsError: an option is unknown, has an impossible value, or has no effect.
-    """
+    """The checked options of a run; the argument `keep` takes precedence over the option."""
     parsed = parsed_options(options, runner)
     if runner != LOCAL:
         from beamjax.pipelines.runners.connect import make_runner
@@ -202,21 +190,9 @@ def prepare(
     snapshot: bool = False,
     workers: SessionWorkers | None = None,
 ) -> Call:
-    """Stages and plans a call, and chooses where it runs.
-
-    The members of a stream are counted first if the program needs their number.
-
-    Args:
-      fn: the function of the user.
-      args: its arguments.
-      runner: the name or an instance of a runner.
-      options: the options of the run.
-      snapshot: whether the caller may write to its arrays before the run is over.
-      workers: the resident workers of a session.
-
-    Returns:
-      The call, ready for `execute`.
-    """
+    """Stages and plans a call, and chooses where it runs. Streams are counted first."""
+    # `snapshot`: the caller may write to its arrays before the run is over. `workers` are those of
+    # a session.
     began = time.perf_counter()
     with contextlib.ExitStack() as files:
         files.enter_context(claimed(options))
@@ -238,20 +214,7 @@ def prepare(
 def stage(
     front: str, fn: Callable[..., Any], args: Sequence[Any], abstract: bool = False
 ) -> FlatCall:
-    """Flattens the arguments of a call.
-
-    Args:
-      front: the name of the public function, for messages.
-      fn: the function of the user.
-      args: its arguments.
-      abstract: whether an argument may be a `jax.ShapeDtypeStruct`.
-
-    Returns:
-      The function with its flat arguments.
-
-    Raises:
-      StagingError: JAX traces the call, or an argument has no value and may not be `abstract`.
-    """
+    """Flattens the arguments of a call; refuses tracers, and abstract ones unless `abstract`."""
     flat = flatten_call(fn, args)
     refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat.arguments})
     refuse_compilation(front, fn)
@@ -265,17 +228,9 @@ def stage(
 
 
 def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) -> Call:
-    """Makes the plan of a call, in the form that other processes run.
-
-    Args:
-      flat: the call; an argument whose value is None is an abstract array.
-      runner: the name or an instance of a runner.
-      options: the options of the run.
-      unroll: whether loops and branches are unrolled, for graphs without a driver.
-
-    Returns:
-      The call with its plan, and with inputs if all arguments have values.
-    """
+    """Makes the plan of a call, in the form that other processes run."""
+    # `unroll` is for graphs without a driver, which have no loops and branches. An argument whose
+    # value is None is an abstract array; then the call has no inputs.
     planned = plan_for(flat, options, unroll)
     found = planned.plan
     if planned.calls_back:
@@ -289,11 +244,7 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
 
 
 def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
-    """Chooses where a call runs and where its results go, and checks that it fits in memory.
-
-    Returns:
-      The backend, the options and the results of the call, as in `Call`.
-    """
+    """Chooses where a call runs and where its results go, and checks that it fits in memory."""
     # The plan keeps the answer, which may also depend on sources.
     known = {} if call.flat.has_sources else call.planned.fitting
     options = known.get((call.runner, call.options))

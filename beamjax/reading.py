@@ -29,21 +29,7 @@ from beamjax.telemetry.messages import announced
 def with_lengths(
     call: FlatCall, runner: Any, options: Options
 ) -> contextlib.AbstractContextManager[FlatCall]:
-    """A context with the call in which files of known length replace streams.
-
-    Args:
-      call: the function and its arguments, of which one is a stream.
-      runner: the name or an instance of a runner.
-      options: the options of the run.
-
-    Returns:
-      The context.
-
-    Raises:
-      OptionsError: the option `checkpoint` is set.
-      SourceError: as for `counted`.
-      Exception: any error of the function that does not depend on the number of members.
-    """
+    """A context with the call in which files of known length replace streams."""
     stream = next(argument for argument in call.arguments if argument.is_stream)
     if options.checkpoint is not None:
         raise OptionsError(
@@ -60,17 +46,8 @@ TRIALS = 5
 
 
 def some_number(call: FlatCall) -> int:
-    """A number of members with which a function of streams can probably be staged.
-
-    Args:
-      call: the function and its arguments.
-
-    Returns:
-      The number.
-
-    Raises:
-      Exception: any error of the function that does not depend on the number of members.
-    """
+    """A number of members with which a function of streams can probably be staged."""
+    # Raises errors of the function that do not depend on the number of members.
     numbers = _numbers(call)
     errors: list[Exception] = []
     for number in numbers[:TRIALS]:
@@ -122,20 +99,8 @@ def note(call: FlatCall, number: int) -> str:
 
 @contextlib.contextmanager
 def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]:
-    """Writes the streams of a call to files, which exist while the context is open.
-
-    Args:
-      call: the function and its arguments.
-      runner: the Beam runner on whose workers the streams are read; "local" for this process.
-      options: the options of the run, of which `work_folder` and those of Beam are used.
-
-    Yields:
-      The call with files in place of its streams.
-
-    Raises:
-      SourceError: a source can't be read.
-      PlacementError: raised in the context; the lengths of the streams are added to its message.
-    """
+    """Writes the streams of a call to files, which exist while the context is open."""
+    # Streams are read on the workers of the runner, unless it is "local".
     streams = {id(a.value): a.value for a in call.arguments if a.is_stream}
     files: contextlib.AbstractContextManager[Sequence[Source]]
     if runner == LOCAL:
@@ -155,6 +120,7 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
         try:
             yield call.with_arguments(arguments)
         except PlacementError as error:
+            # The user does not know the lengths that contradict a placement.
             lengths = [f"{streams[key]!r} has {len(known[key])} members" for key in streams]
             raise PlacementError(
                 f"{error}\nbeamjax counted the members: {'; '.join(lengths)}."

@@ -123,16 +123,9 @@ class _Restaged:
         return planned, Inputs(plan, [*self.values[: len(self.call.arguments)], *plan.constants])
 
     def _cut(self, planned: Planned, cuts: Fingerprint | None) -> Planned:
-        """Cuts shards at the files at which the job cut them, in groups of any size.
-
-        The size depends on options of the job, which its folder does not record.
-
-        Returns:
-          The plan with these cuts.
-
-        Raises:
-          JobError: no groups of the files have these cuts.
-        """
+        """Cuts shards at the files at which the job cut them, in groups of any size."""
+        # The size depends on options of the job, which its folder does not record. If no groups
+        # of the files have these cuts, the files are others.
         planned = with_file_starts(planned, self.call.arguments)
         if cuts is None:
             return planned
@@ -153,20 +146,14 @@ class _Restaged:
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of a job and its failure.
+    """What is known of a job and its failure."""
 
-    Attributes:
-      failure: the failure of the job, if it failed on a shard.
-      rounds: the number of complete rounds before the failure.
-      shard_sizes: the number of members in a shard, by placement, as far as it is known.
-      sizes: the number of members, by placement, as far as it is known.
-      cuts: where shards are cut at files, by `cuts_fingerprint`; None if it is not known.
-    """
-
-    failure: Failure | None
-    rounds: int
-    shard_sizes: Mapping[str, int]
+    failure: Failure | None  # of the job, if it failed on a shard
+    rounds: int  # the number of complete rounds before the failure
+    shard_sizes: Mapping[str, int]  # members in a shard, by placement, as far as it is known
+    # The number of members, by placement, as far as it is known.
     sizes: Mapping[str, int | None] = field(default_factory=dict)
+    # Where shards are cut at files, by `cuts_fingerprint`; None if it is not known.
     cuts: Fingerprint | None = None
 
 
@@ -305,14 +292,7 @@ def _members(
 
 
 class _ReplayedPass:
-    """One pass, evaluated for single members.
-
-    Args:
-      planned: the program, with bodies that are Python functions.
-      inputs: the inputs of its plan.
-      step: the pass.
-      values: the values that were computed before the pass, by name.
-    """
+    """One pass, evaluated for single members."""
 
     def __init__(
         self, planned: Planned, inputs: Inputs, step: Map, values: Mapping[str, np.ndarray]
@@ -370,12 +350,8 @@ class _ReplayedPass:
 
 
 def _split(stage: MapStage) -> tuple[MapStage, MapStage]:
-    """Divides a pass into what members of a shard compute together, and what each computes alone.
-
-    Returns:
-      Two passes, the second of which reads the results of the first. Bodies that both need are in
-      both.
-    """
+    """Divides a pass into what members of a shard compute together, and what each does alone."""
+    # The second pass reads the results of the first. Bodies that both need are in both.
     needed: set[Var] = set()
     together: list[Emission] = []
     single: list[Emission] = []

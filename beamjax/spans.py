@@ -1,11 +1,7 @@
-"""The one event of a run: a span of work on a step by one thread.
+"""The one event of a run: a span of work on a step by one thread. `Spans` adds spans up."""
 
-    with timed(spans, "map_clients_0", "compute", shard):
-        ...
-
-`Spans` adds spans up. Compilations, transfers and counts belong to the span that is open in their
-thread, and their seconds are not counted twice.
-"""
+# Compilations, transfers and counts belong to the span that is open in their thread, and their
+# seconds are not counted twice.
 
 from __future__ import annotations
 
@@ -37,41 +33,27 @@ Range = tuple[int, int, int]
 
 
 class Span(NamedTuple):
-    """Work of one kind on a step.
+    """Work of one kind on a step."""
 
-    Attributes:
-      step: the name of the step, with its round, as `loop_0[3]/map_rows_0`; "" for the whole run.
-      shard: the number of the shard, None for work that belongs to no shard.
-      kind: one of `KINDS`, or "plan" for the whole run.
-      start: when it began, in seconds since the epoch, by the clock of the worker.
-      seconds: how long it took.
-      nbytes: bytes that were read or reduced.
-    """
-
-    step: str
-    shard: int | None
-    kind: str
-    start: float
+    step: str  # its name with its round, as `loop_0[3]/map_rows_0`; "" for the whole run.
+    shard: int | None  # the number of the shard, None for work that belongs to no shard
+    kind: str  # one of `KINDS`, or "plan" for the whole run
+    start: float  # in seconds since the epoch, by the clock of the worker
     seconds: float
-    nbytes: int
+    nbytes: int  # bytes that were read or reduced
 
 
 @dataclass(frozen=True)
 class Work:
-    """A sum of spans, as it travels between processes.
+    """A sum of spans, as it travels between processes."""
 
-    Attributes:
-      sums: seconds of each kind, bytes and counts, by step and name.
-      shards: ranges of the shards that are done, by step; in any order, they may overlap.
-      spans: spans, evenly thinned if they are many.
-      step: the name of the step of the last shard.
-      began: when the first span began, in seconds since the epoch; None if there is none.
-    """
-
+    # Seconds of each kind, bytes and counts, by step and name.
     sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    # Ranges of the shards that are done, by step; in any order, they may overlap.
     shards: Mapping[str, tuple[Range, ...]] = field(default_factory=dict)
-    spans: tuple[Span, ...] = ()
-    step: str = ""
+    spans: tuple[Span, ...] = ()  # evenly thinned if they are many
+    step: str = ""  # the name of the step of the last shard
+    # When the first span began, in seconds since the epoch; None if there is none
     began: float | None = None
 
     def __post_init__(self) -> None:
@@ -81,11 +63,7 @@ class Work:
 
 
 class Thinned(Generic[T]):
-    """A bounded list, which drops every second entry when it is full.
-
-    Args:
-      most: the largest number of entries.
-    """
+    """A bounded list, which drops every second entry when it is full."""
 
     def __init__(self, most: int):
         self._most = most
@@ -122,22 +100,14 @@ class Watch(Protocol):
 
 
 class Spans:
-    """Adds spans up, from any thread.
-
-    Args:
-      traces: whether to collect single spans.
-      ranges: whether to collect the ranges of shards, which may be computed again elsewhere.
-      watch: sees each span, if not None.
-
-    Attributes:
-      cancelled: whether further spans raise `JobCancelledError`.
-    """
+    """Adds spans up, from any thread."""
 
     def __init__(self, traces: bool = False, ranges: bool = False, watch: Watch | None = None):
-        self.traces = traces
+        self.traces = traces  # whether to collect single spans
+        # Whether to collect the ranges of shards, which may be computed again elsewhere.
         self.ranges = ranges
-        self.watch = watch
-        self.cancelled = False
+        self.watch = watch  # sees each span
+        self.cancelled = False  # whether further spans raise JobCancelledError
         self.lock = threading.Lock()
         self.sums: dict[str, dict[str, float]] = {}
         self.shards: dict[str, list[Range]] = {}
@@ -175,23 +145,7 @@ class Spans:
 
 
 class timed:
-    """A context whose time is a span.
-
-    Args:
-      spans: what the span is added to.
-      step: the name of the step.
-      kind: one of `KINDS`. Compilations and transfers inside count as such.
-      shard: the shard. It is done when its span of kind "merge" ends.
-      nbytes: bytes that are read or reduced; may be set inside.
-
-    Attributes:
-      seconds: how long it took, without compilations.
-      compiling: seconds of compilations in it.
-      thread, slot: for the watch.
-
-    Raises:
-      JobCancelledError: the run has ended.
-    """
+    """A context whose time is a span; raises JobCancelledError if the run has ended."""
 
     # A class and not a generator, as it is entered several times for each shard and must be fast.
     __slots__ = (
@@ -204,9 +158,12 @@ class timed:
     ):
         self.spans = spans
         self.step = step
+        # Compilations and transfers inside count as such, and not as this kind.
         self.kind = kind
+        # The shard is done when its span of kind "merge" ends.
         self.shard = shard
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # may be set inside
+        # For the watch.
         self.thread = 0
         self.slot: int | None = None
 
@@ -228,7 +185,7 @@ class timed:
         seconds = time.perf_counter() - self.start
         spans, step, kind, shard, inner = self.spans, self.step, self.kind, self.shard, self.inner
         _here.span = self._outer
-        self.seconds = own = seconds
+        self.seconds = own = seconds  # without compilations
         if inner:
             self.compiling = compiling = min(inner.get("compile", 0.0), seconds)
             self.seconds = seconds - compiling
@@ -283,13 +240,8 @@ def count(name: str, amount: float = 1) -> None:
 
 
 def book_first_call(began: float) -> None:
-    """Books a call of a body as compilation if JAX has compiled in it.
-
-    JAX reports tracing, lowering and compiling, but a first call also loads libraries.
-
-    Args:
-      began: `time.perf_counter()` before the call.
-    """
+    """Books a call of a body since `began` as compilation, if JAX has compiled in it."""
+    # JAX reports tracing, lowering and compiling, but a first call also loads libraries.
     span = _here.span
     if span is not None and "compile" in span.inner:
         span.inner["compile"] = max(span.inner["compile"], time.perf_counter() - began)

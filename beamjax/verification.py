@@ -228,20 +228,7 @@ def _whole(arguments: Sequence[Argument]) -> list[Any]:
 def compare(
     found: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
 ) -> tuple[Row, ...]:
-    """Compares two trees of arrays, leaf by leaf.
-
-    Args:
-      found: the tree to check.
-      expected: the tree to compare it with.
-      rtol: as for `verify`.
-      atol: as for `verify`.
-
-    Returns:
-      A row for each leaf.
-
-    Raises:
-      VerificationError: the trees, or the shapes or dtypes of leaves, differ.
-    """
+    """Compares two trees of arrays, with a row for each leaf; raises if their structures differ."""
     left, found_tree = jax.tree_util.tree_flatten_with_path(found)
     expected_tree: Any
     right, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
@@ -298,16 +285,8 @@ def compare_leaf(
 def float_tolerance(
     expected: np.ndarray, *, rtol: float | None = None, atol: float | None = None
 ) -> float:
-    """The largest difference from `expected` that passes: `atol + rtol * max(|expected|)`.
-
-    Args:
-      expected: a float or complex array; elements that are not finite do not count.
-      rtol: the relative tolerance; by default `eps ** (2/3)`.
-      atol: the absolute tolerance; by default the smallest normal number.
-
-    Returns:
-      The tolerance of the whole array.
-    """
+    """The largest difference from `expected` that passes: `atol + rtol * max(|expected|)`."""
+    # Elements that are not finite do not count.
     parts = real_parts(expected)
     limits = ml_dtypes.finfo(parts.dtype)
     relative = float(limits.eps) ** (2 / 3) if rtol is None else rtol
@@ -318,12 +297,9 @@ def float_tolerance(
 
 
 def absolute_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """|a - b| for each element; 0 where both are NaN, inf where only one is or infinities differ.
-
-    Returns:
-      An array of the same shape: float64 for floats, uint64 (exact) for integers and bools. For
-      complex numbers it is the larger difference of the real and imaginary parts.
-    """
+    """|a - b| for each element; 0 for two NaNs, inf for one NaN, and for different infinities."""
+    # It is float64 for floats and uint64, which is exact, for integers and bools. For complex
+    # numbers it is the larger difference of the real and imaginary parts.
     if not jnp.issubdtype(a.dtype, np.inexact):
         kind = np.uint64 if a.dtype.kind in "bu" else np.int64
         return unsigned_difference(a.astype(kind), b.astype(kind))

@@ -171,19 +171,9 @@ def summaries() -> dict[str, str]:
 
 
 def parse_options(options: Any) -> Options:
-    """Reads what a user gave as `options`.
-
-    Args:
-      options: None, an `Options`, a Beam `PipelineOptions`, a list of flags such as
-        `["--shard_size=64", "--direct_num_workers=2"]`, or a dict such as `{"shard_size": 64}`.
-        Names that beamjax does not have are options of Beam.
-
-    Returns:
-      The checked options, with those of Beam in `beam`.
-
-    Raises:
-      OptionsError: an option of beamjax has an impossible value.
-    """
+    """The checked options for what a user gave, with those of Beam in `beam`."""
+    # None, an `Options`, a Beam `PipelineOptions`, a list of flags such as ["--shard_size=64"], or
+    # a dict such as {"shard_size": 64}. Names that beamjax does not have are options of Beam.
     if options is None:
         return _DEFAULTS
     if isinstance(options, Options):
@@ -279,11 +269,9 @@ def _check_together(options: Options) -> None:
 
 
 def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Splits flags as Beam does: `--name=value`, `--name value`, or `--name` with the value "".
-
-    Yields:
-      Name, value, and the words that they come from. The name is "" for a word without a flag.
-    """
+    """Splits flags as Beam does into their names, values, and the words that they come from."""
+    # `--name=value`, `--name value`, or `--name` with the value "". The name is "" for a word
+    # without a flag.
     left = list(words)
     while left:
         taken = [left.pop(0)]

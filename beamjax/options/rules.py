@@ -21,19 +21,13 @@ row in the batch."""
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the values of one option.
+    """A rule for the values of one option."""
 
-    Attributes:
-      expected: what is expected, in words, for messages.
-      read: returns the value for what a user gave, which may be text, and returns its own results
-        unchanged; raises ValueError for anything else.
-      choices: the possible values as text, if they are few.
-      is_path: whether a value is a path or URL.
-    """
-
-    expected: str
+    expected: str  # what is expected, in words, for messages
+    # Returns the value for what a user gave, which may be text, and returns its own results
+    # unchanged; raises ValueError for anything else.
     read: Callable[[Any], Any]
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # the possible values as text, if they are few
     is_path: bool = False
 
 

@@ -41,19 +41,12 @@ def uncached_reason(plan: Plan, step: Map) -> str:
 
 
 class CachedShards:
-    """The shards of one pass in a cache.
+    """The shards of one pass in a cache."""
 
-    The address of a shard is a hash of the bodies, the server values that they read, the members,
-    and the type of machine and the versions that affect the bits of results. The index of the first
-    member is included only if a body reads it, so a shard is also found after its members moved.
-
-    Args:
-      cache: the cache.
-      plan: the plan of the step.
-      step: a pass without an `uncached_reason`.
-      broadcasts: the server values that it reads, by name.
-      xla_threads: the number of threads that XLA uses for one computation on a CPU.
-    """
+    # The address of a shard is a hash of the bodies, the server values that they read, the
+    # members, and the type of machine and the versions that affect the bits of results. The index
+    # of the first member is included only if a body reads it, so a shard is also found after its
+    # members moved.
 
     def __init__(
         self,
@@ -85,16 +78,7 @@ class CachedShards:
     def computed(
         self, shard: Shard, operands: Sequence[np.ndarray], compute: Callable[[], Computed]
     ) -> Computed:
-        """The results of a shard, from the cache; otherwise they are computed and stored.
-
-        The results of a shard with dropped members are not stored, so that each run reports these
-        members.
-
-        Args:
-          shard: the shard.
-          operands: one array for each operand of the step.
-          compute: computes the shard.
-        """
+        """The results of a shard, from the cache; otherwise they are computed and stored."""
         contents = list(map(array_fingerprint, operands))
         if (note := self._notes.pop(shard.index, None)) is not None:
             self._cache.store(note, [], {"contents": contents})
@@ -103,20 +87,15 @@ class CachedShards:
         if found is not None:
             return found
         made = compute()
+        # Results with dropped members are not stored, so that each run reports these members.
         if not made.dropped and all(part is not None for part in made.partials):
             arrays = jax.tree.leaves(made.partials)
             self._cache.store(address, arrays, {"left_out": made.left_out})
         return made
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
-        """The results of a shard whose files an earlier run has read; no members are read.
-
-        None if there are no such results; `computed` then records the content of the files.
-
-        Args:
-          shard: the shard.
-          reader: reads all operands of the step.
-        """
+        """The results of a shard whose files an earlier run has read; no members are read."""
+        # None if there are no such results; `computed` then records the content of the files.
         marks = reader.stamps(self._step.operands, shard.start, shard.start + shard.count)
         if marks is None:
             return None
@@ -131,12 +110,7 @@ class CachedShards:
         return None
 
     def is_known(self, shard: Shard, reader: Reader) -> bool:
-        """Whether the cache has a shard. Only members that are in memory are read.
-
-        Args:
-          shard: the shard.
-          reader: reads all operands of the step, which are in memory or have content marks.
-        """
+        """Whether the cache has a shard. Only members that are in memory are read."""
         operands, stop = self._step.operands, shard.start + shard.count
         marks = reader.stamps(operands, shard.start, stop)
         if marks is None:
@@ -184,15 +158,8 @@ MOST_COUNTED_BYTES = 1 << 28
 
 
 def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
-    """The number of shards of a pass that a run on this machine would find in the cache.
-
-    If finding out requires reading or computing, the result is a text that says so.
-
-    Args:
-      inputs: the values of the plan's inputs.
-      step: a pass without an `uncached_reason`.
-      options: the options of the run, with a cache.
-    """
+    """The number of shards that a run here would find in the cache, or why that is not known."""
+    # `explain` neither computes nor reads files, so the answer may be a text that says why not.
     plan, reader = inputs.plan, inputs.reader()
     n = plan.sizes[step.placement]
     served = {spec.server: i for i, spec in enumerate(plan.inputs) if spec.server is not None}

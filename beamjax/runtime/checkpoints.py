@@ -1,10 +1,11 @@
 """Checkpoints as bytes: the position of a run, and the values that the rest of the run needs.
 
 A checkpoint is one buffer of `beamjax.storage.arrays`, its *manifest*: refs as JSON, with small
-arrays beside it. Large values are files of the same folder, which hold such buffers too, so that a
-checksum covers every byte. Nothing is pickled. Everything is checked before it is used, and reading
-a forged manifest takes no more memory than its length.
+arrays beside it. Large values are files of the same folder.
 """
+
+# Files hold such buffers too, so that a checksum covers every byte. Nothing is pickled. Everything
+# is checked before it is used, and reading a forged manifest takes no more memory than its length.
 
 from __future__ import annotations
 
@@ -47,30 +48,20 @@ class _InFolder:
 
 @dataclass(frozen=True)
 class Pieces(_InFolder):
-    """A raw array in files of the folder, in flat pieces.
+    """A raw array in files of the folder, in flat pieces."""
 
-    Attributes:
-      dtype: the name of its dtype.
-      shape: its shape.
-      files: the name and the size in bytes of each file, in order. The names are unique.
-    """
-
-    dtype: str
+    dtype: str  # its name
     shape: tuple[int, ...]
+    # The name and the size in bytes of each file, in order. The names are unique.
     files: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
 class Members(_InFolder):
-    """Members in files of the folder, `stem-start-count.members`.
+    """Members in files of the folder, `stem-start-count.members`."""
 
-    Attributes:
-      stem: the prefix of the file names.
-      parts: the first member and the number of members of each file.
-    """
-
-    stem: str
-    parts: tuple[tuple[int, int], ...]
+    stem: str  # the prefix of the file names
+    parts: tuple[tuple[int, int], ...]  # the first member and the number of members of each file
 
 
 @dataclass(frozen=True)
@@ -82,27 +73,19 @@ class Given(_InFolder):
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state of a run after a round.
+    """The state of a run after a round."""
 
-    Attributes:
-      plan: the fingerprint of the plan.
-      inputs: the fingerprints of its inputs.
-      position: the rounds and branches that have begun and not ended.
-      finished: whether the run has ended; then `values` are its outputs.
-      values: the values that the rest of the run needs, by name; their data are arrays, `Pieces`,
-        `Members` and `Given`.
-      stacks: the entries so far of each stacked result of a loop that has not ended. Small server
-        values share an array, which has one axis more than an entry.
-      provenance: the kinds of machine that computed these values.
-    """
-
-    plan: Mapping[str, str]
-    inputs: Mapping[str, str]
-    position: Position
-    finished: bool
+    plan: Mapping[str, str]  # the fingerprint of the plan
+    inputs: Mapping[str, str]  # the fingerprints of its inputs
+    position: Position  # the rounds and branches that have begun and not ended
+    finished: bool  # whether the run has ended; then `values` are its outputs
+    # The values that the rest of the run needs, by name; their data are arrays, `Pieces`,
+    # `Members` and `Given`.
     values: Values
+    # The entries so far of each stacked result of a loop that has not ended. Small server values
+    # share an array, which has one axis more than an entry.
     stacks: Mapping[str, tuple[Ref, ...]]
-    provenance: Provenance = UNKNOWN
+    provenance: Provenance = UNKNOWN  # the kinds of machine that computed these values
 
     def files(self) -> set[str]:
         """The names of the files that hold its values."""
@@ -117,11 +100,7 @@ def members_file(stem: str, start: int, count: int) -> str:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """The manifest of a checkpoint.
-
-    Raises:
-      ArrayFormatError: it is larger than `MAX_BYTES`.
-    """
+    """The manifest of a checkpoint, of at most `MAX_BYTES`."""
     arrays: list[np.ndarray] = []
     write = lambda value: _to_json(value, arrays)
     meta = {
@@ -145,11 +124,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
 
 
 def decode(data: Buffer) -> Checkpoint:
-    """Undoes `encode`.
-
-    Raises:
-      ArrayFormatError: the bytes are damaged, truncated or something else.
-    """
+    """Undoes `encode`; raises ArrayFormatError for bytes that are anything else."""
     if len(data) > MAX_BYTES:
         raise ArrayFormatError(
             f"manifest of a checkpoint: found {len(data)} bytes, expected at most {MAX_BYTES}"

@@ -19,27 +19,24 @@ from beamjax.telemetry.monitor import Monitor
 
 
 class Checkpointer(Protocol):
-    """Saves the state of a run, and holds the state of an earlier run to continue from.
+    """Saves the state of a run, and holds the state of an earlier run to continue from."""
 
-    Attributes:
-      every: the number of rounds between two checkpoints.
-      position: where to continue; empty to start at the beginning.
-      finished: whether the earlier run has finished; then `values` are its outputs.
-      values: the values at that position.
-      stacks: the entries of the stacked results of unfinished loops.
-      provenance: the kinds of machine that computed these values.
-    """
-
+    # The kinds of machine that computed `values` and `stacks`.
     provenance: Provenance
 
+    # The number of rounds between two checkpoints.
     @property
     def every(self) -> int: ...
+    # Where to continue; empty to start at the beginning.
     @property
     def position(self) -> Position: ...
+    # Whether the earlier run has finished; then `values` are its outputs.
     @property
     def finished(self) -> bool: ...
+    # The values at that position.
     @property
     def values(self) -> Values: ...
+    # The entries of the stacked results of unfinished loops.
     @property
     def stacks(self) -> Mapping[str, list[Ref]]: ...
 
@@ -58,33 +55,14 @@ def starts_anew(checkpointer: Checkpointer | None) -> bool:
 class Executor(Protocol):
     """Computes steps: in this process, or on the workers of a Beam job."""
 
+    # `where` names the rounds and branches around the step, as `loop[3]/cond(1)/`; later steps read
+    # the values whose names are `needed`. The results are these values, and all server values.
     def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
-        """Computes a step without control flow.
-
-        Args:
-          step: the step.
-          where: the rounds and branches that it is in, as `loop[3]/cond(1)/`.
-          values: the values that it reads.
-          needed: the names of the values that later steps read.
-
-        Returns:
-          Those of its results that later steps read, and its server values.
-        """
+        """Computes a step without control flow."""
 
 
 class Driver:
-    """Runs a plan step by step, with its loops and branches.
-
-    A value is dropped as soon as no later step needs it. A checkpoint is saved every
-    `checkpointer.every` rounds, at the end of a round.
-
-    Args:
-      plan: the plan to run.
-      values: its inputs, by name.
-      executor: computes the steps.
-      monitor: the monitor of the run.
-      checkpointer: saves checkpoints of the run; None saves none.
-    """
+    """Runs a plan step by step, with its loops and branches."""
 
     def __init__(
         self,
@@ -116,14 +94,7 @@ class Driver:
     # ---------------------------------------------------------------------- blocks of steps
 
     def run(self) -> dict[str, Ref]:
-        """Runs all steps.
-
-        Returns:
-          Each output that is a value of the plan, by name.
-
-        Raises:
-          WorkerError: a body failed; the message names rounds, step and shard.
-        """
+        """Runs all steps, and returns each output that is a value of the plan, by name."""
         saved = self._checkpointer
         whole = Block(self.plan.steps, tuple(self.plan.returned()))
         if saved is not None and saved.finished:
@@ -138,16 +109,9 @@ class Driver:
         return results
 
     def _block(self, block: Block, own: Iterable[str] = (), at: Position = ()) -> list[Ref]:
-        """Runs a block, and drops its values as soon as no later step needs them.
-
-        Args:
-          block: the block to run.
-          own: names of the values that it may drop, besides those that it makes.
-          at: the position in it to continue from; empty to start at its beginning.
-
-        Returns:
-          The outputs.
-        """
+        """Runs a block, or the rest of it from a position, and returns its outputs."""
+        # Values that the block may drop: those that it makes, and those that its caller gives away.
+        # A value is dropped as soon as no later step needs it, which bounds the memory of a run.
         own = set(own)
         groups = _segments(block.steps)
         for number, steps in enumerate(groups):
@@ -223,13 +187,8 @@ class Driver:
         self.values.update(zip(branch.results, outputs, strict=True))
 
     def _loop(self, loop: Loop, unneeded: Iterable[str], at: Position) -> None:
-        """Runs all rounds of a loop.
-
-        Args:
-          loop: the loop to run.
-          unneeded: initial values that no step needs once the loop has started.
-          at: the position in it to continue from; empty to start with its first round.
-        """
+        """Runs all rounds of a loop, or the rest of them from a position."""
+        # `unneeded` are initial values that no step reads once the loop has started.
         first = at[0][1] if at else 0
         if at:
             self.monitor.resumed([dataclasses.replace(loop, rounds=first)])
@@ -298,6 +257,7 @@ class Driver:
     @contextlib.contextmanager
     def _rounds_in_message(self) -> Iterator[None]:
         """Adds the rounds and blocks around a failing step to the message of its error."""
+        # "step 'loop_0[3]/map_m_0'" becomes "loop_0, round 3: step 'map_m_0'".
         try:
             yield
         except BeamjaxError as error:
@@ -311,12 +271,9 @@ class Driver:
             raise located from error
 
     def _save_if_due(self, at: tuple[str, int]) -> None:
-        """Counts a round, and saves a checkpoint if it is due.
-
-        Args:
-          at: the name of the loop, and the number of its rounds that are done.
-        """
-        # A condition is computed again after a restart, so its own loops save nothing.
+        """Counts a round, and saves a checkpoint if it is due."""
+        # `at` is the name of the loop, and the number of its rounds that are done. A condition is
+        # computed again after a restart, so its own loops save nothing.
         if self._checkpointer is None or self._conditions:
             return
         self._until_checkpoint -= 1

@@ -1,9 +1,8 @@
-"""Computes a shard without the members that can't be read or computed.
+"""Computes a shard without the members that can't be read or computed."""
 
-The shard is bisected to find the failing members, and computed again without them. Each is replaced
-by a member that did not fail, so bodies never see the failing values, and the result depends only
-on the members that are left.
-"""
+# The shard is bisected to find the failing members, and computed again without them. Each is
+# replaced by a member that did not fail, so bodies never see the failing values, and the result
+# depends only on the members that are left.
 
 from __future__ import annotations
 
@@ -25,20 +24,14 @@ count."""
 
 @dataclass(frozen=True)
 class Computed:
-    """The results of a shard.
+    """The results of a shard."""
 
-    Attributes:
-      results: the placed results, each of shape (count, ...).
-      partials: a vector for each buffer, then a list of arrays for each combine; None where no
-        member is left.
-      left_out: the number of members that are not in the partials.
-      dropped: the members that this pass dropped.
-    """
-
-    results: list[np.ndarray]
+    results: list[np.ndarray]  # the placed results, each of shape (count, ...)
+    # A vector for each buffer, then a list of arrays for each combine; None where no member is
+    # left.
     partials: list[Any]
-    left_out: int = 0
-    dropped: tuple[Dropped, ...] = ()
+    left_out: int = 0  # the number of members that are not in the partials
+    dropped: tuple[Dropped, ...] = ()  # the members that this pass dropped
 
 
 def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
@@ -51,23 +44,10 @@ def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
 def compute_rest(
     step: Map, start: int, kept: np.ndarray, lost: Mapping[int, str], call: Call
 ) -> tuple[list[np.ndarray] | None, np.ndarray, tuple[Dropped, ...]]:
-    """Computes the members of a shard that can be computed.
-
-    Args:
-      step: a pass with a guard.
-      start: the first member of the shard.
-      kept: bool[count], False for members that an earlier pass dropped.
-      lost: the reasons why members could not be read, by their position in the shard.
-      call: computes the shard.
-
-    Returns:
-      What the body returned, without the flags of finite members, or None if no member is left; a
-      mask of the members that are left; and the members that this pass dropped.
-
-    Raises:
-      Exception: what `call` raises, unless dropping members avoids it.
-      WorkerError: members give NaN or infinity, and the guard refuses these.
-    """
+    """Computes the members that can be computed: the results, a mask of these, and the others."""
+    # `kept` is False for members that an earlier pass dropped; `lost` has the reasons why members
+    # could not be read, by their position in the shard. The results do not have the flags of finite
+    # members, which the body returns last; they are None if no member is left.
     guard = step.guard
     assert guard is not None
     reasons = {k: ("error", text) for k, text in lost.items() if kept[k]}
@@ -112,15 +92,7 @@ def compute_rest(
 
 
 def failing(kept: np.ndarray, call: Callable[..., Any]) -> dict[int, str]:
-    """Bisects the members of a shard to find those that fail.
-
-    Args:
-      kept: bool[count], the members to try.
-      call: see `compute_rest`.
-
-    Returns:
-      The error message of each member that fails by itself, by its position.
-    """
+    """Bisects a shard to find the error of each member that fails by itself, by its position."""
 
     def attempt(places: np.ndarray) -> None:
         mask = np.zeros(len(kept), np.bool_)
@@ -164,17 +136,7 @@ def read_rest(
     start: int,
     count: int,
 ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Reads the members of a shard that can be read.
-
-    Args:
-      read: reads the members [start, stop) of some values.
-      types: the types of these values.
-      start: the first member.
-      count: the number of members.
-
-    Returns:
-      The values, with zeros for members that can't be read, and the reasons by their positions.
-    """
+    """Reads members, with zeros for those that can't be read, and the reasons by position."""
     lost: dict[int, str] = {}
     # In the order of members, since `_bisected` tries the first half first.
     pieces: list[Mapping[str, np.ndarray]] = []

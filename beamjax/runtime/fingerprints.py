@@ -38,10 +38,8 @@ _BLOCK_BYTES = 1 << 24
 
 
 def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
-    """The fingerprint of a plan, and of the options that affect how it runs.
-
-    It includes where functions on the host are called, but not what these functions do.
-    """
+    """The fingerprint of a plan, and of the options that affect how it runs."""
+    # It includes where functions on the host are called, but not what these functions do.
     bodies = {key: body_fingerprint(body) for key, body in plan.bodies.items()}
     types = {name: str(value) for name, value in sorted(plan.values.items())}
     inputs = [dataclasses.replace(value, path="") for value in plan.inputs]
@@ -72,17 +70,9 @@ def cuts_key(placement: str) -> str:
 
 
 def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fingerprint:
-    """The fingerprint of each input that steps read, by its path in the arguments.
-
-    Arrays and files are compared by their content, other sources by their specs.
-
-    Args:
-      inputs: the inputs of a run.
-      hashes: known hashes of files; new ones are added.
-
-    Raises:
-      SourceError: a file can't be read.
-    """
+    """The fingerprint of each input that steps read, by its path in the arguments."""
+    # Arrays and files are compared by their content, other sources by their specs. `hashes` are
+    # known hashes of files, to which new ones are added.
     hashes = FileHashes() if hashes is None else hashes
     found = {}
     for value, spec in zip(inputs.values, inputs.plan.inputs, strict=True):

@@ -24,18 +24,13 @@ from beamjax.sources.streams.chunks import Streams, members_of
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads placed inputs, each source once for all its leaves.
-
-    Attributes:
-      sources: all sources.
-      where: for each placed input of the plan, the indices of its source and of its leaf there.
-      x64: whether the plan computes with 64-bit types.
-      others: placed values that are not all members of one leaf, by name.
-    """
+    """Reads placed inputs, each source once for all its leaves."""
 
     sources: tuple[Source, ...]
+    # For each placed input of the plan, the indices of its source and of its leaf there.
     where: Mapping[str, tuple[int, int]]
-    x64: bool
+    x64: bool  # whether the plan computes with 64-bit types
+    # Placed values that are not all members of one leaf, by name.
     others: Values = field(default_factory=dict)
 
     @classmethod
@@ -53,12 +48,7 @@ class Reader:
         return cls(tuple(sources.values()), where, x64, others)
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
-        """Members [start, stop) of the placed inputs of these names, as raw arrays.
-
-        Raises:
-          SourceError: a source returns another number of members than requested, or an integer that
-            does not fit the dtype that JAX uses for it.
-        """
+        """Members [start, stop) of the placed inputs of these names, as raw arrays."""
         arrays: dict[int, list[np.ndarray]] = {}
         found = {}
         for name in names:
@@ -77,10 +67,8 @@ class Reader:
         return found
 
     def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
-        """A text for each input of these names that changes when members [start, stop) change.
-
-        None if a source has to read the members to know, or if an input is not read by shards.
-        """
+        """A text for each of these inputs that changes when members [start, stop) change."""
+        # None if a source has to read the members to know, or if an input is not read by shards.
         found = []
         for name in names:
             if name not in self.where:
@@ -100,16 +88,11 @@ class Reader:
 
 
 class Inputs:
-    """The values of a plan's inputs in the launching process.
-
-    Args:
-      plan: the plan.
-      values: for each input of the plan an array, a scalar, or a pair of a `Source` and the index
-        of its leaf.
-    """
+    """The values of a plan's inputs in the launching process."""
 
     def __init__(self, plan: Plan, values: Sequence[Any]):
         self.plan = plan
+        # For each input an array, a scalar, or a pair of a `Source` and the index of its leaf.
         self.values = values
 
     def snapshot(self) -> Inputs:

@@ -12,19 +12,12 @@ from beamjax.sources.source_base import Source
 
 @dataclass(frozen=True)
 class KeyedReduction:
-    """A reduction of members by key into the parts of a folder.
+    """A reduction of members by key into the parts of a folder."""
 
-    Attributes:
-      folder: the folder, which all workers see.
-      by_key: the reduction.
-      count: the number of members.
-      parts: the number of parts, see `number_of_parts`.
-    """
-
-    folder: str
+    folder: str  # all workers see it
     by_key: ByKey
-    count: int
-    parts: int
+    count: int  # the number of members
+    parts: int  # their number, see `number_of_parts`
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """The ranges of members that are reduced at once."""

@@ -50,25 +50,7 @@ def evaluate(
     results: MaterializedOutputs = NOTHING,
     values: Values | None = None,
 ) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan without Beam.
-
-    Args:
-      plan: the plan to run.
-      inputs: its inputs.
-      options: the options of the run.
-      monitor: the monitor of the job.
-      checkpointer: saves checkpoints of the run; None saves none.
-      results: the placed results that are written to files.
-      values: the inputs as values of the plan, if the caller has them.
-
-    Returns:
-      The raw array of each output that is a value of the plan, by name, or the handle to its
-      files; placed values have their members along axis 0.
-
-    Raises:
-      WorkerError: a body failed; the message names step and shard.
-      JobCancelledError: the job was cancelled.
-    """
+    """Runs a plan without Beam; returns its outputs by name, as raw arrays or handles to files."""
     monitor = monitor or Monitor(plan)
     limit = options.memory_bytes
     BLOCKS.set_limit(None if limit is None else block_budget(limit))
@@ -87,23 +69,7 @@ def evaluate(
 def values_before(
     plan: Plan, inputs: Inputs, options: Options, step: str, rounds: int
 ) -> dict[str, np.ndarray]:
-    """The values that exist when a step starts.
-
-    Args:
-      plan: the plan of the step.
-      inputs: the inputs of the plan.
-      options: the options of the run.
-      step: the name of the step.
-      rounds: the number of rounds of loops that end before it starts.
-
-    Returns:
-      Raw arrays that were computed before, and that this or a later step needs, by name; placed
-      ones have their members along axis 0.
-
-    Raises:
-      OptionsError: the run does not reach the step in this round.
-      WorkerError: a body before it fails.
-    """
+    """The raw arrays by name that a step and those after it need, when `rounds` rounds are over."""
     monitor = Monitor(plan)
     given = inputs.refs()
     run = _Until(plan, given, Threads(plan, options, monitor, NOTHING), monitor)
@@ -120,14 +86,7 @@ def values_before(
 
 
 class Threads:
-    """Computes steps in this process; see `driver.Executor`.
-
-    Args:
-      plan: the plan of the steps.
-      options: the options of the run.
-      monitor: the monitor of the run.
-      results: the placed results that are written to files.
-    """
+    """Computes steps in this process; see `driver.Executor`."""
 
     def __init__(
         self, plan: Plan, options: Options, monitor: Monitor, results: MaterializedOutputs
@@ -166,10 +125,8 @@ class Threads:
         return self.results.finish(self.results.find(self.plan, name))
 
     def room(self, name: str, n: int) -> np.ndarray:
-        """The array for a placed result of a pass.
-
-        It is a mapped file if the result is materialized, or if it is large and no output.
-        """
+        """The array for a placed result of a pass."""
+        # It is a mapped file if the result is materialized, or if it is large and no output.
         value = self.plan.values[name]
         shape, dtype = (n, *value.shape), np.dtype(value.dtype)
         found = self.results.room(name, shape, dtype)

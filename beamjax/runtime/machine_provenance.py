@@ -19,11 +19,7 @@ from beamjax.numerics.provenance import MAX_TEXT, Provenance
 
 
 def provenance_here(xla_threads: int) -> Provenance:
-    """The provenance of values that this process computes.
-
-    Args:
-      xla_threads: the number of threads that XLA uses for one computation on a CPU.
-    """
+    """The provenance of values that this process computes."""
     return _here(xla_threads, lapack_threads())
 
 
@@ -58,10 +54,8 @@ _NAMES = ("model name", "cpu family", "model", "CPU implementer", "CPU part", "C
 
 @functools.cache
 def _processor() -> str:
-    """The type of the processor: its name, its vector instructions, and the sizes of its caches.
-
-    Eigen cuts a contraction into blocks by the sizes of the caches, which changes last bits.
-    """
+    """The type of the processor: its name, its vector instructions, and the sizes of its caches."""
+    # Eigen cuts a contraction into blocks by the sizes of the caches, which changes last bits.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:

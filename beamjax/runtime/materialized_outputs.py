@@ -44,38 +44,22 @@ HANDED_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class MaterializedOutputs:
-    """The placed results of a run that go to files.
+    """The placed results of a run that go to files."""
 
-    Attributes:
-      folders: the folder of each value of the plan that is materialized, by name.
-      stem: the prefix of the names of all files, different in each run.
-      persistent: whether the files stay after the handles (`Placed`) are garbage collected.
-      base: the folder of these folders.
-    """
-
+    # The folder of each value of the plan that is materialized, by name.
     folders: Mapping[str, str] = field(default_factory=dict)
-    stem: str = ""
+    stem: str = ""  # the prefix of the names of all files, different in each run
+    # Whether the files stay when the handles (`Placed`) are garbage collected
     persistent: bool = True
-    base: str = ""
+    base: str = ""  # the folder of these folders
 
     def write(self, name: str, start: int, members: np.ndarray) -> None:
-        """Writes members of a value, beginning with member `start`, to a file of their own.
-
-        Raises:
-          SourceError: the file can't be written.
-        """
+        """Writes members of a value, beginning with member `start`, to a file of their own."""
         file = Placed.file_name(self.stem, start, len(members))
         _write(self.folders[name], file, encode_part(members))
 
     def room(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-        """A mapped file for all members of a value; None unless the value goes to a local folder.
-
-        Returns:
-          A mapped array of shape `shape`, or None.
-
-        Raises:
-          SourceError: the file can't be created.
-        """
+        """A mapped file for all members of a value that goes to a local folder; None for others."""
         folder = self.folders.get(name)
         if folder is None or is_url(folder) or 0 in shape:
             return None
@@ -89,19 +73,7 @@ class MaterializedOutputs:
         return stored.view(dtype)
 
     def find(self, plan: Plan, name: str) -> Placed:
-        """The handle to a value whose files are all written.
-
-        Args:
-          plan: the plan, with the number of members.
-          name: the name of the value.
-
-        Returns:
-          The handle.
-
-        Raises:
-          WorkerError: members are missing.
-          SourceError: the folder can't be read.
-        """
+        """The handle to a value whose files are all written."""
         from beamjax.storage import files
 
         value = plan.values[name]
@@ -114,16 +86,7 @@ class MaterializedOutputs:
         return placed
 
     def finish(self, placed: Placed) -> Placed:
-        """Writes the list of the files of a value, which makes it readable for other processes.
-
-        Files that are not persistent are removed when the handle is garbage collected.
-
-        Returns:
-          The same handle.
-
-        Raises:
-          SourceError: the folder can't be written.
-        """
+        """Writes the list of the files of a value, with which other processes can open it."""
         record = {"version": VERSION, **spec_of(placed)}
         _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
         with contextlib.suppress(Exception):
@@ -153,20 +116,8 @@ NOTHING = MaterializedOutputs()
 def materialized_outputs(
     plan: Plan, out_tree: PyTreeDef, options: Options, numbers: Collection[int] = ()
 ) -> MaterializedOutputs:
-    """The results that a run materializes: placed results with all members along axis 0.
-
-    Args:
-      plan: the plan of the run.
-      out_tree: the tree of the result.
-      options: `keep`, `results_folder`, `job_folder` and `work_folder`.
-      numbers: indices of outputs that are materialized whatever `keep` says.
-
-    Returns:
-      The results that go to files; `NOTHING` if there are none.
-
-    Raises:
-      OptionsError: a folder has a result of another run, or another user can write to it.
-    """
+    """The results that go to files: placed results with all members along axis 0."""
+    # The outputs with these indices (`numbers`) are materialized whatever `keep` says.
     if options.keep is None and not numbers:
         return NOTHING
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
@@ -198,11 +149,7 @@ def materialized_outputs(
 
 
 def refuse_results(folders: Iterable[str], options: Options) -> None:
-    """Refuses folders with results of another run, unless they may be overwritten.
-
-    Raises:
-      OptionsError: a folder has such results.
-    """
+    """Refuses folders with results of another run, unless they may be overwritten."""
     from beamjax.storage import files
 
     if options.overwrite or options.results_folder is None:

@@ -49,19 +49,15 @@ def computing_threads(options: Options) -> int:
 
 
 class DaemonThreads:
-    """Threads that take jobs from one queue.
+    """Threads that take jobs from one queue."""
 
-    They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job hangs.
-
-    Args:
-      threads: the number of threads.
-      name: the prefix of their names.
-      as_here: whether they get the JAX settings and the context variables of the calling thread.
-    """
+    # They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job
+    # hangs.
 
     def __init__(self, threads: int = 1, name: str = "beamjax shards", *, as_here: bool = False):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._jobs = queue.SimpleQueue()
+        # `as_here`: threads get the JAX settings and the context variables of the calling thread.
         work = with_settings_of_here(self._work) if as_here else self._work
         self._threads: list[threading.Thread] = []
         for number in range(threads):
@@ -94,27 +90,15 @@ class DaemonThreads:
 
 
 class OrderedResults(Generic[T]):
-    """The results of jobs, in the order in which the jobs are added.
-
-    Args:
-      most: the largest number of jobs at once.
-      check: called regularly while the caller waits for a result; raises if none can come.
-    """
+    """The results of jobs, in the order in which the jobs are added."""
 
     def __init__(self, most: int, check: Callable[[], None] = lambda: None):
-        self._most = most
-        self._check = check
+        self._most = most  # jobs at once
+        self._check = check  # called while the caller waits; raises if no result can come
         self._jobs: collections.deque[Future[T]] = collections.deque()
 
     def add(self, job: Future[T]) -> Iterator[T]:
-        """Adds a job.
-
-        Yields:
-          The results of the oldest jobs, until fewer than `most` jobs are left.
-
-        Raises:
-          Exception: the error of the oldest job that failed.
-        """
+        """Adds a job; yields the results of the oldest ones until fewer than `most` are left."""
         self._jobs.append(job)
         while len(self._jobs) >= self._most:
             yield self._next()

@@ -31,17 +31,12 @@ from beamjax.spans import Spans, timed
 
 
 class Partials:
-    """The reduction of some shards of a pass.
-
-    Args:
-      step: the pass.
-      mode: the mode of the accumulators, "exact" or "fast".
-      trees: an empty tree for each combine of the pass; none if only accumulators are merged.
-    """
+    """The reduction of some shards of a pass."""
 
     def __init__(self, step: Map, mode: Any, trees: Sequence[DyadicTree[list[np.ndarray]]] = ()):
         self.step = step
-        self.mode = mode
+        self.mode = mode  # of the accumulators: "exact" or "fast"
+        # An empty tree for each combine of the pass; none where only accumulators are merged.
         self.trees = trees
         self.accumulators: dict[ValueRange, Accumulator] = {}
 
@@ -110,16 +105,7 @@ class Done:
 
 
 class ShardPass:
-    """Reads, computes and reduces shards of a pass.
-
-    Args:
-      plan: the plan of the pass.
-      step: the pass.
-      executors: compute its shards, one for each device.
-      reader: reads its operands.
-      partials: the reduction so far.
-      spans: receives the work on each shard.
-    """
+    """Reads, computes and reduces shards of a pass."""
 
     def __init__(
         self,
@@ -132,7 +118,7 @@ class ShardPass:
     ):
         self.plan = plan
         self.step = step
-        self.executors = executors
+        self.executors = executors  # one for each device
         self.reader = reader
         self.partials = partials
         self.spans = spans
@@ -140,15 +126,8 @@ class ShardPass:
     def read(
         self, shard: Shard, known: Mapping[str, np.ndarray] | None = None
     ) -> Callable[[int], Done]:
-        """Reads a shard.
-
-        Args:
-          shard: the shard.
-          known: operands that need not be read, by name.
-
-        Returns:
-          A function that computes the shard, in any thread. Its argument is the index of a device.
-        """
+        """Reads a shard; returns the function that computes it, in any thread, on a device."""
+        # `known` are operands that an earlier pass of the same bundle has, so they are not read.
         step, known = self.step, known or {}
         with timed(self.spans, step.name, "read", shard) as span, shard_errors(step, shard):
             # The cache knows a shard by its files only if all operands are in files.

@@ -40,22 +40,7 @@ from beamjax.storage import aligned
 
 
 class ShardExecutor:
-    """Computes one `Map` step a shard at a time.
-
-    Args:
-      plan: the plan of the step.
-      step: the step to compute.
-      broadcasts: the server values that it reads, by name; they are put on the device once, unless
-        they are there already.
-      device: the device to compute on; None for the default of JAX. A body that holds a mesh uses
-        the first devices of the same client.
-      checked: keys of the bodies that are known not to read padding. The first shard of another
-        body is computed again with more padding, and its key is added. None checks nothing.
-      cached: the results of its shards in earlier runs; None computes all shards.
-
-    Raises:
-      WorkerError: the body can't be loaded here.
-    """
+    """Computes one `Map` step a shard at a time."""
 
     def __init__(
         self,
@@ -67,9 +52,12 @@ class ShardExecutor:
         cached: CachedShards | None = None,
     ):
         self.step = step
-        self._cached = cached
+        self._cached = cached  # the results of its shards in earlier runs
+        # Keys of the bodies that are known not to read padding. The first shard of another body is
+        # computed again with more padding, and its key is added. None checks nothing.
         self._checked = checked
         self._client_of = device
+        # A body that holds a mesh uses the first devices of the same client.
         if plan.bodies[step.body].devices > 1:
             device = None
         self.device = device
@@ -113,16 +101,8 @@ class ShardExecutor:
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
     ) -> Computed:
-        """Computes a shard.
-
-        Args:
-          shard: the shard to compute.
-          operands: one array of shape (shard.count, ...) for each operand of the step.
-          lost: the reasons why members could not be read, by their position in the shard.
-
-        Raises:
-          WorkerError: the computation failed; the message names step, shard and members.
-        """
+        """Computes a shard from its operands, each of shape (shard.count, ...)."""
+        # `lost` has the reasons why members could not be read, by their position in the shard.
         with shard_errors(self.step, shard):
             arrays = list(map(np.asarray, operands))
             # Zeros replace members that could not be read, so `arrays` is not a key of the results.
@@ -149,16 +129,12 @@ class ShardExecutor:
     def _run(
         self, shard: Shard, full: bool, heads: Sequence[Any], arrays: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """Pads the operands and calls the body for them.
-
-        Args:
-          shard: the shard to compute.
-          full: whether it has no padding, and all its members count.
-          heads: the arguments of the body after the index of the first member.
-          arrays: the operands.
-        """
+        """Pads the operands and calls the body for them."""
+        # `full`: there is no padding, and all members count. `heads`: the arguments of the body
+        # after the index of the first member.
         if self._pads:
             arrays = list(map(self._pad, arrays))
+        # Ragged members have the body of their bucket, the shape that they were padded to.
         step: Map | Bucketed = self.step
         if self._fitted:
             step = self._fitted.get(tuple(array.shape[1:] for array in arrays), step)
@@ -172,13 +148,9 @@ class ShardExecutor:
         heads: Sequence[Any],
         arrays: Sequence[np.ndarray],
     ) -> None:
-        """Compares the results of the body with less and with more padding, once for each body.
-
-        This finds programs whose results depend on the padding of ragged members.
-
-        Raises:
-          StructureError: the body reads padding.
-        """
+        """Compares the results of the body with less and with more padding, once for each body."""
+        # This finds programs whose results depend on the padding of ragged members, which depends
+        # on the other members of a shard.
         check, checked = self.step.padding_check, self._checked
         if check is None or checked is None or self.step.body in checked:
             return
@@ -347,12 +319,8 @@ def new_accumulator(buffer: FusedBuffer, size: int, mode: Any) -> Accumulator:
 def read_shard(
     plan: Plan, step: Map, reader: Reader, names: Sequence[str], shard: Shard
 ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Reads placed inputs of a shard.
-
-    Returns:
-      The inputs by name, and the reasons why members could not be read, by their position in the
-      shard. Where the step must not drop members, errors are raised instead.
-    """
+    """Reads inputs of a shard: arrays by name, and why members can't be read, by position."""
+    # Where the step must not drop members, errors are raised.
     if step.guard is None or step.guard.on_error != "drop" or not names:
         return reader.read(names, shard.start, shard.start + shard.count), {}
     types = {name: plan.values[name] for name in names}
@@ -362,18 +330,7 @@ def read_shard(
 def join_shards(
     plan: Plan, step: Map, combine: Combine, known: Mapping[str, Any], device: Any = None
 ) -> Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]:
-    """The function that merges two partials of a combine, for a `DyadicTree`.
-
-    Args:
-      plan: the plan, with the body of the combine.
-      step: the pass whose results it reduces.
-      combine: the combine.
-      known: server values, by name.
-      device: the device to compute on; None for JAX's default.
-
-    Raises:
-      WorkerError: the body can't be loaded here. The function raises it if the body fails.
-    """
+    """The function that merges two partials of a combine, for a `DyadicTree`."""
     call = load_body(combine.body, plan.bodies[combine.body], device=device)
     with with_x64(plan.x64):
         inputs = [jax.device_put(known[name], device) for name in combine.inputs]
@@ -394,11 +351,7 @@ def join_shards(
 def finish_tree(
     combine: Combine, tree: DyadicTree[list[np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The name and the value of each result, from a tree that has all shards.
-
-    Raises:
-      WorkerError: a shard was added twice, or all members were dropped.
-    """
+    """The name and the value of each result, from a tree that has all shards."""
     arrays = tree.fold()
     if arrays is None:
         raise WorkerError(f"reduction by {combine.name!r}: all members were dropped")
@@ -410,18 +363,8 @@ def finish_tree(
 def finish_buffer(
     plan: Plan, step: Map, buffer: FusedBuffer, accumulator: Any, piece: tuple[int, int]
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Rounds the accumulator of a range of a buffer to the values of results.
-
-    Args:
-      plan: the plan of the step.
-      step: the pass.
-      buffer: one of its buffers.
-      accumulator: the merged accumulator of all shards.
-      piece: the range [lo, hi) of the buffer that the accumulator holds.
-
-    Yields:
-      The name of a result, the offset of the values in it, and the values, a flat vector.
-    """
+    """Rounds the accumulator of a range of a buffer: the names, offsets and values of results."""
+    # The accumulator holds the range [lo, hi) of the buffer, in which a result may begin or end.
     lo, hi = piece
     n = plan.sizes[step.placement]
     for reduction in buffer.reductions:

@@ -31,18 +31,12 @@ class Held(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """The members of a leaf of a source.
-
-    Attributes:
-      source: the source.
-      leaf: the index of the leaf.
-      x64: whether JAX computes with 64-bit types.
-      of: the leaf whose rows it has, the files of which must exist as long as it does.
-    """
+    """The members of a leaf of a source."""
 
     source: Source
-    leaf: int
-    x64: bool
+    leaf: int  # its index in the source
+    x64: bool  # whether JAX computes with 64-bit types
+    # The leaf that these rows are from. The files of its source must exist as long as it does.
     of: Leaf | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -52,12 +46,7 @@ class Leaf:
         return self.read(0, len(self.source))
 
     def checked(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """The members [start, stop), which the source has read.
-
-        Raises:
-          SourceError: these are another number of members, or an integer does not fit the dtype
-            that JAX uses for it.
-        """
+        """Members [start, stop) as the source read them, which must be that many, of the dtype."""
         if len(array) != stop - start:
             raise SourceError(
                 f"{self.source}: asked for members {start} to {stop - 1}, "
@@ -73,21 +62,14 @@ Data: TypeAlias = np.ndarray | Held
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The members [start, start + count) of a value, or one entry of each of these members.
-
-    Attributes:
-      start: the first member.
-      count: the number of members.
-      data: the rows of these members.
-      at: the index in each member of the value at which a row belongs; () for a whole member.
-      entry: the index in each row of what belongs there; () for the whole row.
-    """
+    """The members [start, start + count) of a value, or one entry of each of these members."""
 
     start: int
     count: int
-    data: Data
+    data: Data  # the rows of these members
+    # Where in each member of the value a row belongs; () if the row is the whole member.
     at: tuple[int, ...] = ()
-    entry: tuple[int, ...] = ()
+    entry: tuple[int, ...] = ()  # the entry of each row; () for the whole row
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """The rows of members [start, stop), which are in this part."""
@@ -103,19 +85,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A value of a plan.
+    """A value of a plan."""
 
-    Attributes:
-      dtype: the name of its raw dtype.
-      shape: its shape; for a placed value, the shape of one member.
-      n: the number of members of a placed value; None for a server value.
-      parts: where its members are. A server value is one part.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    n: int | None
-    parts: tuple[Part, ...]
+    dtype: str  # the name of its raw dtype
+    shape: tuple[int, ...]  # of a placed value: the shape of one member
+    n: int | None  # the number of members of a placed value; None for a server value
+    parts: tuple[Part, ...]  # a server value is one part
 
     @property
     def data(self) -> Data:
@@ -143,6 +118,7 @@ class Ref:
         found = [p for p in self.parts if p.start < stop and p.start + p.count > start]
         if len(found) == 1 and not found[0].at:
             return found[0].read(start, stop)
+        # Several parts cover the range: other members, or other entries of the same members.
         rows = np.empty((stop - start, *self.shape), np.dtype(self.dtype))
         for part in found:
             first, last = max(start, part.start), min(stop, part.start + part.count)
@@ -154,6 +130,8 @@ class Ref:
         """The entry of this index along the first axis, or along that of each member."""
         if self.n is None:
             return server(self.array()[index])
+        # A stacked value has parts for each entry: take those of this one. In any other part, rows
+        # are whole members, of which the entry is taken when they are read.
         parts = tuple(
             replace(part, at=part.at[1:]) if part.at else replace(part, entry=(*part.entry, index))
             for part in self.parts
@@ -190,6 +168,7 @@ def rows_of(whole: Ref, numbers: np.ndarray) -> Ref:
     """The members of a placed value with these numbers, in any order and some repeatedly."""
     leaf, n = whole.leaf, len(numbers)
     if leaf is not None:
+        # Nothing is read now: workers read these members as they read any other.
         taken = replace(leaf, source=rows_source(leaf.source, numbers), of=leaf)
         return Ref(whole.dtype, whole.shape, n, (Part(0, n, taken),))
     if len(whole.parts) == 1:
@@ -202,13 +181,7 @@ def rows_of(whole: Ref, numbers: np.ndarray) -> Ref:
 
 
 def stacked(value: ValueType, n: int | None, entries: Sequence[Ref]) -> Ref:
-    """Values stacked along a new first axis, or along that of each of n members.
-
-    Args:
-      value: the type of the result.
-      n: the number of members of a placed value, None for a server value.
-      entries: the values.
-    """
+    """Values stacked along a new first axis, or along that of each of n members."""
     if n is None:
         arrays = [entry.array() for entry in entries]
         whole = np.stack(arrays) if arrays else np.empty(value.shape)

@@ -1,10 +1,9 @@
-"""The requirements of a run on its worker processes, checked when they start.
+"""The requirements of a run on its worker processes, checked when they start."""
 
-A `Machine` is pickled with the steps, with the environment variables for JAX of the launching
-process. When it is unpickled, before the process computes anything, it sets those that the worker
-does not have. `check` then starts JAX; its errors say what to change. In a pool of workers, JAX has
-started already, so that only the variables on its compilation cache can be set.
-"""
+# A `Machine` is pickled with the steps, with the environment variables for JAX of the launching
+# process. When it is unpickled, before the process computes anything, it sets those that the worker
+# does not have. `check` then starts JAX; its errors say what to change. In a pool of workers, JAX
+# has started already, so that only the variables on its compilation cache can be set.
 
 from __future__ import annotations
 
@@ -60,17 +59,12 @@ def passed_on() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions with which bodies are exported or loaded.
-
-    Attributes:
-      beamjax, jax, jaxlib: versions.
-      convention: the calling convention version of `jax.export`.
-    """
+    """The versions with which bodies are exported or loaded."""
 
     beamjax: str
     jax: str
     jaxlib: str
-    convention: int
+    convention: int  # the calling convention version of `jax.export`
 
     @classmethod
     def here(cls) -> Versions:
@@ -86,25 +80,11 @@ class Versions:
 def check_versions(
     made: Versions, here: Versions, platform: str, custom_calls: Sequence[str] = ()
 ) -> str | None:
-    """Checks whether a worker can run bodies that were exported with these versions.
-
-    `jax.export` guarantees that an artefact runs with a JAX that is up to six months newer, or
-    three weeks older, than the one that exported it. Hence an older minor version is an error. Any
-    other difference is a warning, as the last bits may differ. Custom calls without that guarantee
-    need equal versions of jax and jaxlib.
-
-    Args:
-      made: the versions where the program was launched.
-      here: the versions on the worker.
-      platform: the platform of the worker, for the advice.
-      custom_calls: targets of custom calls in the bodies for which JAX guarantees nothing.
-
-    Returns:
-      A warning, or None.
-
-    Raises:
-      WorkerError: the worker can't run them, or nothing guarantees that it can.
-    """
+    """Checks whether a worker can run bodies that were exported with these versions."""
+    # `jax.export` guarantees that an artefact runs with a JAX that is up to six months newer, or
+    # three weeks older, than the one that exported it. Hence an older minor version is an error.
+    # Any other difference is a warning, which is returned, as the last bits may differ. Custom
+    # calls without that guarantee need equal versions of jax and jaxlib.
     if made == here:
         return None
     found = f"this worker has {here}, but the program was exported with {made}"
@@ -151,30 +131,21 @@ def install_command(versions: Versions, platform: str) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """The requirements of a run on its workers.
+    """The requirements of a run on its workers."""
 
-    Attributes:
-      platforms: the platforms that a worker may compute on; None for any.
-      environment: variables for JAX, for workers that do not have them.
-      local_devices: the number of devices that a worker uses; None for all accelerators, or one
-        CPU.
-      memory: the memory of a worker in bytes, which limits its caches; None for unknown.
-      cache: the folder of cached partials of shards; None for no cache.
-      versions: the versions where the program was launched; None for any.
-      custom_calls: custom calls in the bodies that need exactly these versions of jax and jaxlib.
-      xla_threads: the number of threads that XLA uses for one computation on a CPU.
-      launcher: `PROCESS` of the process that launched the run.
-    """
-
+    # The platforms that a worker may compute on; None for any
     platforms: tuple[str, ...] | None = None
+    # Variables for JAX, for workers that do not have them.
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # The number of devices that a worker uses; None for all accelerators, or one CPU.
     local_devices: int | None = None
-    memory: int | None = None
-    cache: str | None = None
-    versions: Versions | None = None
+    memory: int | None = None  # of a worker in bytes, which limits its caches; None for unknown
+    cache: str | None = None  # the folder of cached partials of shards
+    versions: Versions | None = None  # where the program was launched; None for any
+    # Custom calls in the bodies that need exactly these versions of jax and jaxlib
     custom_calls: tuple[str, ...] = ()
-    xla_threads: int = XLA_THREADS
-    launcher: str = PROCESS
+    xla_threads: int = XLA_THREADS  # among which XLA divides one computation on a CPU
+    launcher: str = PROCESS  # `PROCESS` of the process that launched the run
 
     @classmethod
     def of(cls, options: Options) -> Machine:
@@ -228,14 +199,7 @@ class Machine:
         return self.launcher == PROCESS
 
     def check(self) -> tuple[Any, ...]:
-        """Starts JAX and checks the requirements, once in each process.
-
-        Returns:
-          The devices to compute on.
-
-        Raises:
-          WorkerError: a requirement is not met; the message says what to do.
-        """
+        """Starts JAX, checks the requirements, once in each process, and returns the devices."""
         return _check(self)
 
     def versions_checked(self, platform: str) -> None:
