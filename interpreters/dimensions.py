@@ -33,11 +33,9 @@ def known_size(shape: Iterable[Any]) -> int:
 
 @functools.cache
 def members_of_streams() -> Any:
-    """The dimension that stands for the number of members of sources of unknown length.
-
-    All such sources share it. That the sources of one call have the same length is checked once
-    they have been read.
-    """
+    """The dimension that stands for the number of members of sources of unknown length."""
+    # All such sources share it. That the sources of one call have the same length is checked once
+    # they have been read.
     (n,) = jax.export.symbolic_shape("n")
     return n
 
@@ -54,16 +52,8 @@ def size_of(eqn: Any) -> Any | None:
 def size_function(
     dim: Any, dtype: Any, sizes: dict[str, Var]
 ) -> tuple[Callable[..., jax.Array], list[Var]]:
-    """The function that computes a symbolic dimension from the values of its symbols.
-
-    Args:
-      dim: the dimension.
-      dtype: dtype of the result.
-      sizes: the variable of each symbol; variables of new symbols are added.
-
-    Returns:
-      A function of arrays, and the variables of its operands.
-    """
+    """The function of a symbolic dimension, and the variables of its symbols, its operands."""
+    # The same dimension always has its symbols in the same order. `sizes` gets those that are new.
     names = sorted(_compat.symbols_of(dim))
 
     def evaluate(*values: jax.Array) -> jax.Array:
@@ -77,12 +67,9 @@ def size_function(
 
 
 def share_sizes(eqn: Eqn, number: Callable[[Any, Any, str], Atom]) -> None:
-    """Makes server operands of the unknown sizes that the body of a map reads.
-
-    Args:
-      eqn: the map; it is changed in place.
-      number: returns the value of a dimension, given a dtype and the user's line.
-    """
+    """Makes the unknown sizes that the body of a map reads server operands, in place."""
+    # y = bj_map[x -> x / dim_as_value(n)] xs  becomes  s = <value of n>; y = bj_map[s, x -> x / s]
+    # s xs
     body, dims = _compat.hoist_dims(eqn.params["jaxpr"])
     if dims:
         eqn.inputs = [*(number(dim, aval.dtype, eqn.line) for dim, aval in dims), *eqn.inputs]

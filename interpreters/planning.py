@@ -43,23 +43,14 @@ from beamjax.telemetry.messages import announced
 
 @dataclass(frozen=True)
 class Planned:
-    """The results of all passes for one program and one set of argument types.
+    """The results of all passes for one program and one set of argument types."""
 
-    Attributes:
-      staged: the jaxpr; for members of unequal length, it is for the longest.
-      flat: its equations, with calls inlined.
-      placed: a rewritten copy of the flat program, with a place for every value.
-      stages: the program cut into stages.
-      plan: the plan to run.
-      notes: remarks for the user, which `explain` shows.
-    """
-
-    staged: Staged
+    staged: Staged  # for members of unequal length, of the longest
     flat: FlatProgram
-    placed: PlacedProgram
+    placed: PlacedProgram  # a rewritten copy of the flat program, with a place for every value
     stages: list[Stage]
     plan: Plan
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the user, in `explain`
 
     @functools.cached_property
     def calls_back(self) -> bool:
@@ -68,21 +59,13 @@ class Planned:
 
     @functools.cached_property
     def fitting(self) -> dict[tuple[str, Options], Options]:
-        """The options with which runs fit in memory, by runner and the options of the user.
-
-        Only of runs without sources.
-        """
+        """The options with which runs without sources fit in memory, by runner and own options."""
         return {}
 
 
 def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
-    """Plans a call, or returns the cached plan of its function for arguments of these types.
-
-    Args:
-      call: the function and its arguments.
-      options: options of the run.
-      unroll: whether to unroll loops and branches, for graphs without a driver.
-    """
+    """Plans a call, or returns the cached plan of its function for arguments of these types."""
+    # What a plan depends on, besides the function. Values and paths of arguments are not among it.
     types = tuple(
         (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
         for a in call.arguments
@@ -98,6 +81,7 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     if made is None:
         name = getattr(call.fn, "__name__", "a function")
         no_jit = with_settings({"disable_jit": False})
+        # Under disable_jit, JAX would compute instead of tracing.
         with announced(f"planning {name}", options.progress), no_jit:
             made = _with_lengths(call, options, unroll, buckets)
     planned = with_file_starts(made, call.arguments)
@@ -119,10 +103,7 @@ def _with_lengths(
 
 
 def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
-    """Sets where shards are cut at files of these arguments; calls of a plan may differ in that.
-
-    If it does not, the result is the same object: sessions know a plan by its identity.
-    """
+    """Sets where shards are cut at files of these arguments; calls of a plan may differ in that."""
     plan = planned.plan
     if not plan.file_starts:
         return planned
@@ -137,6 +118,7 @@ def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned
         found[placement] = tuple(
             sorted(at for at, name in each.items() if cut_number(name) % files == 0)
         )
+    # The same object if nothing changes: sessions know a plan by its identity.
     if found == plan.file_starts:
         return planned
     return replace(planned, plan=replace(plan, file_starts=found))
@@ -173,21 +155,13 @@ def _with_padding_checks(
 def make_plan(
     call: FlatCall,
     options: Options,
-    unroll: bool = False,
+    unroll: bool = False,  # loops and branches, for graphs without a driver
+    # For each of these, None leaves it to the rules:
     shard_sizes: Mapping[str, int] | None = None,
     vectorizations: Mapping[str, Vectorization] | None = None,
     cut_at_files: bool | None = None,
 ) -> Planned:
-    """Runs all passes: stage, flatten, place, cut and lower.
-
-    Args:
-      call: the function and its arguments.
-      options: options of the run.
-      unroll: whether to unroll loops and branches, for graphs without a driver.
-      shard_sizes: members per shard of each placement; by default chosen by rules.
-      vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
-      cut_at_files: whether shards are cut at each file; by default chosen by rules.
-    """
+    """Runs all passes: stage, flatten, place, cut and lower."""
     staged = stage(call)
     flat = flatten(staged.closed, unroll)
     # A guard finds members to drop by their own results, which contractions do not compute.
@@ -300,9 +274,11 @@ class _PlanCache:
             pass
 
     def _shrink(self) -> None:
+        # Functions that were collected.
         for entry in [entry for entry in self._order if entry[0]() is None]:
             del self._order[entry]
         nbytes = sum(self._order.values())
+        # The last plan stays in any case, or a large program would be planned anew in each call.
         while len(self._order) > MAX_PLANS or (nbytes > MAX_PLAN_BYTES and len(self._order) > 1):
             (reference, key), size = self._order.popitem(last=False)
             nbytes -= size

@@ -38,17 +38,14 @@ def aval_of(atom: Atom) -> Any:
 
 @dataclass(eq=False, slots=True)
 class Eqn:
-    """One primitive applied to atoms.
-
-    `line` is the user's `file:line (function)`, or "". An equation with `effects` is evaluated
-    exactly once, even if its results are not used.
-    """
+    """One primitive applied to atoms."""
 
     primitive: jex.Primitive
     params: dict[str, Any]
     inputs: list[Atom]
     outputs: list[Var]
-    line: str
+    line: str  # the user's `file:line (function)`, or ""
+    # With effects, it is evaluated exactly once, even if its results are not used.
     effects: frozenset[Any] = field(default=frozenset(), kw_only=True)
 
     @property
@@ -104,25 +101,21 @@ class FlatBlock:
 
 @dataclass(eq=False)
 class FlatProgram(FlatBlock):
-    """The outermost block; its inputs are the arguments, then closed-over constants.
+    """The outermost block; its inputs are the arguments, then closed-over constants."""
 
-    Attributes:
-      constants: the values of the last inputs.
-      views: for each variable whose members are groups of rows of an input, that input; see
-        `placement.views`.
-      mapped: for each value that a map returns unchanged, the name and the size of its placement.
-      unweighted: for each result of an equation that would count each member once in a function
-        with weights, the placements with weights; see `ops.weights.unweighted`.
-      unrolled: whether loops and branches around placed operators were inlined.
-      sizes: for each symbol that stands for an unknown number of members, an int32 variable, which
-        no equation defines.
-    """
-
+    # The values of the last inputs.
     constants: list[Any] = field(default_factory=list)
+    # For each variable whose members are groups of rows of an input, that input.
     views: dict[Var, Var] = field(default_factory=dict)
+    # For each value that a map returns unchanged, the name and the size of its placement.
     mapped: dict[Var, tuple[str, Any]] = field(default_factory=dict)
+    # For each result of an equation that would count each member once in a function with weights,
+    # the placements with weights; see `ops.weights.unweighted`.
     unweighted: dict[Var, set[str]] = field(default_factory=dict)
+    # Whether loops and branches around placed operators were inlined.
     unrolled: bool = False
+    # For each symbol that stands for an unknown number of members, an int32 variable, which no
+    # equation defines: a run knows it after it has counted the members.
     sizes: dict[str, Var] = field(default_factory=dict)
 
     @property
@@ -150,26 +143,17 @@ class FlatProgram(FlatBlock):
 
 @dataclass(eq=False, repr=False, slots=True)
 class LoopEqn(Eqn):
-    """A scan or a while around placed operators.
+    """A scan or a while around placed operators."""
 
-    The inputs are the initial carried values, then stacked values, of which each round reads one
-    entry. The outputs are the final carried values, then the stacked results.
-
-    Attributes:
-      block: one round; its inputs are the carried values and the entries.
-      condition: for a while, a block over the same inputs that returns one boolean.
-      carried: the number of carried values.
-      rounds: for a scan, the number of rounds.
-      reverse: whether rounds run from the last entry to the first.
-      selects: whether this is a vmapped while: its condition holds if it does for any row, and a
-        round changes only the rows for which it does.
-    """
-
-    block: FlatBlock
-    condition: FlatBlock | None
-    carried: int
-    rounds: int | None
-    reverse: bool
+    # The inputs are the initial carried values, then stacked values, of which each round reads one
+    # entry. The outputs are the final carried values, then the stacked results.
+    block: FlatBlock  # one round; its inputs are the carried values and the entries
+    condition: FlatBlock | None  # for a while: over the same inputs, returns one boolean
+    carried: int  # the number of carried values
+    rounds: int | None  # for a scan
+    reverse: bool  # from the last entry to the first
+    # A vmapped while: its condition holds if it does for any row, and a round changes only the rows
+    # for which it does.
     selects: bool = False
 
     @property
@@ -183,23 +167,17 @@ class LoopEqn(Eqn):
 
 @dataclass(eq=False, repr=False, slots=True)
 class WholeEqn(Eqn):
-    """A scan, a while or a cond without placed operators.
+    """A scan, a while or a cond without placed operators."""
 
-    `expand` makes an equivalent loop or branch with the same outputs, and adds its constants to a
-    program.
-    """
-
+    # Makes an equivalent loop or branch with the same outputs; adds its constants to a program.
     expand: Callable[[FlatProgram], LoopEqn | BranchEqn]
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class MemberEqn(Eqn):
-    """A scan, a while or a cond that acts on each member separately.
+    """A scan, a while or a cond that acts on each member separately."""
 
-    `structure` is the equivalent loop or branch.
-    """
-
-    structure: LoopEqn | BranchEqn
+    structure: LoopEqn | BranchEqn  # the equivalent loop or branch
 
 
 @dataclass(eq=False, repr=False, slots=True)

@@ -44,16 +44,8 @@ def buckets_of(arguments: Sequence[Argument]) -> dict[int, tuple[int, ...]]:
 
 
 def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) -> tuple[Plan, str]:
-    """A plan with bodies for each bucket, so that short members need little padding.
-
-    Args:
-      plan: the plan for the longest members.
-      arguments: arguments with at least one ragged source.
-      planner: makes plans for other lengths.
-
-    Returns:
-      The plan, and ""; or the plan that was given, and why there are no bodies for buckets.
-    """
+    """A plan with bodies for each bucket and "", or the same plan and why it has none."""
+    # Two sources would need a body for each pair of buckets.
     ragged = buckets_of(arguments)
     if len(ragged) > 1:
         return plan, f"{len(ragged)} sources have members of unequal length, expected one"
@@ -69,6 +61,7 @@ def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) ->
 
     usual = arguments[mine[0]].value
     try:
+        # All plans must have the same shards. The longest members alone would make them small.
         sizes = _sizes(plan, usual, make)
         longest = plan if sizes == plan.shard_sizes else make(buckets[-1], sizes)
         shorter = [make(rows, sizes) for rows in buckets[:-1]]
@@ -83,16 +76,9 @@ def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) ->
 def with_padding_checks(
     plan: Plan, arguments: Sequence[Argument], planner: Planner
 ) -> tuple[Plan, str]:
-    """Adds checks to a plan whether its bodies read the padding of members of unequal length.
-
-    Args:
-      plan: the plan for these arguments.
-      arguments: arguments with at least one ragged source.
-      planner: makes plans for other lengths.
-
-    Returns:
-      The plan, and ""; or the plan that was given, and why its passes can't be checked.
-    """
+    """Adds checks whether bodies read padding; also returns why there are none, or ""."""
+    # A body that does not read padding gives the same results for members with more of it. So the
+    # program is planned once more for longer padding, and a run compares results of both bodies.
     mine = [i for i, a in enumerate(arguments) if is_ragged(a)]
     longer = [
         _of_length(a, MORE_PADDING * a.value.buckets[-1]) if i in mine else a
@@ -127,15 +113,13 @@ def is_ragged(argument: Argument) -> bool:
 def _padding_check(
     plan: Plan, step: Map, other: Plan, longer: Map | None, padded: set[str | None]
 ) -> PaddingCheck | None:
-    """The check for a pass: a body for longer padding, whose results must be the same.
-
-    None if the pass reads no padding or can't be compared with `longer`.
-    """
+    """The check for a pass, or None if it reads no padding or can't be compared with `longer`."""
     names = "operands", "broadcasts", "results"
     if longer is None or any(getattr(step, x) != getattr(longer, x) for x in names):
         return None
     if not padded.intersection(step.operands) or _calls_back(plan, step):
         return None
+    # A body whose other operands depend on the length has other inputs, so its results differ.
     fixed = [*step.broadcasts, *(name for name in step.operands if name not in padded)]
     if any(plan.values[name] != other.values[name] for name in fixed):
         return None
@@ -165,6 +149,8 @@ def _mean_costs(
     longest = plans[-1]
     placed = (longest.inputs[i].placed for i in mine)
     sizes = [longest.shard_sizes[longest.values[x].placement or ""] for x in placed if x]
+    # The cost of a member is the average over buckets, by the share of shards that each gets. For a
+    # source that does not know its lengths, it is that of the bucket of usual lengths.
     shares = bucket_shares(source, min(sizes)) if sizes else None
     if shares is None:
         pairs = zip(source.buckets, plans, strict=True)
@@ -288,6 +274,7 @@ def bucket_notes(plan: Plan, arguments: Sequence[Argument], reason: str) -> tupl
     what = f"{', '.join(paths)}: members have unequal lengths. Their shards are padded"
     if reason:
         return (f"{what} to the longest, because {reason}.",)
+    # Two buckets may share an executable, if it does not depend on the length.
     count = sum(len(step.bucketed) for step in _passes(plan))
     most = count + len(_passes(plan))
     more = f"this takes {count} more executables than one for each pass, at most {most} in all"

@@ -1,16 +1,18 @@
 """Rewrites a sum over members of per-member products to one product that contracts over them.
 
 The gradient of a loss by weights that all members share is such a sum: each member computes the
-outer product of its input and its cotangent, which is as large as the weights, and these products
-are added up. One `dot_general` that contracts over the members as well gives the same sum:
-`ps = bj_map[outer] xs ys; s = bj_reduce_sum ps` becomes `us, vs = bj_map[factors] xs ys;
-s = dot_general us vs`. No member needs memory for a product of its own. XLA does this by itself
-only for a shard without padding that is computed all at once.
+outer product of its input and its cotangent, as large as the weights, and these are added up. In
 
-The body of the map is traced anew, with a `_Sum` in place of the result of each product. Equations
-that are linear in it (transposes, sums, scaling by one number) are noted in the `_Sum`; all others
-compute its value. If a result of the body is still a `_Sum` at the end, the map returns the factors
-of its products instead, and contractions of the factors take the place of the reduction.
+    ps = bj_map[x, y -> dot_general x y] xs ys      ps: n times the size of the weights
+    s = bj_reduce_sum ps
+
+the map returns the factors instead, and one product contracts over the members as well:
+
+    us, vs = bj_map[x, y -> x, y] xs ys
+    s = dot_general[contracting the members] us vs
+
+No member then needs memory for a product of its own. XLA does this by itself only for a shard
+without padding that is computed all at once.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ _REDUCTIONS = {
 
 def contract_sums(flat: FlatProgram) -> FlatProgram:
     """The same program with contractions in place of sums and means of per-member products."""
+    # The flat program is shown by `explain` as well, so it stays as it is.
     flat = flat.copied()
     readers = collections.Counter(atom for atom in flat.reads() if isinstance(atom, Var))
     if _contract(flat, readers):
@@ -67,6 +70,7 @@ def _contract(block: FlatBlock, readers: collections.Counter[Var]) -> bool:
             reductions.setdefault(mapped, []).append(eqn)
     new: dict[Eqn, list[Eqn]] = {}
     for mapped, reduced in reductions.items():
+        # Tracing a body takes long compared with looking through it.
         if any(map(_is_product, equations(mapped.params["jaxpr"]))):
             new.update(_contracted(mapped, reduced))
     block.eqns[:] = itertools.chain.from_iterable(new.get(eqn, [eqn]) for eqn in block.eqns)
@@ -104,6 +108,7 @@ def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
     closed, served = mapped.params["jaxpr"], mapped.params["num_broadcast"]
     reduced = {mapped.outputs.index(_members(eqn)): eqn for eqn in reductions}
     sums: dict[int, _Sum] = {}
+    # New results of the map: two factors for each product of each sum.
     factors: list[Any] = []
 
     def body(*args: Any) -> list[Any]:
@@ -119,6 +124,7 @@ def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
         return [*(_value(x) for k, x in enumerate(outs) if k not in sums), *factors]
 
     traced, consts = trace_body(body, closed.in_avals)
+    # An array that the new body closes over would have to become an operand: such bodies stay.
     if not sums or consts:
         return {}
     n = mapped.params["n"]
@@ -150,21 +156,28 @@ class _Equations:
         terms = [self.contraction(product, *own) for product, own in pairs]
         total = functools.reduce(lambda a, b: self.add(lax.add_p, {}, a, b), terms)
         if _REDUCTIONS[self.reduction.primitive].divides:
+            # mean = sum / n, as the reduction itself is defined.
             size = self.add(size_p, self.members)
             dtype = {"new_dtype": total.aval.dtype, "weak_type": False, "sharding": None}
             size = self.add(lax.convert_element_type_p, dtype, size)
             self.add(lax.div_p, {}, total, size)
+        # The last equation defines what the reduction did, so readers stay as they are.
         self.eqns[-1].outputs = self.reduction.outputs
         return self.eqns
 
     def contraction(self, product: _Product, left: Var, right: Var) -> Var:
         if product.primitive is lax.dot_general_p:
             (lhs, rhs), (lhs_batch, rhs_batch) = product.params["dimension_numbers"]
+            # dot_general[((1), (0)), ((), ())] x y  of members becomes
+            # dot_general[((0, 2), (0, 1)), ((), ())] xs ys, whose axis 0 are the members.
             contracting = ((0, *_after(lhs)), (0, *_after(rhs)))
             dims = (contracting, (_after(lhs_batch), _after(rhs_batch)))
             params = {**product.params, "dimension_numbers": dims}
             x = self.add(product.primitive, params, left, right)
         else:
+            # A convolution contracts the features of its operands. Those of a member's factors are
+            # one, so the members take their axis: the sum of n convolutions is one convolution with
+            # n features.
             placed = zip((left, right), product.unit_axes(), strict=True)
             operands = [self.with_members_along(axis, var) for var, axis in placed]
             x = self.add(product.primitive, product.params, *operands)
@@ -194,20 +207,22 @@ def _after(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 # --- tracing with products
+#
+# The body of the map is traced anew, with a `_Sum` in place of the result of each product.
+# Equations that are linear in it (transposes, sums, scaling by one number) are noted in the `_Sum`;
+# all others compute its value. If a result of the body is still a `_Sum` at the end, the map can
+# return the factors of its products.
 
 
 @dataclass(eq=False)
 class _Product:
-    """A product of two arrays of one member, and equations that are applied to its result.
+    """A product of two arrays of one member, and equations that are applied to its result."""
 
-    Attributes:
-      primitive: `dot_general`, or `conv_general_dilated` with one feature to contract.
-      then: primitives, parameters, and operands after the first.
-    """
-
+    # `dot_general`, or `conv_general_dilated` with one feature to contract.
     primitive: jex.Primitive
     params: dict[str, Any]
     factors: tuple[Any, Any]
+    # Primitives, their parameters, and their operands after the first.
     then: tuple[tuple[jex.Primitive, dict[str, Any], tuple[Any, ...]], ...] = ()
 
     def value(self) -> Any:
@@ -226,6 +241,9 @@ class _Product:
             batch = len(left)
             free = [x.ndim - batch - len(c) for x, c in zip(self.factors, contracting, strict=True)]
             axes = range(batch, batch + sum(free))
+            # dot_general x y has the axes (batch, free of x, free of y). If a transpose swaps the
+            # last two groups, the product of y and x gives the same without a transpose of the
+            # large result.
             swapped = (*range(batch), *axes[free[0] :], *axes[: free[0]])
             if tuple(eqn.params["permutation"]) == swapped:
                 precision = self.params["precision"]
@@ -270,17 +288,11 @@ class _Sum:
 
 @dataclass(eq=False)
 class _Spread:
-    """The result of an equation that broadcasts an array along its other axes.
+    """The result of an equation that broadcasts an array along its other axes."""
 
-    Attributes:
-      array: the array without its axes of size 1.
-      axes: for each of its axes, the axis of the result.
-      eqn: the equation.
-      operand: its operand.
-    """
-
-    array: Any
-    axes: tuple[int, ...]
+    # `jnp.outer` multiplies two of these: x[:, None] * y[None, :].
+    array: Any  # without axes of size 1
+    axes: tuple[int, ...]  # of the result, one for each axis of the array
     eqn: Any
     operand: Any
 
@@ -322,6 +334,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
 def _dot_general(eqn: Any, lhs: Any, rhs: Any) -> _Sum | None:
     lhs, rhs = _value(lhs), _value(rhs)
     out = eqn.outvars[0].aval
+    # Where the product is smaller than its factors, such as x . y, it is better to add products up.
     if not jax.numpy.issubdtype(out.dtype, np.floating) or out.size <= lhs.size + rhs.size:
         return None
     return _Sum([_Product(eqn.primitive, eqn.params, (lhs, rhs))])
@@ -331,6 +344,7 @@ def _convolution(eqn: Any, lhs: Any, rhs: Any) -> _Sum | None:
     product = _Product(eqn.primitive, eqn.params, (_value(lhs), _value(rhs)))
     groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     axes = zip(product.factors, product.unit_axes(), strict=True)
+    # Only a convolution that contracts one feature has room for the members.
     if groups != (1, 1) or any(x.shape[axis] != 1 for x, axis in axes):
         return None
     return _Sum([product])
@@ -353,6 +367,7 @@ def _converted(eqn: Any, x: Any) -> _Sum | None:
     if not isinstance(x, _Sum) or not jax.numpy.issubdtype(dtype, np.floating):
         return None
     before = eqn.invars[0].aval.dtype
+    # A narrower dtype rounds each product, and the sum of rounded products is another number.
     if np.promote_types(before, dtype) != dtype:
         return None
     # The contraction itself must use the wider dtype, because it adds up.
@@ -367,6 +382,8 @@ def _broadcast(eqn: Any, x: Any, *sizes: Any) -> _Sum | _Spread | None:
     if sizes:
         return None
     if isinstance(x, _Sum):
+        # A broadcast that only inserts axes of size 1 is linear; one that repeats values is not
+        # noted.
         same_size = math.prod(eqn.params["shape"]) == eqn.invars[0].aval.size
         return _shaped(eqn, x) if same_size else None
     shape = eqn.invars[0].aval.shape
@@ -381,6 +398,7 @@ def _broadcast(eqn: Any, x: Any, *sizes: Any) -> _Sum | _Spread | None:
 
 def _padded(eqn: Any, x: Any, fill: Any) -> _Sum | None:
     literal = eqn.invars[1]
+    # Padding with zeros is linear.
     if not isinstance(x, _Sum) or not isinstance(literal, jex.Literal) or literal.val != 0:
         return None
     return _Sum([product.followed_by(eqn, literal) for product in x.products])
@@ -407,6 +425,7 @@ def _scaled(eqn: Any, x: Any, y: Any, op: Callable[[Any, Any], Any]) -> _Sum | N
     if not isinstance(x, _Sum) or isinstance(number, _Sum) or np.ndim(number) != 0:
         return None
     dtype = eqn.outvars[0].aval.dtype
+    # Scaling a narrower factor would round what the program computes in the dtype of the product.
     if any(factor.dtype != dtype for product in x.products for factor in product.factors):
         return None
     number = lax.convert_element_type(number, dtype)
@@ -419,6 +438,8 @@ def _outer(eqn: Any, x: _Spread, y: _Spread) -> _Sum | None:
     is_float = jax.numpy.issubdtype(out.dtype, np.floating)
     if not is_float or sorted(x.axes + y.axes) != list(range(out.ndim)):
         return None
+    # x[:, None] * y[None, :] is dot_general[((), ()), ((), ())] x y, of which the axes of the first
+    # operand come first.
     first, second = (x, y) if x.axes < y.axes else (y, x)
     if first.axes + second.axes != tuple(range(out.ndim)):
         return None

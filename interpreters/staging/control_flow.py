@@ -1,4 +1,8 @@
-"""Turns scan, while and cond with placed operators into loops and branches, or unrolls them."""
+"""Turns scan, while and cond with placed operators into loops and branches, or unrolls them.
+
+The jaxprs of such an equation become blocks, whose equations are cut into steps like those of the
+program. A block reads what its equation closes over directly, as a value of an enclosing block.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,9 @@ def scan_loop(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> LoopEqn:
     """A loop for a scan."""
+    # carry, ys = scan[length, reverse, jaxpr] constants carry xs
+    # becomes  carry, ys = loop carry xs:  block (carry, x) -> (new carry, y)
+    # whose block reads the constants as values of the enclosing block.
     constants, carried = _compat.scan_counts(eqn)
     rounds, reverse, closed = (eqn.params[k] for k in ("length", "reverse", "jaxpr"))
     params = inliner.fresh(closed.jaxpr.invars[constants:])
@@ -35,9 +42,12 @@ def while_loop(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> LoopEqn:
     """A loop for a while."""
+    # carry = while[cond_jaxpr, body_jaxpr] test_constants body_constants carry
+    # becomes  carry = loop carry:  condition (carry) -> bool[], block (carry) -> new carry
     test, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     init = [inliner.named(atom) for atom in inputs[test + body :]]
     params = inliner.fresh(eqn.params["body_jaxpr"].jaxpr.invars[body:])
+    # vmap makes the condition of a while bool[rows], and runs rounds until it holds for no row.
     batched = eqn.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape != ()
     tested = [*inputs[:test], *params]
 
@@ -65,6 +75,7 @@ def branch(
     inliner: Inliner, eqn: Any, inputs: list[Atom], outputs: list[Var], line: str
 ) -> BranchEqn:
     """A branch for a cond."""
+    # results = cond[branches] index operands  becomes  results = branch index:  () -> results, ...
     index = inliner.named(inputs[0])
     branches = tuple(
         inliner.nested([], functools.partial(inliner.inline, closed, inputs[1:], line))
@@ -90,12 +101,17 @@ def unrolled(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[
     rounds = rounds[::-1] if eqn.params["reverse"] else rounds
     if not rounds:
         return [*carry, *(_empty(inliner, var.aval, line) for var in eqn.outvars[carried:])]
+    # carry2, ys = scan carry xs  becomes, for two rounds,
+    # x0 = xs[0]; carry1, y0 = ROUND carry x0
+    # x1 = xs[1]; carry2, y1 = ROUND carry1 x1; ys = stack y0 y1
     stack = lambda *ys: jnp.stack(ys)
     return [*carry, *(inliner.applied(stack, ys, line) for ys in zip(*rounds, strict=True))]
 
 
 def selected(inliner: Inliner, eqn: Any, inputs: list[Atom], line: str) -> list[Atom]:
     """Inlines all branches of a cond and selects among their results."""
+    # results = cond index operands  becomes
+    # a = FIRST operands; b = SECOND operands; results = select_n index a b
     index, *operands = inputs
     branches = [inliner.inline(closed, operands, line) for closed in eqn.params["branches"]]
     cases = zip(*branches, strict=True)

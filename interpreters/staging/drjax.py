@@ -1,17 +1,5 @@
 """Programs written for the `drjax` package, staged to the primitives of beamjax.
 
-DrJAX has no primitive for a map: it calls `jax.vmap`, after which members can't be distinguished.
-Its primitives for broadcasts and reductions are created anew for each decorator. So beamjax
-replaces its operators before they trace anything. A function that `drjax.program` decorates sets
-the operators of the module `drjax` by `_replace_api` when it is called, and resets them when it
-returns. Within the context manager `operators_of_beamjax`:
-
-- `_replace_api` sets, in this thread, operators that bind the primitives of beamjax.
-- The operators that a thread sets on the module are only visible in that thread: the class of the
-  module gets a property for each operator, which looks in a thread-local table.
-- A user context is part of the key of all JAX caches. Otherwise a `jax.jit` around a program could
-  return a jaxpr that was traced with DrJAX's own operators.
-
 This module never imports DrJAX: a process that has not imported it has no functions that it
 decorated. A version of DrJAX with other internals is left unchanged: its programs run, but the
 operands of their maps are gathered.
@@ -31,6 +19,18 @@ import jax
 from beamjax.ops import operators as api
 from beamjax.ops.placements import activate
 from beamjax.ops.sharding import AnyMesh
+
+# DrJAX has no primitive for a map: it calls `jax.vmap`, after which members can't be distinguished.
+# Its primitives for broadcasts and reductions are created anew for each decorator. So beamjax
+# replaces its operators before they trace anything. A function that `drjax.program` decorates sets
+# the operators of the module `drjax` by `_replace_api` when it is called, and resets them when it
+# returns. Within the context manager `operators_of_beamjax`:
+#
+# - `_replace_api` sets, in this thread, operators that bind the primitives of beamjax.
+# - The operators that a thread sets on the module are only visible in that thread: the class of the
+#   module gets a property for each operator, which looks in a thread-local table.
+# - A user context is part of the key of all JAX caches. Otherwise a `jax.jit` around a program
+#   could return a jaxpr that was traced with DrJAX's own operators.
 
 OPERATORS = ("broadcast", "map_fn", "reduce_mean", "reduce_sum", "reduce_weighted_mean")
 
@@ -121,6 +121,7 @@ class _ReplaceApi:
     def __call__(self, module: Any, computations: Any, primitives: Any, *, placement: str) -> Any:
         if _thread.operators is None:
             return self.original(module, computations, primitives, placement=placement)
+        # This thread stages a program, so it gets the operators of beamjax.
         n = computations._placements_to_n_elements[placement]
         for operator in _operators(placement, n):
             setattr(module, operator.__name__, operator)

@@ -1,10 +1,10 @@
 """Flattens a staged jaxpr to blocks of equations: inlines calls, preserves control flow.
 
-Calls of `jit`, `remat`, `custom_jvp` and `custom_vjp`, and the solvers of `custom_linear_solve`,
-are inlined: differentiation is done before a program is planned, and a call would hide placed
-operators. Primitives of hijax have no rules and are inlined as well. Mutable references are
-replaced by the values that they hold. A scan, while or cond with placed operators becomes an
-equation with blocks; any other one stays a single equation.
+`y = jit[x -> f x] x` becomes the equations of f. This is so for jit, remat, custom_jvp, custom_vjp
+and solvers of custom_linear_solve (derivatives are taken before a program is planned, and a call
+would hide placed operators), and for primitives of hijax, which have no rules. Mutable references
+become the values that they hold. A scan, while or cond with placed operators gets blocks; any
+other one stays a single equation.
 """
 
 from __future__ import annotations
@@ -61,19 +61,10 @@ HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug
 
 
 def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
-    """Inlines every call of `closed`.
-
-    Args:
-      closed: a staged function.
-      unroll: whether to inline loops and branches around placed operators: all rounds of a scan,
-        and all branches of a cond. A while is not inlined.
-
-    Raises:
-      StagingError: an equation has an effect other than a call to the host; the message gives the
-        user's line.
-    """
+    """Inlines all calls; `unroll` also inlines scans and conds with placed operators."""
     if _makes_references(closed.jaxpr):
         closed = _compat.without_references(closed)
+    # Results of dtype float0 are constants of that dtype; everything else computes with bools.
     types: list[Any] = [v.aval for v in closed.jaxpr.outvars]
     closed = without_float0(closed)
     jaxpr = closed.jaxpr
@@ -85,6 +76,7 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
         if aval.dtype == FLOAT0:
             flat.outputs.append(jex.Literal(np.zeros(aval.shape, FLOAT0), aval))
         elif not isinstance(var, jex.Literal) and var in jaxpr.invars:
+            # The program returns its argument as it is, with any map around it inlined.
             flat.outputs.append(atom)
         else:
             flat.outputs.append(inliner.program_output(atom))
@@ -139,9 +131,12 @@ class Inliner:
         outputs = self.fresh(eqn.outvars)
         control = control_flow.EQUATIONS.get(primitive.name)
         if control is not None and contains_placed_operators(eqn):
+            # A scan of one round is its body. Without a driver, all rounds are inlined
+            # (`unrolled`).
             rounds = eqn.params.get("length")
             if rounds == 1 or (self.flat.unrolled and rounds is not None):
                 return control_flow.unrolled(self, eqn, inputs, line)
+            # A branch without a driver computes all cases, and selects among them.
             if self.flat.unrolled and primitive.name == "cond":
                 return control_flow.selected(self, eqn, inputs, line)
             self.block.eqns.append(control(self, eqn, inputs, outputs, line))
@@ -194,10 +189,7 @@ class Inliner:
     def hoisted(
         self, params: dict[str, Any], inputs: list[Atom], line: str
     ) -> tuple[dict[str, Any], list[Atom]]:
-        """Parameters and operands of a map, with computations on all members taken out of its body.
-
-        See `hoist`.
-        """
+        """Parameters and operands of a map without computations on all members, see `hoist`."""
         served = params["num_broadcast"]
         found = hoist(params["jaxpr"], served, params["n"])
         if found is None:
@@ -210,17 +202,18 @@ class Inliner:
     def shared(
         self, params: dict[str, Any], inputs: list[Atom]
     ) -> tuple[dict[str, Any], list[Atom]]:
-        """Parameters and operands of a map that reads server values instead of their broadcasts.
-
-        Under vmap, equations of server values are then evaluated once for all members, and shared
-        weights are held once.
-        """
+        """Parameters and operands of a map that reads server values instead of their broadcasts."""
+        # b = bj_broadcast w; y = bj_map b x  becomes  y = bj_map[num_broadcast=1] w x.
+        # Under vmap, equations of server values are then evaluated once for all members, and shared
+        # weights are held once. A broadcast that the body returns stays, since it is a placed
+        # result.
         served, body = params["num_broadcast"], params["jaxpr"].jaxpr
         found: dict[int, Atom] = {}
         for number, atom in enumerate(inputs[served:], served):
             placement, value = self.broadcasts.get(atom, ("", atom))
             if placement == params["placement"] and body.invars[number] not in body.outvars:
                 found[number] = value
+        # A map needs an operand with members.
         if not found or len(found) == len(inputs) - served:
             return params, inputs
         rest = [number for number in range(served, len(inputs)) if number not in found]
@@ -246,11 +239,9 @@ class Inliner:
         return results
 
     def program_output(self, atom: Atom) -> Atom:
-        """An output of the program.
-
-        An input that a map returned unchanged goes through an identity map, because `transform`
-        returns a placed PCollection for the result of a map, but an array for an input.
-        """
+        """An output of the program; an input that a map returned goes through an identity map."""
+        # `transform` returns a placed PCollection for the result of a map, but an array for an
+        # input.
         eqn = self.maps.get(atom) if isinstance(atom, Var) and atom in self.flat.inputs else None
         if eqn is None or not isinstance(atom, Var):
             return atom
@@ -287,6 +278,8 @@ class Inliner:
         return self.constant(np.asarray(atom.val, aval_of(atom).dtype))
 
     def constant(self, value: Any) -> Var:
+        # By identity: jaxprs that close over one array share it, and `flat.constants` holds it
+        # alive.
         if id(value) not in self.constants:
             var = Var(f"const{len(self.flat.constants)}", jax.typeof(value))
             self.constants[id(value)] = var

@@ -25,16 +25,15 @@ def user_line(eqn: Any) -> str:
 
 
 def find_equation(eqn: Any, matches: Callable[[Any], bool]) -> tuple[str, str] | None:
-    """The primitive and the line of the first match among an equation and those in its jaxprs.
-
-    A match without a line has that of the equation around it. None if there is no match.
-    """
+    """The primitive and the line of the first match in an equation and its jaxprs, or None."""
     if matches(eqn):
         return eqn.primitive.name, user_line(eqn)
     for sub in jex.jaxprs_in_params(eqn.params):
         for inner in getattr(sub, "jaxpr", sub).eqns:
             found = find_equation(inner, matches)
             if found is not None:
+                # Equations of libraries have no line; that of the equation around them is the best
+                # one.
                 return found[0], found[1] or user_line(eqn)
     return None
 

@@ -1,11 +1,7 @@
 """Simplifications of a flat program, so that fewer values have to be gathered.
 
-* `hoist` moves computations on all members out of the body of a map. `map_fn(lambda v: v -
-  jnp.mean(x, 0), x)` closes over all members of `x`. Inside the body, they would have to be
-  gathered. Outside, the mean is a reduction: `y = bj_map[v - mean(x)] x x` becomes
-  `m = reduce_sum x / n; y = bj_map[v - m] m x`.
-* `fold_scalars` computes scalars that depend on no argument.
-* `prune` removes equations that are not used, and unused parts of maps.
+`hoist` moves computations on all members out of the body of a map, `fold_scalars` computes scalars
+that depend on no argument, `prune` removes equations and parts of maps that are not used.
 """
 
 from __future__ import annotations
@@ -22,23 +18,23 @@ from beamjax import _compat
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
 
+# --- computations on all members
+
 
 def hoist(
     closed: jex.ClosedJaxpr, num_served: int, n: int
 ) -> tuple[jex.ClosedJaxpr, jex.ClosedJaxpr] | None:
-    """Splits a body in two, if the second part then reads fewer whole placed values.
-
-    A whole placed value is a server operand with one row per member.
-
-    Args:
-      closed: the body, without consts. Its first inputs are server values.
-      num_served: the number of these inputs.
-      n: the number of members.
-
-    Returns:
-      A jaxpr from the server operands to some values, and a body that takes these values before its
-      other operands; or None.
-    """
+    """Splits a body in two, or returns None if the second part would read as many whole values."""
+    # `map_fn(lambda v: v - jnp.mean(x, 0), x)` closes over all members of `x`. Inside the body,
+    # they would have to be gathered; outside, the mean is a reduction:
+    #
+    #     y = bj_map[num_broadcast=1: x, v -> v - mean(x)] x x
+    # becomes
+    #     m = mean(x);  y = bj_map[num_broadcast=2: m, x, v -> v - m] m x x
+    #
+    # and `prune` removes the whole `x` from the operands. A whole value is a server operand with
+    # one row per member. The second jaxpr takes the results of the first one before its other
+    # operands.
     jaxpr = closed.jaxpr
     served: list[Any] = jaxpr.invars[:num_served]
     wholes = {var for var in served if var.aval.shape[:1] == (n,)}
@@ -84,15 +80,9 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.
 
 
 def fold_scalars(block: FlatBlock, known: Mapping[Var, jex.Literal]) -> None:
-    """Replaces scalars that depend on no argument by literals, in place.
-
-    In the gradient of a mean over 4 members, `s = bj_size; d = div 1.0 s; y = mul x d` becomes
-    `y = mul x 0.25`.
-
-    Args:
-      block: the block.
-      known: the literals of values of enclosing blocks.
-    """
+    """Replaces scalars that depend on no argument by literals, in place, given those around it."""
+    # In the gradient of a mean over 4 members, `s = bj_size; d = div 1.0 s; y = mul x d` becomes
+    # `y = mul x 0.25`, so that no server step has to compute `d` before the pass.
     found = dict(known)
     for eqn in block.eqns:
         for inner in eqn.blocks:
@@ -116,6 +106,7 @@ def _scalar(eqn: Eqn) -> jex.Literal | None:
     name, dtype = eqn.primitive.name, aval.dtype
     if name == "bj_size" and not is_unknown(eqn.params["n"]):
         return jex.Literal(np.asarray(eqn.params["n"], dtype), aval)
+    # NumPy rounds these as XLA does; narrower floats XLA may compute in float32.
     if dtype not in (np.float32, np.float64):
         return None
     if name == "convert_element_type":
@@ -131,13 +122,10 @@ def _scalar(eqn: Eqn) -> jex.Literal | None:
 
 
 def prune(flat: FlatBlock, narrow_maps: bool = True) -> None:
-    """Removes, in place, equations without uses and effects, and unused parts of maps.
-
-    Args:
-      flat: the program, or a block whose values only its own equations and outputs read.
-      narrow_maps: whether to remove parts of maps. This changes the operands of a map, so a placed
-        program, in which the map has a sharding rule already, must not do it.
-    """
+    """Removes, in place, equations without uses and effects, and unused parts of maps."""
+    # Only its own equations and outputs may read the values of the block. `narrow_maps` changes the
+    # operands of a map, so a placed program, in which it has a sharding rule already, must not do
+    # it.
     _prune(flat, {atom for atom in flat.outputs if isinstance(atom, Var)}, narrow_maps)
 
 

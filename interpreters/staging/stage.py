@@ -30,19 +30,12 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 
 @dataclass(frozen=True)
 class Argument:
-    """One flat argument.
+    """One flat argument."""
 
-    Attributes:
-      path: its path in the user's arguments, e.g. `args[0]['w']`.
-      aval: shape and dtype of the whole array.
-      value: the array or scalar, the `Source` it is a leaf of, or a `jax.ShapeDtypeStruct`.
-      leaf: number of the leaf, if the value is a `Source`.
-    """
-
-    path: str
-    aval: Any
-    value: Any
-    leaf: int = 0
+    path: str  # in the user's arguments, e.g. `args[0]['w']`
+    aval: Any  # of the whole array
+    value: Any  # the array or scalar, the `Source` it is a leaf of, or a `jax.ShapeDtypeStruct`
+    leaf: int = 0  # its number, if the value is a `Source`
 
     @property
     def is_source(self) -> bool:
@@ -54,10 +47,8 @@ class Argument:
 
     @property
     def file_rows(self) -> int:
-        """Approximate number of members per file, a power of two; 0 if not in several files.
-
-        It is rounded so that plans, and with them bits, rarely change when a file is added.
-        """
+        """Approximate number of members per file, a power of two; 0 if not in several files."""
+        # Rounded, so that plans, and with them bits, rarely change when a file is added.
         files = len(self.value.cuts) + 1 if self.is_source and not self.is_stream else 1
         return 1 << (len(self.value) // files).bit_length() - 1 if files > 1 else 0
 
@@ -69,15 +60,12 @@ class Argument:
 
 @dataclass(frozen=True)
 class Staged:
-    """A traced function: a closed jaxpr over flat arguments, and the tree of its results.
-
-    `placements` are the names and sizes of the programs that were called.
-    """
+    """A traced function: a closed jaxpr over flat arguments, and the tree of its results."""
 
     name: str
     closed: jex.ClosedJaxpr
     out_tree: Any
-    placements: tuple[tuple[str, int], ...]
+    placements: tuple[tuple[str, int], ...]  # names and sizes, of the programs that were called
 
     def __str__(self) -> str:
         return str(self.closed)
@@ -92,19 +80,12 @@ class Staged:
 
 @dataclass(frozen=True)
 class FlatCall:
-    """A call of a function of programs, with its arguments flattened.
-
-    Attributes:
-      fn: the user's function.
-      arguments: a `Source` stands for a tree of placed arrays.
-      structure: the structure of the arguments, hashable.
-      restore: rebuilds the tree of arguments from one value for each flat argument.
-    """
+    """A call of a function of programs, with its arguments flattened."""
 
     fn: Callable[..., Any]
-    arguments: Sequence[Argument]
-    structure: Any
-    restore: Callable[[Sequence[Any]], Any]
+    arguments: Sequence[Argument]  # a `Source` stands for a tree of placed arrays
+    structure: Any  # of the arguments; hashable, since it is part of the key of a plan
+    restore: Callable[[Sequence[Any]], Any]  # the tree of arguments, from a value for each flat one
 
     @functools.cached_property
     def has_sources(self) -> bool:
@@ -127,11 +108,7 @@ class FlatCall:
 
 
 def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
-    """Flattens the arguments of a call.
-
-    Raises:
-      StructureError: a leaf is neither an array nor a scalar nor a source; names its path.
-    """
+    """Flattens the arguments of a call; refuses what is neither data nor a source."""
     leaves, tree = tree_util.tree_flatten_with_path(
         tuple(args), is_leaf=lambda x: isinstance(x, Source)
     )
@@ -264,10 +241,7 @@ def _comes_from(package: str, x: Any) -> bool:
 def _checked(
     name: str, aval: jax.ShapeDtypeStruct, symbols: dict[str, Any]
 ) -> jax.ShapeDtypeStruct:
-    """Checks that at most the number of members of an abstract argument is symbolic.
-
-    Symbols with the same name are made the same object: the first one, which `symbols` holds.
-    """
+    """Checks that at most the number of members of an abstract argument is symbolic."""
     unknown = [d for d in aval.shape if is_unknown(d)]
     if not unknown:
         return aval
@@ -283,16 +257,13 @@ def _checked(
             f"{name}: found the symbolic dimension {n} with the constraints {constraints}, "
             "expected none: beamjax would not check them once the number of members is known"
         )
+    # Dimensions of two scopes are never equal, so all symbols of a name become the first one.
     n = symbols.setdefault(str(n), n)
     return aval.update(shape=(n, *aval.shape[1:]))
 
 
 def stage(call: FlatCall) -> Staged:
-    """Traces the function of a call, which may be a program of beamjax or of DrJAX.
-
-    Raises:
-      StagingError: it needs an unknown number of members as a constant, or closes over a tracer.
-    """
+    """Traces the function of a call, which may be a program of beamjax or of DrJAX."""
     fn, restore, avals = call.fn, call.restore, call.avals
     out_tree = None
 

@@ -15,16 +15,7 @@ from beamjax.ops.leaves import name_of
 
 
 def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> None:
-    """Refuses tracers.
-
-    Args:
-      front: name of the function of beamjax that the user called.
-      fn: the function that it should run.
-      values: the values to check, by a description for the message.
-
-    Raises:
-      StagingError: one of them is a tracer.
-    """
+    """Raises a StagingError if `front(fn, ...)` was called with tracers; says which, by group."""
     for what, group in values.items():
         for value in group:
             if isinstance(value, jax.core.Tracer):

@@ -25,13 +25,7 @@ the number is unknown. It has many divisors, so that most reshapes of the member
 def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
 ) -> StagingError | None:
-    """A `StagingError` if a function can't be traced only because a size is unknown, or None.
-
-    Args:
-      error: the error that `fn` raised when it was traced with `avals`.
-      fn: the function of flat arguments.
-      avals: types of the arguments.
-    """
+    """The error to raise if a function can be traced once all sizes are known, else None."""
     found = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
     if found is None:
         return None
@@ -42,6 +36,7 @@ def explained(
         for a in avals
     ]
     try:
+        # The placements of this second trace must not count as those of the program.
         with unobserved():
             jax.make_jaxpr(fn)(*known)
     except Exception:  # Of any type: the unknown number of members is not the reason.
