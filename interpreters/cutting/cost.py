@@ -58,6 +58,7 @@ _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 
 
 def member_cost(stage: MapStage, n: Any) -> Cost:
     """The cost of one member in a pass over n members."""
+    # Equations of a program have all members, so their cost is divided by n; a body has one.
     n = 1 if is_unknown(n) else max(n, 1)
     total = Cost()
     for emission in stage.emissions:
@@ -88,6 +89,7 @@ def _flat_cost(eqn: Eqn, n: int) -> Cost:
             return replace(total, guessed=total.guessed or rounds is None)
         case BranchEqn(branches=branches):
             sums = (sum((_flat_cost(e, n) for e in block.eqns), Cost()) for block in branches)
+            # One block runs, and it may be the costliest.
             return max(sums, key=lambda c: c.weight + c.nbytes)
         case MemberEqn(structure=structure):
             return _flat_cost(structure, n)
@@ -98,13 +100,9 @@ def _flat_cost(eqn: Eqn, n: int) -> Cost:
 
 
 def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
-    """The cost of a jaxpr per member.
-
-    Args:
-      closed: the jaxpr, closed or open.
-      own: which inputs differ between members; by default all. Equations that read only other
-        inputs are computed once for all members, so they do not count.
-    """
+    """The cost of a jaxpr per member; equations that read nothing of `own` are not counted."""
+    # Under vmap, equations that read only what is the same for all members are computed once for
+    # all of them. `own` says which inputs differ; by default all do.
     jaxpr = getattr(closed, "jaxpr", closed)
     total = Cost()
 

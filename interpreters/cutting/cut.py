@@ -2,15 +2,7 @@
 
 The *level* of a value is the number of passes over the members that must be complete before it can
 be computed. All equations of one level and placement become one pass, which may hold any number of
-maps and reductions. All server equations of one level become one executable. Every equation is put
-as late as its uses allow, so that a placed value is computed in the pass that reads it. Equations
-without an effect that no output needs are dropped.
-
-Within a level, the server equations run first, then the passes, then the loops and branches, then
-the gathers of values of this level.
-
-A loop or a branch is a separate stage, which holds the stages of its blocks. Values from outside
-that a block needs gathered or scattered are gathered or scattered once, before it.
+maps and reductions; all server equations of one level become one executable.
 """
 
 from __future__ import annotations
@@ -44,14 +36,24 @@ def split(program: PlacedProgram) -> list[Stage]:
     return _Splitter(program, flat, places, None, None).stages()
 
 
+# An example, in which x is placed and c is not. Levels are in front:
+#
+#     0  a = mul x c          pass 0: a, s
+#     0  s = reduce_sum a
+#     1  m = div s n          server 1: m
+#     1  d = sub x m          pass 1: d, v (x is read again, a is not needed)
+#     1  v = reduce_max d
+#     2  out = neg v          server 2: out
+#
+# Every equation is put as late as its uses allow, so that a placed value is computed in the pass
+# that reads it. Equations without an effect that no output needs are dropped.
+#
+# Within a level, the server equations run first, then the passes, then the loops and branches, then
+# the gathers of values of this level. A loop or a branch is a separate stage, which holds the
+# stages of its blocks. Values from outside that a block needs gathered or scattered are gathered or
+# scattered once, before it.
 class _Splitter:
-    """Works from the last level to the first, so that it knows what later stages read.
-
-    Attributes:
-      outside: for a nested block, the values of enclosing blocks that it reads, each with the
-        equation that reads it: those read on the server by variable, those read by shards by
-        variable and place. The enclosing block gathers and scatters them.
-    """
+    """Works from the last level to the first, so that it knows what later stages read."""
 
     def __init__(
         self,
@@ -82,6 +84,9 @@ class _Splitter:
         # Server values, and placed values of earlier stages, that a later stage reads.
         self.served: set[Var] = set()
         self.live: set[Var] = set()
+        # For a nested block, the values of enclosing blocks that it reads, each with the equation
+        # that reads it: those read on the server by variable, those read by shards by variable and
+        # place. The enclosing block gathers and scatters them.
         self.outside: tuple[dict[Var, Eqn], dict[tuple[Var, MemberAxis], Eqn]] = ({}, {})
         # Placed values to gather, by the level of the pass that computes them (None: inputs).
         self.gathered: dict[int | None, list[Stage]] = {}
@@ -165,6 +170,7 @@ class _Splitter:
                 found.append(LoopStage(eqn, border.inputs, condition, blocks[-1], served))
             elif isinstance(eqn, BranchEqn):
                 found.append(BranchStage(eqn, blocks, served))
+            # The blocks were built above, so `outside` now holds what they read of this block.
             scatters: dict[tuple[Var, MemberAxis], list[Stage]] = {}
             for atom, along in pairs:
                 assert isinstance(atom, Var)
@@ -225,6 +231,7 @@ class _Splitter:
             ):
                 return rule
             return None
+        # A server value with members made on workers, such as iota and the bits of random numbers.
         created = self.program.creations.get((var, along))
         return created[1] if created else None
 
@@ -296,20 +303,17 @@ class _Splitter:
 
 
 class _PassBuilder:
-    """Builds one pass over the members of a placement, from its last equation to its first.
-
-    Attributes:
-      effects: equations that must be evaluated even if their results are not used.
-      need: the placed values that it reads, with the equation that reads each.
-      agenda: a heap of the negated numbers of the equations to visit, so that the last comes first.
-    """
+    """Builds one pass over the members of a placement, from its last equation to its first."""
 
     def __init__(self, splitter: _Splitter, level: int, placement: str, effects: frozenset[Eqn]):
         self.splitter = splitter
         self.level = level
         self.placement = placement
+        # Equations that must be evaluated even if their results are not used.
         self.effects = effects
+        # The placed values that it reads, at which places, with an equation that reads each.
         self.need: dict[Var, dict[MemberAxis, Eqn | None]] = {}
+        # A heap of the negated numbers of the equations to visit, so that the last comes first.
         self.agenda: list[int] = []
         self.emissions: list[Emission] = []
         self.broadcasts: dict[Var, Eqn] = {}
@@ -388,10 +392,9 @@ class _PassBuilder:
 
 
 def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int]:
-    """The level of each live equation of a block, and of each value defined in it.
-
-    An equation is live if an output needs it or if it has an effect.
-    """
+    """The level of each live equation of a block, and of each value defined in it."""
+    # An equation is live if an output needs it or if it has an effect. A forward walk finds the
+    # first level of each, and a backward walk moves it to the last one that its readers allow.
     levels = _earliest(program, block)
     last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
     made = {var for eqn in block.eqns for var in eqn.outputs}
@@ -409,6 +412,8 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
             del levels[eqn]
             continue
         rule = program.rules.get(eqn)
+        # Reductions stay: what reads their results is at later levels anyway. So do loops, and
+        # effects whose order matters.
         movable = uses and not program.runs_alone(eqn) and not _is_ordered(eqn)
         if movable and (rule is None or isinstance(rule[1], MemberwiseRule)):
             level = max(levels[eqn], min(uses))

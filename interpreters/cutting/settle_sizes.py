@@ -28,12 +28,7 @@ from beamjax.plan.steps import size_name
 
 
 def settle_sizes(program: PlacedProgram, stages: Sequence[Stage]) -> None:
-    """Names the values that hold unknown numbers of members, and checks all other uses of them.
-
-    Raises:
-      StagingError: something needs an unknown number of members as a constant: a value with that
-        many entries on the server, or a loop of that many rounds; the message names the line.
-    """
+    """Names the values that hold unknown numbers of members, and refuses all other uses of them."""
     opened = {str(n): key for key, n in program.sizes.items() if is_unknown(n)}
     for symbol, var in program.flat.sizes.items():
         if symbol not in opened:
@@ -41,6 +36,7 @@ def settle_sizes(program: PlacedProgram, stages: Sequence[Stage]) -> None:
                 f"the program uses {symbol!r}, an unknown number, as a value, but no placement has "
                 f"that many members: they have {_sizes(program)}. {ADVICE}."
             )
+        # A run sets the server value of this name as soon as it has counted the members.
         var.name = size_name(opened[symbol])
     if opened:
         for stage in walk(stages):

@@ -29,20 +29,13 @@ class Emission:
 
 @dataclass(eq=False)
 class MapStage:
-    """One pass over the members of a placement.
-
-    Attributes:
-      emissions: its equations, in order.
-      broadcasts: server values that they read.
-      operands: placed values that they read, with their places.
-      results: placed values that later stages or the outputs read.
-    """
+    """One pass over the members of a placement."""
 
     placement: str
-    emissions: list[Emission]
-    broadcasts: list[Var]
-    operands: list[tuple[Var, MemberAxis]]
-    results: list[Var]
+    emissions: list[Emission]  # its equations, in order
+    broadcasts: list[Var]  # server values that they read
+    operands: list[tuple[Var, MemberAxis]]  # placed values that they read, with their places
+    results: list[Var]  # placed values that later stages or the outputs read
 
     @property
     def reductions(self) -> list[Eqn]:
@@ -69,14 +62,11 @@ class ScatterStage:
 
 @dataclass(eq=False)
 class RowsStage:
-    """Reads rows of a placed value by index: the equation `take_rows`.
-
-    `along` is the place of that value, and `place` that of the rows.
-    """
+    """Reads rows of a placed value by index: the equation `take_rows`."""
 
     eqn: Eqn
-    along: MemberAxis
-    place: Place
+    along: MemberAxis  # the place of that value
+    place: Place  # of the rows
 
 
 @dataclass(eq=False)
@@ -90,18 +80,13 @@ class BlockStages:
 
 @dataclass(eq=False)
 class LoopStage:
-    """A loop: a block for a round, and for a while one for the condition.
-
-    Attributes:
-      inputs: the places of its inputs.
-      served: server values of enclosing blocks that it reads.
-    """
+    """A loop: a block for a round, and for a while one for the condition."""
 
     eqn: LoopEqn
-    inputs: tuple[Place, ...]
+    inputs: tuple[Place, ...]  # the places of its inputs
     condition: BlockStages | None
     block: BlockStages
-    served: list[Var]
+    served: list[Var]  # server values of enclosing blocks that it reads
 
 
 @dataclass(eq=False)

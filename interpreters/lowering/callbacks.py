@@ -39,10 +39,9 @@ def reason_for_python(eqns: Sequence[Eqn], options: Options) -> str:
 def reason_not_exported(
     error: NotExportedError, eqns: Sequence[Eqn], platforms: Sequence[str]
 ) -> str:
-    """Why a step that JAX failed to export must run as Python, where no equation calls the host.
-
-    Primitives of other packages, such as `lineax.linear_solve`, may call it when they are lowered.
-    """
+    """Why a step that JAX failed to export must run as Python, with the equation to blame."""
+    # No equation calls the host, but primitives of other packages, such as `lineax.linear_solve`,
+    # may call it when they are lowered. So each equation is exported by itself.
     why = str(error.__cause__).partition("\n")[0]
     for eqn in eqns:
         found = _not_exported(eqn, platforms)
@@ -75,31 +74,20 @@ def _call(eqn: Any, *args: Any) -> list[Any]:
 
 def as_python(
     name: str,
-    sized: Callable[[int | None], Callable[..., Sequence[Any]]],
-    members: int | None,
-    arguments: Sequence[Any],
+    sized: Callable[[int | None], Callable[..., Sequence[Any]]],  # by the number of members
+    members: int | None,  # of a full shard, None for a step on the server
+    arguments: Sequence[Any],  # shapes and dtypes for that many members
     eqns: Sequence[Eqn],
     reason: str,
 ) -> tuple[str, Body]:
-    """Makes a body that runs as Python, and its key.
-
-    Args:
-      name: name of the step.
-      sized: maps a number of members to the function of the step.
-      members: members of a full shard, None for a step on the server.
-      arguments: shapes and dtypes for that many members.
-      eqns: the equations that the function evaluates.
-      reason: from `reason_for_python`.
-
-    Raises:
-      StagingError: the function can't be traced, for example for an ordered call in a `map_fn`.
-    """
+    """Makes a body that runs as Python, and its key."""
     lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
     function = PythonFunction(sized)
     working = 0
     try:
         if reason != NOT_EXPORTED:
             working = function.check(members, arguments)
+    # Such as an ordered call in a map_fn, which JAX does not vectorize.
     except (ValueError, TypeError, NotImplementedError) as error:
         raise StagingError(
             f"{name}: JAX can't compile this step, which runs as Python ({reason}): {error}\n"

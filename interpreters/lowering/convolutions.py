@@ -1,13 +1,4 @@
-"""Convolutions that XLA's CPU backend computes slowly: finds them, and changes their layout.
-
-XLA's CPU backend uses a library for convolutions in the layout (batch, spatial..., channels). It
-changes the layout itself, but not inside of loops. There, convolutions in other layouts, such as
-derivatives in the training steps of a network, are several times slower.
-
-If images and kernels both differ between members, `vmap` makes one grouped convolution of them,
-which XLA's CPU backend computes at a fraction of the speed of separate ones. If each member trains
-a network, its kernels differ from the second step on.
-"""
+"""Convolutions that XLA's CPU backend computes slowly: finds them, and changes their layout."""
 
 from __future__ import annotations
 
@@ -26,6 +17,10 @@ from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Eqn, with_nested
 
 # --- layout
+#
+# XLA's CPU backend uses a library for convolutions in the layout (batch, spatial..., channels). It
+# changes the layout itself, but not inside of loops. There, convolutions in other layouts, such as
+# derivatives in the training steps of a network, are several times slower.
 
 
 _FLOATS = ("float16", "float32")
@@ -36,13 +31,8 @@ _MOST_AXES = 3
 def with_channels_last(
     function: Callable[..., Sequence[Any]], arguments: Sequence[Any], eqns: Iterable[Eqn]
 ) -> Callable[..., Sequence[Any]]:
-    """The same function with its convolutions in the layout (batch, spatial..., channels).
-
-    Args:
-      function: takes flat arrays and returns a flat sequence of arrays.
-      arguments: types of these arrays.
-      eqns: the equations that the function evaluates.
-    """
+    """The same function of flat arrays, with its convolutions in the layout of the library."""
+    # Tracing once more takes long, so only what convolves is traced.
     if not any(map(_convolves, eqns)):
         return function
     return jex.jaxpr_as_fun(_closed(jax.make_jaxpr(function)(*arguments)))
@@ -82,6 +72,8 @@ def _is_supported(eqn: Any) -> bool:
 
 def _laid_out(eqn: Any) -> list[Any]:
     """Equations of the same convolution with channels last, with transposes around it."""
+    # z = conv[NCHW, OIHW, NCHW] x k  becomes
+    # x1 = transpose x; k1 = transpose k; z1 = conv[NHWC, HWIO, NHWC] x1 k1; z = transpose z1
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     batch, features, *axes = numbers.lhs_spec
     out, contracted, *window = numbers.rhs_spec
@@ -117,6 +109,10 @@ def _laid_out(eqn: Any) -> list[Any]:
 
 
 # --- kernels that differ between members
+#
+# If images and kernels both differ between members, `vmap` makes one grouped convolution of them,
+# which XLA's CPU backend computes at a fraction of the speed of separate ones. If each member
+# trains a network, its kernels differ from the second step on.
 
 
 Own = list[bool]

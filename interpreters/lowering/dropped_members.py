@@ -28,13 +28,9 @@ def guard_of(options: Options) -> Guard | None:
 
 
 def with_dropped_masks(plan: Plan, empty_pass: Callable[[str], Map]) -> Plan:
-    """Adds the masks of dropped members to a plan.
-
-    Args:
-      plan: a plan whose passes have guards.
-      empty_pass: makes a pass over a placement that computes nothing. It goes before a loop or a
-        branch that no pass precedes, to give it a mask with all members.
-    """
+    """Adds the masks of dropped members to a plan whose passes have guards."""
+    # `empty_pass` makes a pass that computes nothing, which goes before a loop or a branch that no
+    # pass precedes, to give it a mask with all members.
     return _Adding(plan, empty_pass).plan
 
 
@@ -88,6 +84,7 @@ class _Adding:
 
     def loop(self, loop: Loop, masks: Masks) -> Loop:
         placements = _placements([loop])
+        # loop (carry) with passes over p  becomes  loop (carry, mask of p), whose rounds return it.
         params = {placement: self.name(placement) for placement in placements}
         condition = loop.condition
         if condition is not None:
@@ -99,6 +96,7 @@ class _Adding:
             result = self.name(placement)
             carried.append(Carried(masks[placement], param, result))
             masks[placement] = result
+        # Outputs of a block are the carried values, then the stacked ones.
         first = len(loop.carried)
         outputs = loop.block.outputs
         last_masks = tuple(inner[placement] for placement in placements)

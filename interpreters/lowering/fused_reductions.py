@@ -19,13 +19,9 @@ from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
 def fuse_reductions(
     stage: MapStage, served: Callable[[Var], str], values: Mapping[str, ValueType]
 ) -> tuple[FusedBuffer, ...]:
-    """Groups the reductions of a pass by accumulator and dtype of the partials.
-
-    Args:
-      stage: the pass.
-      served: maps a server value to its name, and adds its type to `values`.
-      values: types of the values that have a name.
-    """
+    """Groups the reductions of a pass by accumulator and dtype of the partials."""
+    # sum(a), sum(b), max(c)  become the vector [sum(a)..., sum(b)...] and the vector [max(c)...].
+    # `served` gives the name of a result, and adds its type to `values`.
     groups: dict[tuple[str, str], list[Reduction]] = {}
     for emission in stage.emissions:
         eqn, rule = emission.eqn, emission.rule
@@ -35,6 +31,7 @@ def fuse_reductions(
         result = served(eqn.outputs[0])
         dtype = np.dtype(values[result].dtype)
         if not rule.selects_members and eqn.primitive.name != "dot_general":
+            # A mean of ints is a float, but its partials are sums of ints.
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
         partial = np.dtype(reducer.partial_dtype(dtype)).name
         group = groups.setdefault((reducer.operation, partial), [])

@@ -98,20 +98,7 @@ def lower(
     sizes: Mapping[str, int] | None = None,
     vectorizations: Mapping[str, Vectorization] | None = None,
 ) -> Plan:
-    """Makes a plan.
-
-    Args:
-      program: the placed program.
-      stages: its stages, in order.
-      paths: where each input is in the user's arguments, for messages.
-      name: name of the plan.
-      options: options of the run.
-      sizes: members per shard of each placement; by default chosen by rules.
-      vectorizations: how each pass, by name, vectorizes over a shard; by default chosen by rules.
-
-    Raises:
-      StagingError: a stage can't be exported, or more would be gathered than the options allow.
-    """
+    """Makes a plan of the stages of a placed program; `paths` names its inputs in messages."""
     if sizes is None:
         sizes = shard_sizes(program, stages, options)
     sizes = with_whole_blocks(program, stages, sizes)
@@ -119,14 +106,7 @@ def lower(
 
 
 class _Lowering:
-    """Makes the steps of one plan.
-
-    Attributes:
-      costs, rules, values, bodies: the tables of the plan, to which each step adds.
-      served_inputs, placed_inputs: the inputs that steps read as server or as placed values.
-      counts: for each kind of name, the number of the last one.
-      reasons: by name of the step, why a step runs as Python that JAX could not export.
-    """
+    """Makes the steps of one plan."""
 
     def __init__(
         self,
@@ -142,17 +122,22 @@ class _Lowering:
         self.platforms = platforms_of(options)
         self.sizes = sizes
         self.vectorizations = vectorizations
+        # The tables of the plan, to which each step adds.
         self.costs: dict[str, Cost] = {}
         self.rules: dict[str, str] = {}
         self.values: dict[str, ValueType] = {}
         self.bodies: dict[str, Body] = {}
+        # The inputs that steps read as server or as placed values.
         self.served_inputs: set[Var] = set()
         self.placed_inputs: set[Var] = set()
+        # For each kind of name, the number of the last one.
         self.counts: dict[str, int] = {}
+        # By name of the step, why a step runs as Python that JAX could not export.
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
+        # Steps come first: they find out which inputs are read, and how.
         steps = [self.step(stage) for stage in self.stages]
         outputs = tuple(map(self.output, self.program.flat.outputs))
         plan = self.with_steps(steps, name, outputs, paths)
@@ -204,6 +189,8 @@ class _Lowering:
 
     def placed(self, var: Var, along: MemberAxis) -> str:
         """The name of a value as a placed value; a server value is scattered."""
+        # A value is placed natively along one axis, and has a name for each other axis along which
+        # steps read it as well.
         name = f"{var.name}@{along.placement}"
         if self.program.place(var) != along:
             name += f".{along.axis}"
@@ -464,13 +451,11 @@ def _are_all_full(n: Any, size: int) -> bool:
 
 
 def _separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
-    """Whether a separate executable for full shards saves more time than it takes to make.
-
-    Reductions mask padding and dropped members. A mask between the members and their sum keeps XLA
-    from making one matrix product of a sum of products, such as the gradients of a dense layer or
-    the terms of a covariance, which then takes up to 80 times as long. All shards but the last are
-    full and need no mask.
-    """
+    """Whether an executable for full shards saves more time than it takes to make."""
+    # Reductions mask padding and dropped members. A mask between the members and their sum keeps
+    # XLA from making one matrix product of a sum of products, such as the gradients of a dense
+    # layer or the terms of a covariance, which then takes up to 80 times as long. All shards but
+    # the last are full and need no mask.
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n

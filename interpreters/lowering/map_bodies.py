@@ -31,23 +31,14 @@ def map_body(
     program: PlacedProgram,
     stage: MapStage,
     buffers: tuple[FusedBuffer, ...],
-    impls: Sequence[str | None],
+    impls: Sequence[str | None],  # of typed keys, or None: for each broadcast and operand
     guard: Guard | None,
     size: int,
+    # For shards without padding and dropped members. They need no mask, which would keep XLA from
+    # making one matrix product of a sum of products.
     full: bool = False,
 ) -> Callable[..., list[jax.Array]]:
-    """The function of a pass over one shard, on raw arrays; see `Map` and `Guard`.
-
-    Args:
-      program: the program of the pass.
-      stage: the pass.
-      buffers: the fused buffers of its reductions.
-      impls: for each broadcast and operand, the implementation of its typed keys, or None.
-      guard: the guard of the pass.
-      size: members per shard.
-      full: whether it is for shards without padding and dropped members. They need no mask, which
-        would keep XLA from making one matrix product of a sum of products.
-    """
+    """The function of a pass over a shard of `size` members, on raw arrays; see `Map`, `Guard`."""
 
     def emit(shard: TracedShard, raw: Sequence[Any]) -> list[jax.Array]:
         wrapped = list(map(wrap, raw, impls))
@@ -107,18 +98,13 @@ def sequential_body(
     size: int,
     full: bool = False,
 ) -> Callable[..., list[jax.Array]]:
-    """Like `map_body`, but a sequential loop over the members (or batches) of a shard.
-
-    It needs working memory for one batch only. Partials of batches are merged on the device, so the
-    bits of sums differ from those of `map_body`, but they depend on the plan alone.
-
-    Args:
-      at_once: `map_body` of all but `size` and `full`.
-      batch: members that are computed at once. If the size of a shard is no multiple of it, which
-        is so for shards without padding, all members are computed at once.
-    """
+    """Like `map_body`, but a sequential loop over batches of the members of a shard."""
+    # A shard without padding may have any size; if that is no multiple of the batch, all members
+    # are computed at once.
     if size % batch:
         return at_once(size, full)
+    # Working memory is for one batch only. Partials of batches are merged on the device, so the
+    # bits of sums differ from those of `map_body`, but they depend on the plan alone.
     single = at_once(batch, full)
     rounds = size // batch
     heads = 2 if guard is None else 3
@@ -148,6 +134,7 @@ def sequential_body(
             return merged, rows
 
         number = np.dtype("int32")
+        # The first batch gives the initial totals, so that a merge needs no identity.
         totals, first = members(np.zeros((), number))
         if guard is None and not first:  # There are no placed results, so padding can be skipped.
             one = jnp.ones((), raw[1].dtype)

@@ -59,21 +59,13 @@ FEWEST_GROUPS = 4
 
 @dataclass(frozen=True)
 class PassSize:
-    """What a pass holds and computes, as far as the size of shards depends on it.
+    """What a pass holds and computes, as far as the size of shards depends on it."""
 
-    Attributes:
-      moved: bytes that it reads and returns per member.
-      peak: bytes that it holds at once per member, operands included.
-      looped: the most bytes per member that a round of a loop reads and holds; 0 without loops.
-      reduced: bytes of the partials of a shard.
-      operations: operations per member, in units of those of a matrix product.
-    """
-
-    moved: float
-    peak: float
-    looped: float
-    reduced: int
-    operations: float
+    moved: float  # bytes that it reads and returns per member
+    peak: float  # bytes that it holds at once per member, operands included
+    looped: float  # the most bytes per member that a round of a loop reads and holds; 0 without
+    reduced: int  # bytes of the partials of a shard
+    operations: float  # per member, in units of those of a matrix product
 
     @staticmethod
     def of(stage: MapStage, n: Any) -> PassSize:
@@ -90,12 +82,10 @@ class PassSize:
 
     @property
     def at_once(self) -> int:
-        """How many members a core should compute at once: a power of two from 8 on, or 1.
-
-        A round of a loop reads what the round before has written, so it stays in the cache. Outside
-        of loops values may come from the next cache. If not even 8 members fit, one member is
-        computed after the other.
-        """
+        """How many members a core should compute at once: a power of two from 8 on, or 1."""
+        # A round of a loop reads what the round before has written, so it stays in the cache.
+        # Outside of loops values may come from the next cache. If not even 8 members fit, one
+        # member is computed after the other.
         peak = max(self.peak, 1)
         most = max(STREAMED_BYTES, REDUCED_SHARE * self.reduced, MULTIPLE * peak)
         members = min(min(most, MAX_SHARD_BYTES) / peak, CACHE_BYTES / max(self.looped, 1))
@@ -112,11 +102,9 @@ def _passes(stages: Sequence[Stage], placement: str) -> list[MapStage]:
 def shard_sizes(
     program: PlacedProgram, stages: Sequence[Stage], options: Options
 ) -> dict[str, int]:
-    """The number of members per shard of each placement: a multiple of 8, one size for all passes.
-
-    With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on XLA's
-    CPU backend.
-    """
+    """The members per shard of each placement: a multiple of 8, one size for all passes."""
+    # With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on
+    # XLA's CPU backend.
     sizes = {}
     for placement, n in program.sizes.items():
         passes = [PassSize.of(stage, n) for stage in _passes(stages, placement)]
@@ -127,16 +115,9 @@ def shard_sizes(
 
 
 def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = None) -> int:
-    """The number of members per shard of a placement, if a user does not set it.
-
-    It is the smallest for which the operations of a shard pay for its call and for merging, so that
-    there are as many shards as possible. It does not depend on the number of workers.
-
-    Args:
-      passes: the passes over the placement.
-      n: the number of members.
-      groups: how files are grouped if shards are cut at files, else None.
-    """
+    """The number of members per shard of a placement, if a user does not set it."""
+    # The smallest for which the operations of a shard pay for its call and for merging, so that
+    # there are as many shards as possible. It does not depend on the number of workers.
     if not passes:
         return MULTIPLE
     count, paying = math.inf if is_unknown(n) else n, _paying(passes)
@@ -185,14 +166,9 @@ def file_groups(
     stages: Sequence[Stage],
     options: Options,
 ) -> FileGroups | str:
-    """The groups of files, of about `rows` members each, at which shards of a placement are cut.
-
-    A group has the members of a shard that pays for its call, and is then cut into four. If a user
-    sets the size of shards, it has those of four shards.
-
-    Returns:
-      The groups, or why shards are not cut at files.
-    """
+    """The groups of files of about `rows` members to cut shards at, or why there are none."""
+    # A group has the members of a shard that pays for its call, and is then cut into four. If a
+    # user sets the size of shards, it has those of four shards.
     n, mine = program.sizes[placement], _passes(stages, placement)
     # They find their ranges by the index of the first member, see `rules.by_shard`.
     if any(emission.rule.by_shard for stage in mine for emission in stage.emissions):
@@ -234,19 +210,9 @@ def choose_vectorization(
     size: int,
     options: Options,
     platforms: Sequence[str],
-    chosen: Vectorization | None = None,
+    chosen: Vectorization | None = None,  # by the launching process, for a plan that a worker makes
 ) -> tuple[Vectorization, str]:
-    """How a pass computes a shard, with the reason if it is not vmap over all members.
-
-    Args:
-      stage: the pass.
-      buffers: the fused buffers of its reductions.
-      n: the number of members.
-      size: members per shard.
-      options: `member_loop` takes precedence.
-      platforms: platforms of the executable.
-      chosen: that of another plan of the program, which comes second; None to choose by rules.
-    """
+    """How a pass computes a shard, and why if it is not vmap over all members."""
     if not can_run_sequentially(stage, buffers):
         return VMAP, ""
     each = PassSize.of(stage, n)
