@@ -28,29 +28,17 @@ FLAGS = ("as_json", "full")
 
 @dataclass
 class Answer:
-    """The result of a command.
+    """The result of a command."""
 
-    Attributes:
-      data: JSON values for `--json`; may also hold tuples and numbers that are not finite.
-      text: what the command prints otherwise.
-      status: the exit status.
-    """
-
-    data: dict[str, Any]
-    text: str = ""
-    status: int = DONE
+    data: dict[str, Any]  # for `--json`; may also hold tuples and numbers that are not finite
+    text: str = ""  # what the command prints otherwise
+    status: int = DONE  # its exit status
 
 
 def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., None]:
-    """Turns a function that returns an `Answer` into the callback of a command.
-
-    The command has the flags `--json` and `--traceback`. With `--json`, it prints one JSON object
-    on stdout, and what programs print goes to stderr.
-
-    Args:
-      work: the function.
-      refused: the exit status for an `OptionsError`.
-    """
+    """The callback of a command from a function; `refused` is the status for an `OptionsError`."""
+    # With `--json`, the command prints one JSON object on stdout, and what programs print goes to
+    # stderr.
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
     @click.option("--traceback", "full", is_flag=True, help="Show all frames of errors.")

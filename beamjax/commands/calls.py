@@ -65,13 +65,9 @@ class _CallCommand(click.Command):
 
 
 def call_command(work: Callable[..., Answer]) -> click.Command:
-    """Makes a command with the parameters TARGET, its arguments and the options of a run.
+    """Makes a command with the parameters TARGET, its arguments and the options of a run."""
 
-    Args:
-      work: the function of the command, which takes the `Invocation` and the command's own
-        parameters. Its docstring is the help.
-    """
-
+    # `work` takes the `Invocation` and the parameters of its own; its docstring is the help.
     @functools.wraps(work, updated=())
     def with_call(**params: Any) -> Answer:
         return work(make_call(params), **params)
@@ -123,30 +119,16 @@ def runner_option(**settings: Any) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class Invocation:
-    """A function of programs, or a job that returns one, and the options of its run.
-
-    Attributes:
-      target: the function that the command line names.
-      texts: the texts of its arguments, by parameter; None for a job.
-      flags: the values of the parameters of a job.
-      options: the options of the run.
-      argv: the command line.
-    """
+    """A function of programs, or a job that returns one, and the options of its run."""
 
     target: Callable[..., Any]
-    texts: dict[str, str] | None
-    flags: dict[str, Any]
+    texts: dict[str, str] | None  # of its arguments, by parameter; None for a job
+    flags: dict[str, Any]  # the values of the parameters of a job
     options: Options
-    argv: list[str]
+    argv: list[str]  # the command line
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Reads the arguments, or calls the job; returns the function and arguments of a run.
-
-        Raises:
-          OptionsError: the text of an argument has no value, or a job returns something else.
-          BeamjaxError: a file can't be read.
-          Exception: what the job raises.
-        """
+        """Reads the arguments, or calls the job; returns the function and arguments of a run."""
         from beamjax.commands.values import read_value
 
         if self.texts is None:
@@ -185,27 +167,16 @@ class Invocation:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line.
-
-    Attributes:
-      argv: its words after `beamjax`.
-      cwd: the folder in which it was started.
-    """
+    """A command line, in words after `beamjax`, and the folder in which it was started."""
 
     argv: tuple[str, ...]
     cwd: str
 
 
 def make_call(params: dict[str, Any]) -> Invocation:
-    """Takes the call out of the parameters of a command, and checks it.
-
-    With `--arg`, TARGET is the function of the call. Otherwise it is a job: a function with a flag
-    for each parameter, which returns a function and its arguments.
-
-    Raises:
-      OptionsError: a function, parameter or option does not exist, or a parameter has no value.
-      Exception: what the module of TARGET raises.
-    """
+    """Takes the call out of the parameters of a command, and checks it."""
+    # With `--arg`, TARGET is the function of the call. Otherwise it is a job: a function with a
+    # flag for each parameter, which returns a function and its arguments.
     names = list(params)
     own = {name: value for name in OWN if (value := params.pop(name)) is not None}
     target, texts, beam = params.pop("target"), _pairs(params.pop("arg")), params.pop("rest")
@@ -270,11 +241,7 @@ def _split_flags(
 
 
 def flag_value(parameter: inspect.Parameter, text: str) -> Any:
-    """The value of a flag of a job: JSON, or else the text itself.
-
-    Raises:
-      OptionsError: it does not fit the annotation of the parameter, or its default.
-    """
+    """The value of a flag of a job: JSON, or else the text itself."""
     # An annotation is text in a module with `from __future__ import annotations`.
     kind = str(getattr(parameter.annotation, "__name__", parameter.annotation))
     if parameter.annotation is parameter.empty:
@@ -321,13 +288,7 @@ def _check_parameters(fn: Callable[..., Any], given: dict[str, Any], is_job: boo
 
 
 def _by_position(fn: Callable[..., Any], count: int, names: Sequence[str]) -> Callable[..., Any]:
-    """Wraps a function with keyword arguments, to be called with positional arguments only.
-
-    Args:
-      fn: the function.
-      count: the number of its positional arguments.
-      names: the names of the keyword arguments, which follow.
-    """
+    """Wraps a function, to be called with `count` positional arguments and these names' values."""
 
     @functools.wraps(fn, updated=())
     def call(*values: Any) -> Any:
@@ -347,18 +308,9 @@ def _is_big_file(value: Any) -> bool:
 
 
 def find_target(text: str) -> Callable[..., Any]:
-    """Imports a module and returns one of its functions.
-
-    The folder of a file, or the current one for a module, is put on `sys.path`, as `python` does.
-    Functions of a file travel to workers by value, as those of a script do.
-
-    Args:
-      text: `module:attribute` or `path.py:attribute`; dots lead to attributes of attributes.
-
-    Raises:
-      OptionsError: there is no such module or attribute, or it can't be called.
-      Exception: what the module raises while it is imported.
-    """
+    """Imports a module, or a file as one, and returns the function that the text names in it."""
+    # The folder of a file, or the current one for a module, is put on `sys.path`, as `python` does.
+    # Functions of a file travel to workers by value, as those of a script do.
     where, _, attributes = text.partition(":")
     found: Any = _load_file(where) if where.endswith(".py") or os.sep in where else _import(where)
     for name in attributes.split("."):

@@ -26,15 +26,7 @@ for command in (run, verify, explain, jobs, doctor, flink, prism):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-      argv: the name of the command and its arguments; by default those of this process.
-
-    Returns:
-      The exit status: 0 for success, 1 if the command failed or found a difference, 2 for wrong
-      arguments, 130 for an interrupt.
-    """
+    """Runs a command, by default that of this process; returns the exit status."""
     try:
         beamjax.main(None if argv is None else list(argv), prog_name="beamjax")
     except SystemExit as end:

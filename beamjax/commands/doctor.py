@@ -33,19 +33,12 @@ RUNNERS = NAMES[1:]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-      name: what was checked.
-      status: `OK`, `WARNING`, `MISSING` or `ABSENT`.
-      found: what the check found.
-      remedy: what to do about it; "" if nothing is wrong.
-    """
-
-    name: str
-    status: str
+    name: str  # what was checked
+    status: str  # OK, WARNING, MISSING or ABSENT
     found: str
-    remedy: str = ""
+    remedy: str = ""  # what to do about it; "" if nothing is wrong
 
     def __str__(self) -> str:
         mark = {OK: "ok", WARNING: "warning", MISSING: "FAILED", ABSENT: "-"}[self.status]

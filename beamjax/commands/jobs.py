@@ -262,11 +262,7 @@ def read_command(folder: JobFolder) -> Command | None:
 
 
 def _enter(folder: JobFolder) -> list[str]:
-    """Changes to the folder in which a job was started; prints and returns the command line.
-
-    Raises:
-      OptionsError: no command line started the job, or the folder does not exist any more.
-    """
+    """Changes to the folder in which a job was started; prints and returns the command line."""
     command = read_command(folder)
     if command is None:
         raise OptionsError(

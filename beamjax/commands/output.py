@@ -73,10 +73,8 @@ def _extent(array: np.ndarray) -> str:
 
 
 def plain(leaf: Any) -> np.ndarray:
-    """Converts a leaf to an array of a dtype that NumPy can save, with the same numbers.
-
-    Keys become their data, bfloat16 and narrower floats float32, and int4 int8.
-    """
+    """Converts a leaf to an array of a dtype that NumPy can save, with the same numbers."""
+    # Keys become their data, bfloat16 and narrower floats float32, and int4 int8.
     if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return np.zeros(leaf.shape, bool)
     array = np.asarray(unwrap(leaf) if isinstance(leaf, jax.Array) else leaf)
@@ -106,17 +104,9 @@ def check_out(path: str | None, keep: str | None) -> None:
 
 
 def write_out(result: Any, path: str) -> None:
-    """Writes the leaves of a result.
-
-    Args:
-      result: a tree.
-      path: an .npz file, in which arrays have the names of their paths; an .npy file, for a tree of
-        one leaf; or a folder, which holds the placed results and gets a file for each other leaf.
-
-    Raises:
-      OptionsError: the path is an .npy file, but there are several leaves.
-      SourceError: the file can't be written.
-    """
+    """Writes the leaves of a result to an .npz file, a single one to an .npy file, or a folder."""
+    # Arrays in an .npz file have the names of their paths. A folder already holds the placed
+    # results, and gets a file for each other leaf.
     is_folder = not path.endswith((".npz", ".npy"))
     arrays: dict[str, np.ndarray] = {}
     for _, name, leaf in named_leaves(result):

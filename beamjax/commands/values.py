@@ -18,16 +18,7 @@ from beamjax.sources.arrays.data_files import is_url
 
 
 def read_value(text: str, where: str) -> Any:
-    """The value of a text; see `calls.HELP`.
-
-    Args:
-      text: what the user typed.
-      where: the name of the argument, for messages.
-
-    Raises:
-      OptionsError: the text is neither JSON nor the name of a file of a known kind.
-      SourceError, StructureError, PlacementError: the file does not hold what it should.
-    """
+    """The value of a text that the user typed; see `calls.HELP`."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -15,16 +15,9 @@ from beamjax.telemetry.job_folder import JobFolder
 
 @contextlib.contextmanager
 def claimed(options: Options) -> Iterator[None]:
-    """A context in which no other run uses the `job_folder` and the `results_folder` of a run.
-
-    Folders at URLs have no locks.
-
-    Raises:
-      OptionsError: another run uses a folder, or the `job_folder` has a job that is done.
-      SourceError: a folder can't be written.
-    """
+    """A context in which no other run uses the `job_folder` and the `results_folder` of a run."""
     named = {"job_folder": options.job_folder, "results_folder": options.results_folder}
-    # The same folder may be given for both.
+    # Folders at URLs have no locks. The same folder may be given for both.
     local = {os.path.abspath(f): name for name, f in named.items() if f and not files.is_url(f)}
     if options.work_folder is None or not files.is_url(options.work_folder):
         temporary.sweep_once(options.work_folder or tempfile.gettempdir())

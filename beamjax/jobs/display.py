@@ -30,12 +30,8 @@ class Display(Protocol):
 
 
 def display_for(options: Options, launched: bool) -> Display | None:
-    """The display for the progress of a job, or None.
-
-    Args:
-      options: the options of the run, with `progress`.
-      launched: whether the caller does not wait for the job; then it gets no bar by default.
-    """
+    """The display for the progress of a job, or None."""
+    # A caller that does not wait for its job (`launched`) gets no bar by default.
     wish = options.progress
     if wish is False or (wish is None and launched):
         return None
@@ -84,11 +80,7 @@ class Lines:
 
 
 class Bar:
-    """A bar of `rich`.
-
-    Args:
-      delay: seconds before it appears.
-    """
+    """A bar of `rich`, which appears after a delay in seconds."""
 
     def __init__(self, delay: float):
         self._shown_at = time.monotonic() + delay

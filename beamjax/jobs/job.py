@@ -297,20 +297,12 @@ def _remove(
 
 
 class JobRun:
-    """One run of a call as a job, with its monitor, display and folder.
-
-    Args:
-      call: the call to run.
-      launched: whether a thread runs it, and the caller has a handle.
-
-    Attributes:
-      monitor: the monitor of the run.
-    """
+    """One run of a call as a job, with its monitor, display and folder."""
 
     def __init__(self, call: Call, launched: bool = False):
         options = call.options
         self._call = call
-        self._launched = launched
+        self._launched = launched  # a thread runs it, and the caller has a handle
         display = display_for(options, launched)
         self._says = display is None and options.progress is None
         reports = launched or bool(options.job_folder or options.report)
@@ -333,11 +325,7 @@ class JobRun:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """A context for the run; records its progress and its end in the folder.
-
-        Raises:
-          JobCancelledError: the job was cancelled; other errors may follow from that.
-        """
+        """A context for the run; records its progress and its end in the folder."""
         if self._folder is not None and not self._launched:
             self._begin()
         failed: BaseException | None = None
@@ -347,6 +335,7 @@ class JobRun:
                 yield
         except BaseException as error:
             failed = error
+            # Errors of other kinds may follow from a cancellation.
             if isinstance(error, Exception) and self.monitor.is_cancelled:
                 failed = JobCancelledError("the job was cancelled")
                 raise failed from error

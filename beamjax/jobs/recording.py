@@ -56,17 +56,9 @@ PACKAGES = ("jax", "jaxlib", "numpy", "apache-beam")
 
 
 class Recording:
-    """Follows one run in a thread: writes and shows its progress, and cancels it on request.
+    """Follows one run in a thread: writes and shows its progress, and cancels it on request."""
 
-    The run continues if a record cannot be made or written.
-
-    Args:
-      folder: the folder of the job.
-      monitor: the monitor of the run.
-      call: the call of the run.
-      display: displays the progress, if not None.
-      reports: whether to write the records that a report needs.
-    """
+    # The run continues if a record cannot be made or written, hence the many `suppress`.
 
     def __init__(
         self, folder: JobFolder, monitor: Monitor, call: Call, display: Display | None,
@@ -76,7 +68,7 @@ class Recording:
         self._monitor = monitor
         self._call = call
         self._display = display
-        self._reports = reports
+        self._reports = reports  # whether to write the records that a report needs
         self._samples: Thinned[tuple[float, ...]] = Thinned(MAX_SAMPLES)
         self._last = sample(Progress())
         self._samples.add(self._last)

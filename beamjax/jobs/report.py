@@ -200,15 +200,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def read_report(folder: JobFolder) -> Report:
-    """Reads the report of a run from the folder of its job.
-
-    Returns:
-      The report.
-
-    Raises:
-      JobError: there is no job.
-      ArrayFormatError: a record is damaged.
-    """
+    """Reads the report of a run from the folder of its job."""
     job = folder.describe()
     state, error = folder.state()
     setup = from_plain(Setup, folder.read(SETUP) or {}, folder.record_path(SETUP))
@@ -226,11 +218,9 @@ LAUNCHER = 0
 
 
 def chrome_trace(report: Report) -> dict[str, Any]:
-    """Returns a run in the Trace Event Format of Chrome, which Perfetto opens.
-
-    Times are in microseconds since the run began. The format is described in "Trace Event Format",
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-    """
+    """Returns a run in the Trace Event Format of Chrome, which Perfetto opens."""
+    # Times are in microseconds since the run began. The format is described in "Trace Event
+    # Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     return {
         "traceEvents": [*_run(report), *_spans(report)],
         "displayTimeUnit": "ms",

@@ -19,16 +19,7 @@ from beamjax.telemetry.job_folder import JobFolder
 
 
 def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
-    """Writes the tree that a function returned.
-
-    Args:
-      folder: the folder of the job.
-      value: a tree of arrays, and of handles of results in files.
-      x64: whether 64-bit types were enabled when the program was staged.
-
-    Raises:
-      SourceError: the folder cannot be written.
-    """
+    """Writes the tree that a function returned: arrays, and handles of results in files."""
     leaves, treedef = jax.tree_util.tree_flatten(value)
     types = tuple(map(_leaf_type, leaves))
     leaves = [np.empty(0) if isinstance(leaf, Placed | KeyedTable) else leaf for leaf in leaves]
@@ -41,19 +32,12 @@ def write_result(folder: JobFolder, value: Any, x64: bool) -> None:
 
 @dataclass(frozen=True)
 class _LeafType:
-    """What the array of a leaf does not say.
+    """What the array of a leaf does not say."""
 
-    Attributes:
-      impl: implementation of typed PRNG keys, or None.
-      weak: whether it has a weak type.
-      placed: folder of a result in files, or None.
-      stem: prefix of the names of these files, which is that of the run; "" for a `KeyedTable`.
-    """
-
-    impl: str | None
-    weak: bool
-    placed: str | None
-    stem: str = ""
+    impl: str | None  # the implementation of typed PRNG keys
+    weak: bool  # whether it has a weak type
+    placed: str | None  # the folder of a result in files
+    stem: str = ""  # prefix of the names of these files, which is that of the run
 
 
 @dataclass(frozen=True)
@@ -61,7 +45,7 @@ class _ResultRecord:
     """The types of the leaves, whether 64-bit types were enabled, the tree, and the run."""
 
     types: tuple[_LeafType, ...]
-    x64: bool
+    x64: bool  # when the program was staged
     tree: Any = None
     run: str = ""
 
@@ -77,16 +61,7 @@ def _leaf_type(leaf: Any) -> _LeafType:
 
 
 def read_result(folder: JobFolder, like: Any = None) -> Any:
-    """Undoes `write_result`: the same tree, shapes, dtypes, weak types and kinds of keys.
-
-    Args:
-      folder: the folder of a job that is done.
-      like: a tree with the structure of the result, or None.
-
-    Raises:
-      StructureError: the folder does not describe the structure, or `like` has another one.
-      JobError, ArrayFormatError, SourceError: a file was removed or changed.
-    """
+    """Undoes `write_result`: the same tree, shapes, dtypes, weak types and kinds of keys."""
     record, path = folder.read("result"), folder.record_path("result")
     if record is None:
         raise JobError(

@@ -44,23 +44,13 @@ class Terminated(SystemExit):
 
 
 class Work(Generic[T]):
-    """A job, and the thread that runs it.
-
-    Args:
-      cancel: requests the end of the job, and returns at once.
-      abandon: called once if the job does not end in time.
-
-    Attributes:
-      cancel: as given.
-      outcome: the result or the error of the job.
-      is_abandoned: whether the job did not end in time after it was cancelled.
-    """
+    """A job, and the thread that runs it."""
 
     def __init__(self, cancel: Callable[[], None], abandon: Callable[[], None]):
         self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.cancel = cancel
-        self._abandon = abandon
-        self.is_abandoned = False
+        self.cancel = cancel  # requests the end of the job, and returns at once
+        self._abandon = abandon  # called once if the job does not end in time
+        self.is_abandoned = False  # it was cancelled, and did not end in time
         # Locked until the end. `concurrent.futures.wait` takes several times as long.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -96,18 +86,10 @@ class Work(Generic[T]):
         start: Callable[[], T] | None = None,
         say: Callable[[], None] | None = None,
     ) -> bool:
-        """Waits for the end of the job, and cancels it if a signal interrupts the wait.
-
-        Args:
-          timeout: the most seconds to wait.
-          start: starts with this function, so that no signal comes between the start and the wait.
-          say: called after each timeout, after which the wait goes on.
-
-        Returns:
-          Whether the job has ended.
-        """
+        """Waits for the end of the job, and cancels it if a signal interrupts the wait."""
+        # With `say`, which is called after each timeout, the wait goes on until the end.
         try:
-            if start is not None:
+            if start is not None:  # here, so that no signal comes between the start and the wait
                 in_thread(start, self.outcome)
             while not self._ends(timeout) and say is not None:
                 say()
@@ -185,15 +167,7 @@ os.register_at_fork(after_in_child=_forget_threads)
 def in_thread(
     function: Callable[[], T], outcome: concurrent.futures.Future[T] | None = None
 ) -> concurrent.futures.Future[T]:
-    """Calls a function in a daemon thread, with the settings and context variables of this one.
-
-    Args:
-      function: the function.
-      outcome: receives its result; a new future by default.
-
-    Returns:
-      The future.
-    """
+    """Calls a function in a daemon thread, with the settings and context variables of this one."""
     outcome = concurrent.futures.Future() if outcome is None else outcome
     context, call = contextvars.copy_context(), with_settings_of_here(function)
     try:
@@ -289,10 +263,8 @@ def _leave() -> None:
 
 
 def _postpone_interrupts() -> None:
-    """Lets exit handlers remove what they have to: the first interrupt has no effect any more.
-
-    The main program has ended with its result. Another interrupt ends the process.
-    """
+    """Lets exit handlers remove what they have to: the first interrupt has no effect any more."""
+    # The main program has ended with its result. Another interrupt ends the process.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
@@ -305,10 +277,9 @@ def _is_interrupted() -> bool:
 
 
 def _end_process() -> None:
-    """Runs the exit handlers, and ends the process without finalizing Python.
-
-    Threads that are in native code would abort the process if they returned in between.
-    """
+    """Runs the exit handlers, and ends the process without finalizing Python."""
+    # Threads that are in native code would abort the process if they returned while Python is
+    # being finalized.
     skip_exit_handlers()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -1,20 +1,20 @@
 """The folder of a job: its process, its progress, its state and its result.
 
-    job.record        the program, the runner, the launching process
-    command.record    the command line, if one started the job
-    state.record      running, done, failed or cancelled, and the error
-    progress.record   written about every second while the job runs
-    about.record      the plan, the options and the machine, for reports
-    course.record     samples of the progress and events over time, for reports
-    dropped.arrays    the members that were dropped so far
-    cancel.record     asks the job to end, if it exists
-    records/          what each worker has done in the current pipeline
-    result.record     structure and types of the result; it is written last
-    result-0.arrays   ... and its leaves
-
 Files are written atomically, with checksums that readers verify. The folder may be at a local path
 or any URL that fsspec knows.
 """
+
+# job.record        the program, the runner, the launching process
+# command.record    the command line, if one started the job
+# state.record      running, done, failed or cancelled, and the error
+# progress.record   written about every second while the job runs
+# about.record      the plan, the options and the machine, for reports
+# course.record     samples of the progress and events over time, for reports
+# dropped.arrays    the members that were dropped so far
+# cancel.record     asks the job to end, if it exists
+# records/          what each worker has done in the current pipeline
+# result.record     structure and types of the result; it is written last
+# result-0.arrays   ... and its leaves
 
 from __future__ import annotations
 
@@ -52,23 +52,14 @@ _OWN = re.compile(
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What is known of a job from its start.
+    """What is known of a job from its start."""
 
-    Attributes:
-      name: name of the program.
-      runner: name of the runner.
-      process: the launching process, as `process_ids.this_process` describes it.
-      time: start of the job, in seconds since the epoch.
-      format: version of the layout of the folder.
-      run: identifies this run among those that have used the folder.
-    """
-
-    name: str
+    name: str  # of the program
     runner: str
-    process: Mapping[str, Any]
-    time: float
-    format: int = FORMAT
-    run: str = ""
+    process: Mapping[str, Any]  # the launching process, as `process_ids.this_process` says it
+    time: float  # of the start, in seconds since the epoch
+    format: int = FORMAT  # of the layout of the folder
+    run: str = ""  # identifies this run among those that have used the folder
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -88,11 +79,7 @@ class _State:
 
 
 class JobFolder:
-    """The folder of one job.
-
-    Args:
-      path: local path or URL.
-    """
+    """The folder of one job, at a local path or a URL."""
 
     def __init__(self, path: str):
         self.path = path if files.is_url(path) else os.path.abspath(path)
@@ -107,12 +94,7 @@ class JobFolder:
     # --- records
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record, or None if there is none.
-
-        Raises:
-          ArrayFormatError: the file is damaged.
-          SourceError: the file cannot be read.
-        """
+        """A record, or None if there is none."""
         path = self.record_path(name)
         try:
             return records.decode(files.read(path), path)
@@ -124,11 +106,7 @@ class JobFolder:
             raise SourceError(f"{path}: cannot read it ({error})") from error
 
     def write(self, name: str, record: dict[str, Any], *, make: bool = True) -> None:
-        """Writes a record.
-
-        Raises:
-          SourceError: the folder cannot be written.
-        """
+        """Writes a record."""
         self._write(self.record_path(name), records.encode(record), make)
 
     def record_path(self, name: str) -> str:
@@ -150,18 +128,7 @@ class JobFolder:
     # --- the job
 
     def begin(self, name: str, runner: str) -> None:
-        """Makes the folder for a job that starts now in this process.
-
-        Removes the files of an earlier job in it; other files stay.
-
-        Args:
-          name: name of the program.
-          runner: name of the runner.
-
-        Raises:
-          OptionsError: another user can write to the folder.
-          SourceError: the folder cannot be written.
-        """
+        """Makes the folder for a job that starts now in this process, without files of others."""
         trust.check_folder(self.path, "job_folder")
         try:
             files.make_folder(self.path)  # readable for this user only, unlike its parents
@@ -178,14 +145,7 @@ class JobFolder:
         self.write_state("running")
 
     def refuse_other(self, overwrite: bool) -> None:
-        """Refuses a folder with another job.
-
-        Args:
-          overwrite: whether a job that is done may be replaced.
-
-        Raises:
-          OptionsError: a job in this folder still runs, or is done.
-        """
+        """Raises OptionsError if a job in this folder still runs, or is done and not to replace."""
         with contextlib.suppress(ArrayFormatError, JobError):
             state = self.state()[0]
             if state == "done" and not overwrite:
@@ -203,12 +163,7 @@ class JobFolder:
                 )
 
     def describe(self) -> JobRecord:
-        """The record that `begin` wrote.
-
-        Raises:
-          JobError: there is no job.
-          ArrayFormatError: the file is damaged.
-        """
+        """The record that `begin` wrote."""
         found = self.read("job")
         if found is None:
             raise JobError(
@@ -220,8 +175,8 @@ class JobFolder:
         return replace(record, name=name, runner=runner)
 
     def state(self) -> tuple[str, dict[str, Any] | None]:
-        """The state and the record of the error; the state is "lost" without a launching process,
-        and "none" without a record."""
+        """The state and the record of the error."""
+        # "lost" without a launching process, "none" without a record.
         found = self._state()
         if found[0] != "running" or self._launcher_lives():
             return found
@@ -256,11 +211,7 @@ class JobFolder:
         self.write("progress", {"time": time.time(), **progress.to_json()}, make=False)
 
     def progress(self) -> Progress:
-        """The last recorded progress of the job; empty if there is none.
-
-        Raises:
-          ArrayFormatError: the file is damaged.
-        """
+        """The last recorded progress of the job; empty if there is none."""
         found = self.read("progress")
         path = self.record_path("progress")
         return Progress() if found is None else from_plain(Progress, found, path)
@@ -270,11 +221,7 @@ class JobFolder:
         self._write(files.join(self.path, _DROPPED), encode_file(encode_lines(dropped)))
 
     def dropped(self) -> tuple[Dropped, ...]:
-        """Undoes `write_dropped`.
-
-        Raises:
-          ArrayFormatError: the file is damaged.
-        """
+        """Undoes `write_dropped`."""
         path = files.join(self.path, _DROPPED)
         if _DROPPED not in files.names(self.path):
             return ()
@@ -327,12 +274,7 @@ class JobFolder:
         self._write(self._leaf_path(number), encode_arrays([leaf], {"run": self.run}))
 
     def leaf(self, number: int, run: str) -> np.ndarray:
-        """A leaf of the result of a run.
-
-        Raises:
-          ArrayFormatError: the file is damaged, or another run wrote it.
-          SourceError: the file is missing.
-        """
+        """A leaf of the result of a run; ArrayFormatError if another run wrote it."""
         path = self._leaf_path(number)
         try:
             data = files.read(path)

@@ -16,15 +16,10 @@ SELDOM_SECONDS = 30.0
 
 @contextlib.contextmanager
 def announced(what: str, wish: bool | None = None) -> Iterator[None]:
-    """A context that prints what goes on: in a terminal after two seconds, and every 30 seconds.
-
-    Args:
-      what: what goes on, as "planning train".
-      wish: the option `progress`; False prints nothing.
-    """
+    """A context that prints what goes on: in a terminal after two seconds, and every 30 seconds."""
     over = threading.Event()
     thread = threading.Thread(target=_say, args=(what, over), name="beamjax messages", daemon=True)
-    if wish is not False:
+    if wish is not False:  # the option `progress`
         thread.start()
     try:
         yield

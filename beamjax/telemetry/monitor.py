@@ -28,19 +28,7 @@ MAX_MOMENTS = 400
 
 
 class Monitor:
-    """Adds up the spans of all workers on a plan.
-
-    Args:
-      plan: the plan of the run.
-      folder: the folder of the job, through which other processes follow it, or None.
-      letters: records the members that are dropped.
-      planning: seconds that it took to make the plan.
-
-    Attributes:
-      spans: the spans of this process, and the sums of what workers have reported.
-      provenance: the kinds of machine that computed the values of the run.
-      folder, letters: as given.
-    """
+    """Adds up the spans of all workers on a plan."""
 
     def __init__(
         self,
@@ -49,13 +37,15 @@ class Monitor:
         letters: DeadLetters | None = None,
         planning: float = 0.0,
     ):
-        self.spans = Spans(traces=folder is not None)  # nothing else reads single spans
-        self.provenance = UNKNOWN
-        self.folder = folder
+        # Those of this process, and the sums of what workers have reported. Nothing but a report,
+        # which is in the folder, reads single spans.
+        self.spans = Spans(traces=folder is not None)
+        self.provenance = UNKNOWN  # the kinds of machine that computed the values
+        self.folder = folder  # through which other processes follow the job
         self.letters = DeadLetters() if letters is None else letters
         self._moments: dict[str, Thinned[float]] = {}
         self._plan = plan
-        self._planning = planning
+        self._planning = planning  # seconds
         self._time, self._began = time.time(), time.monotonic()
         self._rounds = 0
         self._resumed: list[Step] = []
@@ -75,11 +65,7 @@ class Monitor:
                 self._trace.add((worker, span))
 
     def tick(self) -> None:
-        """Ends a cancelled job.
-
-        Raises:
-          JobCancelledError: the job was cancelled.
-        """
+        """Raises `JobCancelledError` if the job was cancelled."""
         if self.spans.cancelled:
             raise JobCancelledError("the job was cancelled")
 
@@ -130,14 +116,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def pipeline(self, name: str) -> Iterator[Reports | None]:
-        """One pipeline of the job, from its start to its end.
-
-        Yields:
-          Where its workers write their records; None if nothing reads them.
-
-        Raises:
-          JobCancelledError: the job was cancelled.
-        """
+        """One pipeline of the job; yields where its workers write records, None if nowhere."""
         self.tick()
         with self._lock:
             self._pipeline = name

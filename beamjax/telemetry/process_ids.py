@@ -13,20 +13,15 @@ import psutil
 
 
 def this_process() -> dict[str, Any]:
-    """A record that identifies this process: where its pid means something, its pid and start.
-
-    The name of the host is for messages only: several hosts may have the same.
-    """
+    """A record that identifies this process: where its pid means something, its pid and start."""
+    # The name of the host is for messages only: several hosts may have the same.
     pid = os.getpid()
     return {"host": socket.gethostname(), "boot": _place(), "pid": pid, "started": started(pid)}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether the process of a record is alive; None if its pid means nothing in this process.
-
-    It then runs on another machine or in another container, or ran before this machine was started.
-    """
-    if process.get("boot") != _place():
+    """Whether the process of a record is alive; None if its pid means nothing in this process."""
+    if process.get("boot") != _place():  # another machine or container, or before a reboot
         return None
     pid = process.get("pid")
     if type(pid) is not int or pid < 1:

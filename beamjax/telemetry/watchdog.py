@@ -38,36 +38,24 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Watches the spans of this process in one run; see `spans.Watch`.
-
-    Args:
-      steps: the steps of the run, for messages.
-      limit: largest number of seconds of a span, without compilation; None for no limit.
-      folder: the folder for the file of this process; None, or a folder without the mark of
-        `working_files.invite`, for no file.
-      on_late: called with the error of work that takes too long.
-    """
+    """Watches the spans of this process in one run; see `spans.Watch`."""
 
     def __init__(
         self, steps: Iterable[Step] = (), limit: float | None = None, folder: str | None = None,
         on_late: Callable[[BeamjaxError], None] | None = None,
     ):  # fmt: skip
-        self.steps = {step.name: step for step in steps}
-        self.limit = limit
-        self.late: BeamjaxError | None = None
+        self.steps = {step.name: step for step in steps}  # for messages
+        self.limit = limit  # seconds of a span, without compilation
+        self.late: BeamjaxError | None = None  # the error of work that takes too long
         self._on_late = on_late
         self._given_up = False
         self._file: WorkingFile | None = None
         if folder is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # such as in a folder without the mark of `invite`
                 self._file = WorkingFile(folder)
 
     def begin(self, span: timed) -> None:
-        """Watches a span until it ends.
-
-        Raises:
-          JobCancelledError: the run has ended.
-        """
+        """Watches a span until it ends; JobCancelledError if the run has ended."""
         self.check()
         if span.kind not in DOING or (self.limit is None and self._file is None):
             return
@@ -78,12 +66,7 @@ class Watchdog:
             _watch(self, span)
 
     def end(self, span: timed, error: BaseException | None) -> None:
-        """Ends to watch a span.
-
-        Raises:
-          WorkerError: it took longer than the limit.
-          JobCancelledError: the run has ended.
-        """
+        """Ends to watch a span; WorkerError if it took longer than the limit."""
         if span.kind not in DOING:
             return
         if self._file is not None:
@@ -187,18 +170,9 @@ def placed_error(
 
 
 def bounded(function: Callable[[], T], watchdog: Watchdog) -> T:
-    """Calls a function in a thread, and gives up when a span takes too long.
-
-    Args:
-      function: a function whose spans the watchdog sees. It is called with the JAX settings of this
-        thread.
-      watchdog: the watchdog, which belongs to this call alone.
-
-    Raises:
-      WorkerError: a span took too long. The thread is stopped when it next runs Python. Code
-        in C can't be stopped, but it does not keep the process from ending.
-      Exception: what the function raises.
-    """
+    """Calls a function in a thread, and gives up when one of its spans takes too long."""
+    # The thread is stopped when it next runs Python. Code in C can't be stopped, but as the thread
+    # is a daemon, it does not keep the process from ending.
     outcome: Future[T] = Future()
     work = functools.partial(fulfil, outcome, with_settings_of_here(function))
     thread = threading.Thread(target=work, name="beamjax run", daemon=True)

@@ -23,15 +23,10 @@ MAX_RECORDERS = 64
 
 @dataclass(frozen=True)
 class Reports:
-    """Where workers write their records.
+    """Where workers write their records."""
 
-    Attributes:
-      folder: the folder of the job.
-      pipeline: the name of the pipeline in it.
-    """
-
-    folder: str
-    pipeline: str
+    folder: str  # of the job
+    pipeline: str  # its name in the job
 
 
 class _Recorder:
@@ -70,10 +65,8 @@ _here = _Local()
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Spans]:
-    """A context in which `report` adds the work of this thread to the sum that it returns.
-
-    The caller sends the sum to another process in a message.
-    """
+    """A context in which `report` adds the work of this thread to the sum that it yields."""
+    # The caller sends the sum to another process in a message.
     former, _here.collector = _here.collector, Spans(traces=True)
     try:
         yield _here.collector
@@ -82,15 +75,7 @@ def collecting() -> Iterator[Spans]:
 
 
 def report(work: Work, reports: Reports | None) -> None:
-    """Reports work to the launching process of a job.
-
-    Args:
-      work: what was done since the last report.
-      reports: where this process writes its record; None writes none.
-
-    Raises:
-      JobCancelledError: the job was cancelled.
-    """
+    """Reports work since the last report; JobCancelledError if the job was cancelled."""
     if _here.collector is not None:
         _here.collector.add(work)
     elif reports is not None:

@@ -29,6 +29,9 @@ DOING = ("reading", "computing", "merging")
 MAX_NAME = 200
 """Largest number of characters of the name of a step in the file."""
 
+# The file: a header with the record of the process as JSON, whose last byte says whether it has
+# left; then slots, each one entry as JSON with zeros at the end. A slot whose first byte is zero is
+# free.
 _MARK = "workers-wanted"
 _HEADER_BYTES = 1024
 _LEFT_AT = _HEADER_BYTES - 1  # the byte that says that the process ended normally
@@ -37,34 +40,18 @@ _FILE_BYTES = _HEADER_BYTES + SLOTS * _SLOT_BYTES
 
 
 class WorkEntry(NamedTuple):
-    """An activity of a thread, as its process recorded it.
+    """An activity of a thread, as its process recorded it."""
 
-    Attributes:
-      doing: one of `DOING`.
-      thread: its number, as `threading.get_ident` gives it.
-      since: when it began, in seconds since the epoch.
-      step: name of the step.
-      shard: index of the shard, None for a step without shards.
-      members: first and last member of the shard.
-    """
-
-    doing: str
-    thread: int
-    since: float
+    doing: str  # one of `DOING`
+    thread: int  # as `threading.get_ident` gives it
+    since: float  # seconds since the epoch
     step: str
-    shard: int | None
-    members: tuple[int, int] | None
+    shard: int | None  # None for a step without shards
+    members: tuple[int, int] | None  # first and last member of the shard
 
 
 class WorkingFile:
-    """The file of this process in the folder of a run.
-
-    Args:
-      folder: a folder for which the launching process called `invite`.
-
-    Raises:
-      OSError: no process on this machine called `invite`, or the file can't be created.
-    """
+    """The file of this process in the folder of a run; OSError if nobody here called `invite`."""
 
     def __init__(self, folder: str):
         self._memory = _make(folder)
@@ -97,17 +84,11 @@ class WorkingFile:
 
 @dataclass(frozen=True)
 class WorkingProcess:
-    """The contents of the file of a process.
+    """The contents of the file of a process."""
 
-    Attributes:
-      process: as `process_ids.this_process` describes it.
-      left: whether the process ended normally.
-      entries: the activities of its threads, in the order in which they began.
-    """
-
-    process: dict[str, Any]
-    left: bool
-    entries: tuple[WorkEntry, ...]
+    process: dict[str, Any]  # as `process_ids.this_process` describes it
+    left: bool  # the process ended normally
+    entries: tuple[WorkEntry, ...]  # in the order in which they began
 
 
 def read_file(path: str) -> WorkingProcess | None:
