@@ -184,25 +184,15 @@ HEADER = f"{'':3}  {'kind':12} {'at, s':>7} {'ended, s':>8} {'tasks again':>12} 
 
 @dataclass
 class Soak:
-    """What all attempts share.
-
-    Attributes:
-      cluster: that all run on.
-      folder: for checkpoints and logs.
-      steps: of each client and round.
-      limit: seconds after which a run counts as hung.
-      bits: what each has to give.
-      usual: seconds of an undisturbed run, with checkpoints and without.
-      saved: how often an undisturbed run saves its state.
-    """
+    """What all attempts share."""
 
     cluster: Cluster
-    folder: Path
-    steps: int
-    limit: float
-    bits: str = ""
-    usual: dict[bool, float] = field(default_factory=dict)
-    saved: int = 0
+    folder: Path  # for checkpoints and logs
+    steps: int  # of each client and round
+    limit: float  # seconds after which a run counts as hung
+    bits: str = ""  # of the result of an undisturbed run
+    usual: dict[bool, float] = field(default_factory=dict)  # its seconds, by: with checkpoints?
+    saved: int = 0  # how often it saves its state
 
     def attempt(self, kills: list[Kill]) -> Attempt:
         """A run in which some processes are killed."""
@@ -305,17 +295,9 @@ class Delay:
 
 
 def session_rounds(flags: argparse.Namespace, cluster: Cluster) -> tuple[list[float], list[Delay]]:
-    """Rounds in one session on Flink, some of them with a kill.
-
-    A round with a kill lasts until the first round after the kill ends, since a kill may come when
-    the results of a round are already there.
-
-    Returns:
-      The seconds of rounds without kills, and the kills.
-
-    Raises:
-      SystemExit: a round has other bits than with `runner="local"`.
-    """
+    """Rounds in one session on Flink; the seconds of those without kills, and the kills."""
+    # A round with a kill lasts until the first round after the kill ends, since a kill may come
+    # when the results of a round are already there.
     import faults_job
     import numpy as np
 
@@ -397,10 +379,8 @@ def strays(folder: Path) -> Iterator[str]:
 
 
 def lasting_strays(folder: Path) -> list[str]:
-    """Those that are still there when all had time to end.
-
-    What cancels the pipelines of a killed launcher looks for more of them for half a minute.
-    """
+    """Those that are still there when all had time to end."""
+    # What cancels the pipelines of a killed launcher looks for more of them for half a minute.
     end = time.monotonic() + 45
     while (found := list(strays(folder))) and time.monotonic() < end:
         time.sleep(0.5)

@@ -50,11 +50,7 @@ Process = subprocess.Popen  # type: ignore[type-arg]
 
 
 class Hosts:
-    """Four hosts.
-
-    Args:
-      folder: for what they share (`shared`), and what each has for itself (`own`).
-    """
+    """Four hosts, with a folder for what they share, and one for what each has for itself."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -260,27 +256,17 @@ Event = Callable[[Hosts], None]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, and what happens to the hosts meanwhile.
+    """A run, and what happens to the hosts meanwhile."""
 
-    Attributes:
-      name: for the table.
-      kind, count: see `hosts_job.run`.
-      events: what happens, at these seconds after its first job runs.
-      options: replace those of `OPTIONS`; None removes one.
-      error: part of the message with which it ends; "" if it ends with the right bits.
-      before, after: what happens before the run, and after it, when nothing may be left.
-      kills: at which second the launcher is killed, and the same call made again.
-    """
-
-    name: str
-    kind: str
+    name: str  # for the table
+    kind: str  # see `hosts_job.run`, as for `count`
     count: int
-    events: tuple[tuple[float, Event], ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    before: Event | None = None
-    after: Event | None = None
-    kills: float | None = None
+    events: tuple[tuple[float, Event], ...] = ()  # at these seconds after its first job runs
+    options: dict[str, Any] = field(default_factory=dict)  # replace `OPTIONS`; None removes one
+    error: str = ""  # part of the message with which it ends; "" if it ends with the right bits
+    before: Event | None = None  # happens before the run
+    after: Event | None = None  # happens after it, when nothing may be left
+    kills: float | None = None  # at which second the launcher is killed, and the call repeated
 
 
 def pools(hosts: Hosts) -> None:

@@ -72,15 +72,9 @@ def stored(kind: str, folder: Path) -> bj.Source:
 
 
 def run(kind: str, count: int, runner: str, options: dict[str, Any], folder: Path) -> np.ndarray:
-    """Runs one of the programs.
-
-    Args:
-      kind: "pass", of count milliseconds for each member; "npy" and "parquet", the same pass over
-        members in files; "rounds"; or "session", of as many calls.
-      count: see `kind`.
-      runner, options: see `beamjax.run`.
-      folder: for the files of members.
-    """
+    """Runs one of the programs, with files of members in a folder."""
+    # "pass" takes `count` milliseconds for each member; "npy" and "parquet" are the same pass over
+    # members in files; "rounds" has `count` rounds; "session" has as many calls.
     w, x = data()
     if kind in ("pass", "npy", "parquet"):
         x = x if kind == "pass" else stored(kind, folder)

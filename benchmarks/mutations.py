@@ -291,11 +291,7 @@ def _pytest(tree: Path, names: Sequence[str], output: Path) -> None:
 
 
 def run_tests(tree: Path, names: Sequence[str], seconds: float) -> str:
-    """Runs tests in a copy of the tree until one fails.
-
-    Returns:
-      "survived", or what ended them: the first test that failed, "time", or a code of pytest.
-    """
+    """Runs tests in a copy of the tree until one fails; returns what ended them, or "survived"."""
     failure = tree / "mutant-failure"
     failure.unlink(missing_ok=True)
     process = _FORKS.Process(target=_pytest, args=(tree, names, tree / "mutant-output"))

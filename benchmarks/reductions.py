@@ -50,14 +50,12 @@ def show(title: str, best: dict[str, float], base: str) -> None:
 
 
 def wide(shards: int, width: int) -> None:
-    """Partials of 100 MB: what merging them takes, against as many in-place adds of NumPy.
-
-    What a job takes besides its bodies (its `compute`) and compiling is the reduction: adding up,
-    sending, merging, rounding, and bringing the result home. The adds of NumPy are timed right
-    before and after each job; the ratio is to their mean. A small job before pays for imports. A
-    loop by hand shows what of it nobody can save who gets partials from JAX. With several threads,
-    as usual, bodies are timed alone, in as many threads that do nothing else.
-    """
+    """Partials of 100 MB: what merging them takes, against as many in-place adds of NumPy."""
+    # What a job takes besides its bodies (its `compute`) and compiling is the reduction: adding up,
+    # sending, merging, rounding, and bringing the result home. The adds of NumPy are timed right
+    # before and after each job; the ratio is to their mean. A small job before pays for imports. A
+    # loop over the jitted body shows what of it nobody can save who gets partials from JAX. With
+    # several threads, as usual, bodies are timed alone, in as many threads that do nothing else.
     w = jax.device_put(np.random.default_rng(0).normal(size=width).astype(np.float32))
     members = shards * 8
 
