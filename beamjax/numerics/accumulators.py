@@ -1,9 +1,8 @@
 """Accumulators: the state of a reduction on the host while the partials of shards arrive.
 
-Partials are flat vectors, one per shard. Accumulators take them in any order, travel as bytes, and
-are merged in any order. Except in the mode "fast", the final bits depend on the partials alone.
-Products of floats raise an error if a shard is added twice; other kinds do not notice it. The
-accumulator of float sums is in `beamjax.numerics.exact_sum`, all others are in this module.
+Partials are flat vectors, one per shard, which come in any order. Accumulators merge, and travel as
+bytes. Except in the mode "fast", the final bits depend on the partials alone. The accumulator of
+float sums is in `exact_sum`, all others are here.
 """
 
 from __future__ import annotations
@@ -40,22 +39,17 @@ _MAX_LEVEL = 62
 
 
 class Accumulator(abc.ABC):
-    """The reduction of some shards.
+    """The reduction of the partials of some shards."""
 
-    Attributes:
-        name: name of the kind, which is written into the bytes.
-        reducer: the reduction that it does.
-        dtype: dtype of the partials.
-        size: length of the partials.
-        left_out: number of members that are in no partial, and that means do not count.
-        provenance: the kinds of machine that computed the partials.
-    """
-
+    # The name of the kind, which is written into the bytes.
     name: ClassVar[str]
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
+        # The partials are vectors (size,) of `dtype`.
         self.reducer, self.dtype, self.size = reducer, np.dtype(dtype), size
+        # The number of members that are in no partial, and that means do not count.
         self.left_out = 0
+        # The kinds of machine that computed the partials.
         self.provenance: Provenance = UNKNOWN
 
     @property
@@ -87,11 +81,9 @@ class Accumulator(abc.ABC):
         self._merge(other)
 
     def encode(self) -> bytes:
-        """The state as bytes, for `decode_accumulator`.
-
-        Except in the mode "fast", the bytes depend only on the partials, their shards, the members
-        left out and the provenance.
-        """
+        """The state as bytes, for `decode_accumulator`."""
+        # Except in the mode "fast", the bytes depend only on the partials, their shards, the
+        # members left out and the provenance. So equal reductions have equal bytes.
         meta: dict[str, Any] = {
             "accumulator": self.name,
             "reduction": self.reducer.name,
@@ -117,10 +109,7 @@ class Accumulator(abc.ABC):
 
     @abc.abstractmethod
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
-        """The result at the coordinates [lo, hi), a vector of `dtype`.
-
-        Without any shards, this is the identity of the reduction.
-        """
+        """The result at the coordinates [lo, hi); the identity if there are no shards."""
 
     @staticmethod
     def exactness(dtype: np.dtype) -> str:
@@ -130,16 +119,11 @@ class Accumulator(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def bytes_each(dtype: np.dtype, most: bool) -> int:
-        """Bytes of the state of a number of ordinary size.
-
-        With `most`, an upper bound for numbers of like size and a million shards.
-        """
+        """Bytes of the state of an ordinary number; with `most`, an upper bound."""
+        # The bound is for numbers of like size and a million shards.
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """The means at the coordinates [lo, hi), a vector of `dtype`.
-
-        The sums are divided by `count`, without the members that were left out.
-        """
+        """The sums at [lo, hi) over `count`, less the members that were left out."""
         raise NotImplementedError(f"{self.name} has no means")
 
     @abc.abstractmethod
@@ -193,15 +177,13 @@ def _only_array(
 
 def _widest(dtype: np.dtype) -> np.dtype:
     """The dtype in which partials are added one by one."""
+    # Integers wrap around, which is associative. Float64 hides most of the rounding of floats, but
+    # their last bits depend on the order.
     return np.dtype({"f": np.float64, "c": np.complex128}.get(dtype.kind, dtype))
 
 
 class Running(Accumulator):
-    """One vector, to which every shard is added by a NumPy operation.
-
-    Integers wrap around, which is associative. Float sums and products are held in float64 or
-    complex128; their last bits depend on the order (`reduction="fast"`).
-    """
+    """One vector, to which a NumPy operation adds every partial."""
 
     name = "running"
 
@@ -288,8 +270,10 @@ def from_real_parts(parts: np.ndarray) -> np.ndarray:
 
 
 class OrderedProduct(Accumulator):
-    """Product of floats in float64 over a `DyadicTree` of shards, rounded once at the end."""
+    """The product of floats, multiplied over a `DyadicTree` of shards and rounded once."""
 
+    # Products of floats round, so the order of multiplications is fixed: that of the tree.
+    # Unlike other accumulators, the tree notices a shard that is added twice.
     name = "ordered_product"
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
@@ -347,14 +331,11 @@ class OrderedProduct(Accumulator):
 
 
 def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Product of float64 (1, size), or of complex numbers as (2, size).
-
-    Complex products are written out, because NumPy's own use a fused multiply-add on some
-    processors.
-    """
+    """The product of float64 (1, size), or of complex numbers as (2, size)."""
     with np.errstate(all="ignore"):
         if len(left) == 1:
             return left * right
+        # NumPy's own complex product uses a fused multiply-add on some processors.
         real = left[0] * right[0] - left[1] * right[1]
         return np.stack([real, left[0] * right[1] + left[1] * right[0]])
 
@@ -362,25 +343,25 @@ def _multiply(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     with np.errstate(all="ignore"):
         result = round_pair(values.copy(), None, dtype)
+        # Of NaN, one pattern of bits stands for all.
         result[np.isnan(values)] = np.float32(np.nan).astype(dtype)
         return result
 
 
 # --- maxima and minima
 
+# Of +0 and -0, NumPy's `maximum` may return either, and of several NaN it returns the first. So
+# numbers are compared as integers with the same order, their keys: the bits of a float, where the
+# lower 31 or 63 bits of negative numbers are flipped. Then -0 is below +0, as on XLA's CPU and GPU,
+# and every NaN is the same and above all numbers. A minimum is the maximum of the complements.
+#
+# `jnp.max` compares complex numbers by the real and then the imaginary part, where the signs of
+# zeros, and whether a NaN wins, depend on the order. Here all zeros of complex numbers are +0, and
+# a NaN is above all numbers in each part.
+
 
 class Extreme(Accumulator):
-    """Maximum or minimum of vectors, one per shard.
-
-    Of +0 and -0, NumPy's `maximum` may return either, and of several NaN it returns the first. So
-    numbers are compared as integers with the same order: the bits of a float, with the lower 31 or
-    63 flipped in negative numbers. Then -0 is below +0, as on XLA's CPU and GPU, and every NaN is
-    the same and above all numbers. Minima are maxima of the complements of these integers.
-
-    Complex numbers are compared by the real and then the imaginary part, as in `jnp.max`. In
-    `jnp.max`, the signs of zeros and whether a NaN wins depend on the order. Here all zeros are +0,
-    and a NaN is above all numbers in each part.
-    """
+    """Maximum or minimum, as the maximum of integers with the same order."""
 
     name = "extreme"
 
@@ -423,6 +404,7 @@ class Extreme(Accumulator):
         elif self._parts == 1:
             np.maximum(self._keys, keys, out=self._keys)
         else:
+            # The imaginary parts decide where the real parts are equal.
             above = keys > self._keys
             above[0] |= above[1] & (keys[0] == self._keys[0])
             np.copyto(self._keys, keys, where=above[0])
@@ -447,10 +429,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def lowest_value(reduction: str, dtype: np.dtype) -> Any:
-    """The identity of a maximum ("max") or minimum ("min") of a dtype.
-
-    It is infinite if the dtype has infinities, else the lowest or highest number.
-    """
+    """The identity of "max" or "min": infinite if the dtype has infinities."""
     sign = -1 if reduction == "max" else 1
     if dtype.kind == "b":
         return np.bool_(reduction == "min")
@@ -465,7 +444,7 @@ def lowest_value(reduction: str, dtype: np.dtype) -> Any:
 
 
 def _key_dtype(dtype: np.dtype) -> np.dtype:
-    """The integers as which numbers of a dtype are compared."""
+    """The dtype of the keys of numbers of a dtype."""
     if is_float(dtype):
         return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
     if dtype.kind == "c":
@@ -477,7 +456,7 @@ def _key_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
-    """Integers (parts, size) in the order of the values ("max"), or in reverse order ("min")."""
+    """Keys (parts, size) in the order of the values ("max"), or in reverse order ("min")."""
     keys = _key_dtype(values.dtype)
     if values.dtype.kind == "c":
         # -0 + 0 is +0, so zeros of either sign are equal.
@@ -485,6 +464,7 @@ def to_keys(values: np.ndarray, reduction: str) -> np.ndarray:
     if not is_float(values.dtype):
         whole = values.astype(keys, copy=False)
         return (whole if reduction == "max" else ~whole)[None]
+    # All floats of up to 32 bits are exactly float32 numbers.
     wide = values.astype(f"f{keys.itemsize}", copy=False)
     whole = _flip_negative(wide.view(keys))
     if reduction == "min":
@@ -509,4 +489,5 @@ def from_keys(keys: np.ndarray, dtype: np.dtype, reduction: str) -> np.ndarray:
 def _flip_negative(bits: np.ndarray) -> np.ndarray:
     """Float bits as integers in the order of the floats, or back, as a new array."""
     highest = np.iinfo(bits.dtype).max
+    # The shift copies the sign into all bits; `highest` leaves the sign itself as it is.
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & highest)

@@ -1,10 +1,8 @@
 """Reductions of members by key, for keys that are not known in advance.
 
-`Rows` are the reduction of some members: a row for each of their keys. `ByKey.merged` joins rows by
-sorting them by key. The operations on rows are associative and commutative, so the bits of a result
-depend only on the members: floats are added as the digits of long fixed-point numbers, as in
-`superaccumulator`, and are compared as integers. Products of floats have a row for each key and
-block of members until the end, when the blocks are multiplied in their order.
+`Rows` are the reduction of some members, with a row for each of their keys. `ByKey.merged` joins
+them by sorting. The operations on rows are associative and commutative, so the bits of a result
+depend only on the members.
 """
 
 from __future__ import annotations
@@ -23,6 +21,11 @@ from beamjax.numerics.rounding import DIVISOR_LIMIT, append, divide, round_pair
 from beamjax.numerics.superaccumulator import LOWEST, WIDTH
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
+# Floats are added as the digits of long fixed-point numbers, as in `superaccumulator`, but as
+# int64, for which NumPy can reduce runs of rows. Maxima compare integers. Products of floats, which
+# round, have a row for each key and block of members until the end, and are then multiplied in the
+# order of the blocks.
+
 BLOCK_BYTES = 1 << 24
 """Approximate bytes of the rows of a block, which a worker reduces at once."""
 MAX_BLOCK = 1 << 18
@@ -40,18 +43,15 @@ _LOWEST = LOWEST[np.dtype(np.float64)]
 
 @dataclass(frozen=True)
 class Rows:
-    """The reduction of some members.
+    """The reduction of some members, with a row for each of their keys."""
 
-    Attributes:
-      keys: the codes of the keys (`key_codes`), ascending.
-      counts: int64, the number of members of each row.
-      blocks: int64, the block of the members of each row; 0 if it does not matter.
-      states: the state of each leaf.
-    """
-
+    # The codes of the keys (`key_codes`), ascending.
     keys: np.ndarray
+    # int64, the number of members of each row.
     counts: np.ndarray
+    # int64, the first member of the block of each row; 0 if the order of blocks does not matter.
     blocks: np.ndarray
+    # For each leaf.
     states: tuple[State, ...]
 
     @property
@@ -87,17 +87,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class ByKey:
-    """A reduction of members by key.
+    """A reduction of members by key."""
 
-    Attributes:
-      op: the reduction, as in `reduce_by_key`.
-      key: the type of a key: a number, or a text of uint8[width] with zeros at its end.
-      members: the type of a member of each leaf.
-      results: the dtype of each leaf of the result.
-    """
-
+    # The reduction, as in `reduce_by_key`.
     op: str
+    # A number, or a text of uint8[width] with zeros at its end.
     key: Type
+    # For each leaf, the type of a member and the dtype of the result.
     members: tuple[Type, ...]
     results: tuple[np.dtype, ...]
 
@@ -114,6 +110,7 @@ class ByKey:
     @property
     def row_bytes(self) -> int:
         """Approximate bytes of a row."""
+        # Two int64, the key, and the values: mostly four digits where sums are exact.
         values = sum(_size(shape) * max(dtype.itemsize, 8) for shape, dtype in self.members)
         return (
             16
@@ -175,6 +172,7 @@ class ByKey:
             return parts[0]
         keys = np.concatenate([part.keys for part in parts])
         numbers = np.concatenate([part.blocks for part in parts])
+        # By key, and by block within a key.
         order = np.argsort(numbers, kind="stable")
         order = order[np.argsort(keys[order], kind="stable")]
         keys, numbers = keys[order], numbers[order]
@@ -206,14 +204,12 @@ class ByKey:
         return _carried(found) if "special" in found else found
 
     def added(self, waiting: list[Rows], rows: Iterable[Rows]) -> list[Rows]:
-        """Rows that wait to be merged, with more of them.
-
-        If they are many, the latest are merged, from the first one that is not much longer than all
-        after it together. So each row is merged a few times, even if all keys are different.
-        """
+        """Rows that wait to be merged, with more of them."""
         waiting = [*waiting, *rows]
         if len(waiting) <= MAX_WAITING:
             return waiting
+        # Merges the latest, from the first one that is not much longer than all after it together.
+        # So each row is merged a few times, even if all keys are different.
         first, after = len(waiting) - 1, len(waiting[-1].keys)
         while first and len(waiting[first - 1].keys) <= 2 * after:
             first -= 1
@@ -283,10 +279,7 @@ def reduced(by_key: ByKey, keys: np.ndarray, leaves: Sequence[np.ndarray]) -> li
 
 
 def key_codes(keys: np.ndarray) -> np.ndarray:
-    """Keys as uint64, or bytes for texts, which have the same order and are equal for equal keys.
-
-    -0 and 0 are one key, and so are all NaN, which come last.
-    """
+    """Keys as uint64, or bytes for texts, with the same order, and equal for equal keys."""
     if keys.ndim == 2:
         width = max(keys.shape[1], 1)
         padded = np.zeros((len(keys), width), np.uint8)
@@ -296,6 +289,8 @@ def key_codes(keys: np.ndarray) -> np.ndarray:
         return keys.astype(np.uint64)
     if keys.dtype.kind == "i":
         return keys.astype(np.int64).view(np.uint64) ^ _TOP
+    # -0 and 0 are one key, and so are all NaN, which come last. As in `accumulators`, the bits of
+    # negative numbers are flipped.
     wide = keys.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
@@ -324,11 +319,9 @@ def text_of(keys: np.ndarray) -> np.ndarray:
 
 
 def hashed(codes: np.ndarray) -> np.ndarray:
-    """Pseudorandom uint64 (n,) of the codes of keys.
-
-    The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014, figure 16.
-    """
+    """Pseudorandom uint64 (n,) of the codes of keys."""
+    # The finalizer of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    # generators", OOPSLA 2014, figure 16.
     words = [codes]
     if codes.dtype.kind == "S":
         whole = codes.astype(f"S{-(-codes.itemsize // 8) * 8}")
@@ -347,6 +340,8 @@ def hashed(codes: np.ndarray) -> np.ndarray:
 
 def _as_float64(values: np.ndarray) -> list[np.ndarray]:
     """Float64 arrays (n, coordinates), the exact sum of which is `values`."""
+    # A complex number is two coordinates. An int of 64 bits has more bits than a double, so it is
+    # high * 2^32 + low.
     flat = values.reshape(len(values), -1)
     if flat.dtype.kind == "c":
         return [np.ascontiguousarray(flat, np.complex128).view(np.float64)]
@@ -363,9 +358,12 @@ def _squares(values: np.ndarray) -> list[np.ndarray]:
     if flat.dtype.kind == "c":
         flat = np.ascontiguousarray(flat, np.complex128).view(np.float64)
     x = flat.astype(np.float64)
+    # A square is the sum of two doubles, the rounded square and the rest. The rest is computed from
+    # halves of 26 bits, whose products are doubles: x = high + low, so the square is
+    # high^2 + 2*high*low + low^2 (Dekker, "A floating-point technique", 1971).
     with np.errstate(all="ignore"):
         square, left = x * x, x * (2.0**27 + 1)
-        high = left - (left - x)  # Dekker, "A floating-point technique", 1971.
+        high = left - (left - x)
         low = x - high
         rest = ((high * high - square) + 2 * high * low) + low * low
     rest = np.where(np.isfinite(square) & np.isfinite(rest), rest, 0.0)
@@ -374,10 +372,8 @@ def _squares(values: np.ndarray) -> list[np.ndarray]:
 
 
 def _digits(terms: Sequence[np.ndarray], first: np.ndarray) -> State:
-    """The digits of the sums of runs of rows; infinities and NaN are added apart.
-
-    Digit k is a multiple of 2^(WIDTH * k + _LOWEST), as in `superaccumulator.Digits`.
-    """
+    """The digits of the sums of runs of rows; infinities and NaN are added apart."""
+    # Digit k is a multiple of 2^(WIDTH * k + _LOWEST), as in `superaccumulator.Digits`.
     state: State = {"special": np.zeros((len(first), terms[0].shape[1]))}
     for rest in terms:
         finite = np.isfinite(rest)
@@ -406,11 +402,9 @@ def _split(rest: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _carried(state: State) -> State:
-    """Brings each digit to [-2^(WIDTH-1), 2^(WIDTH-1)), so that the digits depend on the sum alone.
-
-    Digits that are 0 in all rows are left out.
-    """
+    """Brings each digit to [-2^(WIDTH-1), 2^(WIDTH-1)), and drops digits that are 0 in all rows."""
     digits = {int(name): x for name, x in state.items() if name != "special"}
+    # A number has only one form with such digits, so they depend on the sum alone.
     half = np.int64(1 << (WIDTH - 1))
     for key in range(min(digits, default=0), max(digits, default=-1) + 2):
         if key in digits:
@@ -432,6 +426,7 @@ def _rounded(state: State, counts: np.ndarray | None, result: np.dtype) -> np.nd
         for key in sorted(digits, reverse=True):
             unit = key * WIDTH + _LOWEST
             head, tail = append(head, tail, np.ldexp(digits[key].astype(np.float64), unit))
+        # Past the limits of doubles and of `divide`, Python's integers divide.
         outside = ~np.isfinite(head)
         divisor = None
         if counts is not None:
@@ -456,6 +451,8 @@ def _variances(state: State, counts: np.ndarray) -> np.ndarray:
     """Float64 variances (rows, coordinates) of members with such squares."""
     special = state["special"]
     digits = {int(name): x for name, x in state.items() if name != "special"}
+    # The variance is (n * sum of squares - (sum)^2) / n^2, in which floats would cancel. So the
+    # digits become Python's integers, of which only the quotient is rounded.
     lowest = min(digits, default=0)
     total = np.zeros(special.shape, object)
     for key, digit in digits.items():

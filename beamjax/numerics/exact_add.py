@@ -1,13 +1,8 @@
 """Additions of float64 vectors that report whether one of them has rounded.
 
-By IEEE 754-2019 (section 7.6), an operation raises the flag "inexact" if its result is rounded, and
-the flag stays raised until it is lowered. Each thread has its own flags, in the processor. So one
-look at the flag, after NumPy has added whole vectors, shows whether all additions were exact, at no
-cost per addition. Other code that runs in between can only raise the flag, since libraries do not
-lower it (C17, 7.6.2 and F.8.3).
-
-If there is no such flag, or NumPy's additions do not raise it because it adds in other threads,
-nothing is added here, and the caller adds to its digits.
+A processor raises a flag, "inexact", if the result of an operation is rounded. One look at the flag
+after NumPy has added whole vectors shows whether all additions were exact, at no cost per addition.
+Where there is no such flag, nothing is added here, and the caller adds to its digits.
 """
 
 from __future__ import annotations
@@ -22,6 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+# By IEEE 754-2019 (section 7.6), the flag stays raised until it is lowered, and each thread has its
+# own flags. Code that runs in between can only raise it, since libraries do not lower it (C17,
+# 7.6.2 and F.8.3). Then the caller takes the slow way without need, and its sum is the same.
 FE_INEXACT = {"x86_64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 """The flag in `fenv.h`, by machine."""
 
@@ -35,19 +33,11 @@ _local = threading.local()
 
 
 def add_exactly(total: np.ndarray, rows: Rows) -> int:
-    """Adds vectors to one, as long as every intermediate sum is exactly a double.
-
-    The caller handles NumPy's warnings (`np.errstate`).
-
-    Args:
-        total: float64 (size,), to which rows are added, from the first one on.
-        rows: float32 or float64 vectors (size,), or one array (terms, size) of them. Infinities and
-            NaN are either added by the rules of IEEE 754 or not added.
-
-    Returns:
-        The number of rows that were added; for an array, all or none of them. The order of the
-        additions is not specified, so the number may depend on the order of the rows.
-    """
+    """Adds rows to `total` while each sum is a double; returns how many it added."""
+    # Of an array, all rows are added or none. NumPy chooses the order of its additions, so the
+    # number may depend on the order of the rows, but the sum does not. Infinities and NaN are
+    # either added by the rules of IEEE 754 or not added. The caller handles NumPy's warnings
+    # (`np.errstate`).
     buffer, adder = _buffer(len(total)), _adder()
     if adder is None:
         return 0
@@ -82,10 +72,7 @@ def _adder() -> Adder | None:
 
 
 def _with_flag() -> Adder | None:
-    """A function that adds rows to a total, and returns whether all sums were exact.
-
-    None if this machine has no known flag.
-    """
+    """A function that adds rows, and says whether no sum was rounded; None without flag."""
     flag = FE_INEXACT.get(platform.machine())
     try:
         library = ctypes.PyDLL(None)  # keeps the GIL, as the calls are very short
@@ -111,6 +98,7 @@ def _with_flag() -> Adder | None:
 
 def _notices_rounding(add: Adder) -> bool:
     """Whether an adder reports a single rounded sum at any position, and reports nothing else."""
+    # NumPy may add in other threads, whose flags are not seen here.
     ones, out = np.ones(PROBED), np.empty(PROBED)
     for dtype, terms in itertools.product((np.float32, np.float64), (1, 2)):
         rows = np.ones((terms, PROBED), dtype)

@@ -1,7 +1,7 @@
 """Exact sums of float vectors: the bits of the result do not depend on the order of the terms.
 
 `ExactSum` cuts a vector into blocks, holds a long fixed-point number for each coordinate
-(`superaccumulator`), and rounds once at the end (`rounding`). As no addition rounds, the result is
+(`superaccumulator`), and rounds once at the end (`rounding`). No addition rounds, so the result is
 the correctly rounded sum or mean, in whatever order shards are added, bundled and merged.
 """
 
@@ -70,10 +70,8 @@ def check_subnormals() -> None:
 
 
 def with_subnormals() -> contextlib.AbstractContextManager[None]:
-    """A context in which this thread, and those that it starts, compute with subnormal numbers.
-
-    XLA flushes them to zero on its threads, on which a callback of the user may run a program.
-    """
+    """A context in which this thread, and those that it starts, have subnormal numbers."""
+    # XLA flushes them to zero on its threads, on which a callback of the user may run a program.
     return _usual_rounding() if _flushes_subnormals() else contextlib.nullcontext()
 
 
@@ -103,10 +101,7 @@ _ZERO = np.float32(0)
 
 
 class ExactSum(Accumulator):
-    """Exact sum of vectors, one per shard.
-
-    The real and the imaginary parts of complex numbers are separate coordinates.
-    """
+    """The exact sum of vectors, one per shard."""
 
     name = "exact_sum"
 
@@ -114,6 +109,7 @@ class ExactSum(Accumulator):
         check_subnormals()
         super().__init__(reducer, dtype, size)
         self._check_exact()
+        # The real and the imaginary part of a complex number are separate coordinates.
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
         self._length = size * self._parts
@@ -123,6 +119,7 @@ class ExactSum(Accumulator):
         copied = min(MAX_ROWS, MAX_COPIED // max(self._length, 1))
         self._is_small = copied > 1
         self._max_waiting = copied if self._is_small else MAX_WAITING
+        # Only sums of float32 mostly need no digits, and gain by adding several rows at once.
         if not self._is_small and self._real != np.float32:
             self._max_waiting = 1
 
@@ -134,6 +131,8 @@ class ExactSum(Accumulator):
     def bytes_each(dtype: np.dtype, most: bool) -> int:
         parts = 2 if dtype.kind == "c" else 1
         wide = dtype.itemsize // parts > 4
+        # Numbers of like size have three digits in float64, and those of float32 are in `held`. A
+        # million of them may need two or three digits more, and flags.
         digits = 3 if wide else 1
         return parts * (8 * (digits + 2 + wide) + 1 if most else 8 * digits)
 
@@ -169,11 +168,7 @@ class ExactSum(Accumulator):
         return self._rounded(lo, hi, dtype, 1)
 
     def mean(self, lo: int, hi: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """The sums of the coordinates [lo, hi) over `count`, correctly rounded; NaN if it is 0.
-
-        See `total`. Counts from 2^26 on take about a microsecond per value: they are divided as
-        Python integers.
-        """
+        """The sums of the coordinates [lo, hi) over `count`, correctly rounded; NaN if it is 0."""
         count -= self.left_out
         if count == 0:
             return np.full(hi - lo, np.nan).astype(dtype)
@@ -321,12 +316,11 @@ def _special(dtype: np.dtype, value: float) -> np.generic:
 
 
 def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
-    """Which coordinates must be divided as Python integers, since `divide` does not take them.
-
-    None if there are none.
-    """
+    """Which coordinates need Python's integers, since `divide` does not take them."""
+    # They take about a microsecond each.
     if divisor >= DIVISOR_LIMIT:
         return np.ones(len(head), np.bool_)
+    # Sums of float32 are zero, or between 2^-149 and 2^192: in the range of `divide`.
     if lowest == LOWEST[np.dtype(np.float32)]:
         return None
     if divisor == 1:
@@ -336,14 +330,12 @@ def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
 
 
 def quotient(numerator: int, denominator: int) -> tuple[float, float]:
-    """The quotient rounded to nearest, and a number of the sign of what rounding left out.
-
-    The second is 0 where the quotient is so near the ends of float64 that it would count.
-    """
+    """The quotient rounded to nearest, and a number with the sign of what that left out."""
     try:
         head = numerator / denominator
     except OverflowError:
         return math.inf if numerator > 0 else -math.inf, 0.0
+    # Near the ends of float64, a tail of 2^-1000 would count, so there is none.
     if not 2.0**-900 < abs(head) < 2.0**900:
         return head, math.copysign(0.0, head)  # -0 + 0 would be +0
     over, under = head.as_integer_ratio()

@@ -1,9 +1,7 @@
 """Reduces by any associative function, in an order that depends on the shard numbers alone.
 
 Floating-point functions are rarely associative to the last bit, so the shard numbers fix the tree
-of calls: the value of the shards [i·2^l, (i+1)·2^l) is always combined from its two halves. A half
-waits until the other one has arrived. At the end, the ranges that remain are combined from right to
-left.
+of calls: the value of the shards [i·2^l, (i+1)·2^l) is always combined from its two halves.
 """
 
 from __future__ import annotations
@@ -17,16 +15,13 @@ Value = TypeVar("Value")
 
 
 class DyadicTree(Generic[Value]):
-    """Values of shards, combined as soon as both halves of a dyadic range have arrived.
+    """Values of shards, combined as soon as both halves of a dyadic range have arrived."""
 
-    It holds at most about log2(n) values if n shards arrive in order, and up to n/2 otherwise.
-
-    Attributes:
-        combine: takes the values of a left and a right range, and returns that of both. It must not
-            change them, as trees share values.
-    """
+    # It holds at most about log2(n) values if n shards arrive in order, and up to n/2 otherwise.
 
     def __init__(self, combine: Callable[[Value, Value], Value]) -> None:
+        # From the values of a left and a right range to that of both. It must not change them,
+        # since trees share values.
         self.combine = combine
         self._nodes: dict[tuple[int, int], Value] = {}
 
@@ -40,6 +35,7 @@ class DyadicTree(Generic[Value]):
         while True:
             if (level, index) in self._nodes:
                 self._fail(level, index)
+            # The other half of the range of the next level has the index with the last bit flipped.
             sibling = self._nodes.pop((level, index ^ 1), None)
             if sibling is None:
                 self._nodes[level, index] = value
@@ -68,6 +64,8 @@ class DyadicTree(Generic[Value]):
             values.append(value)
         if not values:
             return None
+        # Without 2^l shards, ranges of several levels remain. The small ones are last, so from
+        # right to left each is combined with about as many shards.
         result = values.pop()
         while values:
             result = self.combine(values.pop(), result)

@@ -24,13 +24,10 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True)
 class Provenance:
-    """The kinds of machine that computed a value.
+    """The kinds of machine that computed a value."""
 
-    Attributes:
-      kinds: a text for each kind, with the names of a few hosts. Equal texts promise equal bits
-        for the same plan.
-    """
-
+    # A text for each kind, with the names of a few hosts. Equal texts promise equal bits for the
+    # same plan.
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __or__(self, other: Provenance) -> Provenance:
@@ -39,6 +36,7 @@ class Provenance:
             return self
         if not self.kinds:
             return other
+        # The first ones in order stay, so the result does not depend on the order of merges.
         found: dict[str, tuple[str, ...]] = {}
         for kind in sorted({**self.kinds, **other.kinds})[:MAX_KINDS]:
             hosts = {*self.kinds.get(kind, ()), *other.kinds.get(kind, ())}

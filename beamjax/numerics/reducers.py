@@ -1,10 +1,8 @@
 """The table of reductions: all that is stated about a reduction of members to a server value.
 
-On the device, a reduction is `partial`, which reduces a shard of members to one array. On the host,
-it is an accumulator for its `operation`, from which `finish` computes the result. The results have
-the dtypes and the rules for NaN of the `jnp` function of the same name over axis 0. Primitives,
-derivatives, weights, reductions by key and the rules of JAX's own reductions are all derived from
-`REDUCTIONS`.
+On the device, `partial` reduces a shard of members to one array. On the host, partials meet in an
+accumulator, from which `finish` computes the result. The results have the dtypes and the rules for
+NaN of the `jnp` function of the same name over axis 0.
 """
 
 from __future__ import annotations
@@ -32,49 +30,44 @@ from beamjax.numerics.exact_sum import ExactSum
 from beamjax.storage.arrays import Buffer, decode_arrays
 from beamjax.storage.dtypes import dtype_from_name
 
+# Primitives, derivatives, weights, reductions by key and the rules of JAX's own reductions follow
+# from `REDUCTIONS`, at the end.
+
 Weighted = Callable[[jax.Array, jax.Array, Any], jax.Array]
 """A function of a member's value, its weight, and the identity of the reduction."""
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """The derivative of a reduction that is not linear.
+    """The derivative of a reduction that is not linear."""
 
-    The tangent of the result is the sum over the members of their tangents times `factor`.
+    # The tangent of the result is the sum over the members of their tangents times `factor`.
 
-    Attributes:
-        parts: from a member's value and the result to the reductions that the factors need: the
-            name of each, and what it reduces.
-        factor: from a member's value, the result and the results of `parts` to the factor.
-        divides: whether the sum is divided by the result of the first part.
-    """
-
+    # From a member's value and the result to the reductions that the factors need: for each, the
+    # name and what it reduces.
     parts: Callable[[jax.Array, jax.Array], Sequence[tuple[str, jax.Array]]]
+    # From a member's value, the result and the results of `parts`.
     factor: Callable[..., jax.Array]
+    # Whether the sum is divided by the result of the first part.
     divides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionKind:
-    """A reduction over the members of a placement.
+    """A reduction over the members of a placement."""
 
-    Attributes:
-        name: as in `jnp`; the operator is `reduce_<name>`, its primitive `bj_reduce_<name>`.
-        primitives: the names of JAX's primitives that are this reduction, also over other axes.
-        needs_members: whether it has no value without any members.
-        derivative: "linear", or the derivative; None if it is zero.
-    """
-
+    # As in `jnp`; the operator is `reduce_<name>`, its primitive `bj_reduce_<name>`.
     name: str
+    # The names of JAX's primitives that are this reduction, also over other axes.
     primitives: tuple[str, ...] = ()
+    # Whether it has no value without any members.
     needs_members: bool = False
+    # None if it is zero.
     derivative: Derivative | Literal["linear"] | None = None
 
     def result_dtype(self, dtype: Any) -> np.dtype:
-        """The dtype that the `jnp` function gives for operands of `dtype`.
-
-        It depends on whether 64-bit numbers are enabled in JAX at the moment of the call.
-        """
+        """The dtype that the `jnp` function gives for operands of `dtype`."""
+        # It depends on whether 64-bit numbers are enabled at the moment of the call.
         return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
 
     @property
@@ -96,22 +89,19 @@ class Choice(ReductionKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Reducer(ReductionKind):
-    """A reduction that an accumulator does, by a function of two values.
+    """A reduction that an accumulator does, by a function of two values."""
 
-    Attributes:
-        ufunc: the NumPy function that reduces two values of a `partial_dtype` to one.
-        accumulator: the accumulator for the mode "exact".
-        pairs: the names of the primitives of JAX that reduce two values.
-        scatter: what `array.at[...]` and the primitives of JAX call it.
-        weighted: how a member with a weight is reduced.
-        divides: whether it is a sum over the number of members.
-    """
-
+    # The NumPy function that reduces two values of a `partial_dtype` to one.
     ufunc: np.ufunc
+    # For the mode "exact".
     accumulator: type[Accumulator]
+    # The names of the primitives of JAX that reduce two values.
     pairs: tuple[str, ...] = ()
+    # What `array.at[...]` and the primitives of JAX call it.
     scatter: Literal["add", "mul", "max", "min"]
+    # How a member with a weight is reduced.
     weighted: Weighted
+    # Whether it is a sum over the number of members.
     divides: bool = False
 
     @property
@@ -146,11 +136,9 @@ class Reducer(ReductionKind):
         return self.ufunc in (np.logical_or, np.logical_and)
 
     def partial_dtype(self, dtype: Any) -> np.dtype:
-        """The dtype in which the partials of operands of `dtype` leave the device.
-
-        As in `jnp`, floats narrower than float32 are summed and multiplied in float32, and means of
-        integers are sums of floats. All other partials have the dtype of the result.
-        """
+        """The dtype in which the partials of operands of `dtype` leave the device."""
+        # As in `jnp`, floats narrower than float32 are summed and multiplied in float32, and means
+        # of integers are sums of floats.
         result = self.result_dtype(dtype)
         return np.dtype(wide_dtype(result)) if self.adds else result
 
@@ -188,36 +176,31 @@ class Reducer(ReductionKind):
 
 @dataclass(frozen=True, kw_only=True)
 class Fold(ReductionKind):
-    """A reduction by a state: a list of arrays for some consecutive members.
+    """A reduction by a state: a list of arrays for some consecutive members."""
 
-    States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
+    # States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
 
-    Attributes:
-        begin: from a member's value and weight to its state.
-        merge: from the states of two neighbouring ranges of members to that of both.
-        finish: from a state, and the parameters of the operator, to the result.
-        nothing: the state of no members, as scalars.
-        terms: from a state, and a member's value, weight and their tangents, to what is added up
-            over the members for `moved`.
-        moved: from a state and these sums to its tangent.
-        of_sums: from members' values and weights, a function that adds members up by key, and one
-            that gives its results to the members, to the states of the keys; None if it is not done
-            by key.
-        of_variance: from variances, in NumPy, to the results, for keys that are not known.
-    """
-
+    # From a member's value and weight to its state.
     begin: Callable[[jax.Array, Any], list[Any]]
+    # From the states of two neighbouring ranges of members to that of both.
     merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    # From a state, and the parameters of the operator, to the result.
     finish: Callable[..., jax.Array]
+    # The state of no members, as scalars.
     nothing: tuple[float, ...]
+    # The derivative: the tangent of a state is `moved` of the state and of sums over the members.
+    # `terms` gives what is added up, from a state, and a member's value, weight and their tangents.
     terms: Callable[..., list[Any]]
     moved: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+    # From members' values and weights, a function that adds members up by key, and one that gives
+    # its results to the members, to the states of the keys; None if it is not done by key.
     of_sums: Callable[..., list[Any]] | None = None
+    # From variances, in NumPy, to the results, for keys that are not known.
     of_variance: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 class Picker(Reducer):
-    """Selects single members: a maximum of their bits as integers, where other members give 0."""
+    """Selects single members: a maximum of their bits as integers, where others give 0."""
 
     @property
     def operation(self) -> str:
@@ -255,10 +238,8 @@ class Picker(Reducer):
 def _complex_extreme(
     fold: Callable[..., jax.Array], x: jax.Array, identity: np.generic
 ) -> jax.Array:
-    """The extreme over axis 0 by the real and then the imaginary part, where NaN always wins.
-
-    In `jnp.max` and `jnp.min`, it depends on the position of a complex NaN whether it wins.
-    """
+    """The extreme over axis 0 by the real and then the imaginary part, where NaN wins."""
+    # In `jnp.max` and `jnp.min`, it depends on the position of a complex NaN whether it wins.
     real = fold(x.real, axis=0, keepdims=True)
     first = (x.real == real) | jnp.isnan(x.real)
     imag = fold(jnp.where(first, x.imag, jnp.asarray(identity)), axis=0)
@@ -267,10 +248,7 @@ def _complex_extreme(
 
 @functools.cache
 def _result_dtype(function: Callable[..., jax.Array], dtype: np.dtype, x64: bool) -> np.dtype:
-    """The result dtype of a function over axis 0.
-
-    `x64`, whether 64-bit numbers are enabled, is a part of the key of the cache.
-    """
+    """The result dtype of a function over axis 0; `x64` is in the key of the cache."""
     # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
     if function in (jnp.sum, jnp.prod) and dtype.name in ("int2", "int4", "uint2", "uint4"):
         dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")

@@ -28,14 +28,7 @@ _NO_SIGN = np.uint64((1 << 63) - 1)
 
 
 def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
-    """The arrays `index`, `data` and `flagged` of blocks whose digits are carried.
-
-    Args:
-        blocks: block number -> digits.
-
-    Returns:
-        The three arrays, which depend on the digits alone.
-    """
+    """The arrays `index`, `data` and `flagged` of blocks, by number, whose digits are carried."""
     index, data, flagged = [], [], []
     for number in sorted(blocks):
         block = blocks[number]
@@ -56,20 +49,9 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
 
 
 def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digits]:
-    """The blocks that `pack` was given.
-
-    Args:
-        arrays: `index`, `data` and `flagged`.
-        length: length of the vector.
-        lowest: as in `Digits`.
-
-    Returns:
-        Block number -> digits. They need no more memory than `data` and a byte for each coordinate
-        of the blocks in `flagged`, whatever `index` claims.
-
-    Raises:
-        ArrayFormatError: the arrays are not what `pack` gives for some vector of this length.
-    """
+    """The blocks, by number, that `pack` was given for a vector of this length."""
+    # The bytes may come from anywhere: whatever `index` claims, the blocks need no more memory than
+    # `data` and a byte for each coordinate of the blocks in `flagged`.
     expected = [("int32", 2, (2,)), ("float64", 1, ()), ("int64", 2, (2,))]
     found = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
     if found != expected:

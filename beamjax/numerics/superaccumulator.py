@@ -1,24 +1,8 @@
 """The digits of exact sums: vectors of long fixed-point numbers, to which floats are added exactly.
 
-Each coordinate is a long fixed-point number, after U. Kulisch ("Computer Arithmetic and Validity",
-2nd ed. 2013, chapter 8, the "complete register"), with delayed carries as in R. M. Neal, "Fast
-exact summation using small and large superaccumulators", arXiv:1505.05571, section 3. Numbers are
-split into digits by the error-free splitting of Rump, Ogita and Oishi, "Accurate floating-point
-summation part I: faithful rounding", SIAM J. Sci. Comput. 31(1), 2008, section 3.
-
 A vector is held in blocks of `BLOCK` values. A block holds, for each digit k that some value in it
-needs, a float64 vector of whole numbers, and stands for::
-
-    sum over k of digit[k] · 2^(unit(k)),    unit(k) = WIDTH·k + lowest
-
-where 2^lowest is the smallest subnormal of the dtype. The invariant is |digit| <= bound ·
-2^(WIDTH-1) < 2^53. So every operation on digits is exact, and the block holds the exact sum, in
-whatever order vectors are added, merged and carried. Infinities and NaN are recorded separately, as
-three flags that are OR-ed.
-
-Float32 vectors mostly need no digits: as long as all intermediate sums are doubles, one float64
-vector holds them exactly (`Digits.held`, `exact_add`). Vectors that do not fit there are added to
-the digits.
+needs, a float64 vector of whole numbers, and stands for the sum over k of digit[k] · 2^(unit(k)),
+with unit(k) = WIDTH·k + lowest, where 2^lowest is the smallest subnormal of the dtype.
 """
 
 from __future__ import annotations
@@ -30,6 +14,24 @@ import numpy as np
 
 from beamjax.numerics.exact_add import Rows, add_exactly
 from beamjax.numerics.rounding import append
+
+# The idea: a float is a whole number times a power of two. So a sum of floats is a sum of whole
+# numbers, of about 2,100 bits for float64, which is exact in any order. It is written with digits
+# of `WIDTH` bits. A digit of a sum may grow beyond `WIDTH` bits before it is carried to the next
+# one, as long as it is a double without rounding. The invariant is |digit| <= bound · 2^(WIDTH-1) <
+# 2^53: under it, every operation on digits is exact, and the block holds the exact sum, in whatever
+# order vectors are added, merged and carried. Infinities and NaN are recorded separately, as three
+# flags that are OR-ed.
+#
+# The long number is the "complete register" of U. Kulisch ("Computer Arithmetic and Validity", 2nd
+# ed. 2013, chapter 8), with delayed carries as in R. M. Neal, "Fast exact summation using small and
+# large superaccumulators", arXiv:1505.05571, section 3. Numbers are split into digits by the
+# error-free splitting of Rump, Ogita and Oishi, "Accurate floating-point summation part I: faithful
+# rounding", SIAM J. Sci. Comput. 31(1), 2008, section 3.
+#
+# Float32 vectors mostly need no digits: float64 has 29 bits more, so as long as no addition rounds
+# (`exact_add` notices it), one float64 vector, `held`, has their exact sum. Vectors that do not fit
+# there are added to the digits.
 
 BLOCK = 1 << 17
 """Number of values in a block: large enough that threads which add to different blocks seldom wait
@@ -49,30 +51,28 @@ LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 
 
 class Digits:
-    """The digits of one block: an exact fixed-point number per coordinate.
-
-    Attributes:
-        size: number of coordinates.
-        lowest: exponent of the unit of digit 0: -149 (float32) or -1074 (float64).
-        vectors: digit index -> float64 vector (size,) of whole numbers; missing digits are zero.
-        bound: |digit| <= bound · 2^(WIDTH-1).
-        flags: uint8 vector (size,) of infinities and NaN that were added, or None.
-        held: float64 vector (size,) that is part of the sum besides the digits, or None. It may be
-            read-only, and infinities and NaN may be in it as well as in `flags`.
-        missed: whether the last addition did not fit in `held`.
-        buffer: the memory for the next `held`, a float64 vector (size,) with any content; or None.
-    """
+    """The digits of one block: an exact fixed-point number per coordinate."""
 
     __slots__ = ("bound", "buffer", "flags", "held", "lowest", "missed", "size", "vectors")
 
     def __init__(self, size: int, lowest: int) -> None:
+        # The number of coordinates.
         self.size = size
+        # The exponent of the unit of digit 0: -149 (float32) or -1074 (float64).
         self.lowest = lowest
+        # By the index of the digit, float64 vectors (size,) of whole numbers; missing ones are
+        # zero.
         self.vectors: dict[int, np.ndarray] = {}
+        # |digit| <= bound · 2^(WIDTH-1).
         self.bound = 0
+        # uint8 (size,): infinities and NaN that were added.
         self.flags: np.ndarray | None = None
+        # float64 (size,): a part of the sum besides the digits. It may be read-only, and infinities
+        # and NaN may be in it as well as in `flags`.
         self.held: np.ndarray | None = None
+        # Whether the last addition did not fit in `held`.
         self.missed = False
+        # The memory for the next `held`, a float64 vector (size,) with any content.
         self.buffer: np.ndarray | None = None
 
     @property
@@ -91,12 +91,8 @@ class Digits:
         return key * WIDTH + self.lowest
 
     def add(self, rows: Rows) -> None:
-        """Adds vectors.
-
-        Args:
-            rows: float32 or float64 vectors (size,), or an array (terms, size) of at most
-                `CAPACITY` // 2 of them. No reference to them remains.
-        """
+        """Adds vectors (size,), or an array (terms, size) of at most `CAPACITY` // 2 of them."""
+        # No reference to the vectors remains.
         if self.lowest == LOWEST[np.dtype(np.float32)]:
             added = self._add_held(rows)
             self.missed = self.missed and not added
@@ -146,21 +142,22 @@ class Digits:
             self.held = rows[0]
 
     def _split(self, rows: np.ndarray, top: float) -> None:
-        """Adds rows of finite numbers, |rows| <= top, to the digits.
-
-        Numbers are truncated, because rounding to nearest could give 2^1024, which is no double.
-        The remainder is not scaled, because that could underflow.
-        """
+        """Adds rows of finite numbers, |rows| <= top, to the digits."""
         if top == 0.0:
             return
         if self.bound + 2 * len(rows) > CAPACITY:
             self._carry()
         self.bound += 2 * len(rows)
+        # The highest digit has at most WIDTH - 1 bits, and those below it WIDTH. So each row adds
+        # up to 2 to the bound.
         exponent = math.frexp(top)[1]
         key = max(0, -((WIDTH - 1 + self.lowest - exponent) // WIDTH))
         rest = rows.astype(np.float64)
         digit = np.empty_like(rest)
         while True:
+            # digit = trunc(rest / 2^unit), and rest -= digit · 2^unit, both exactly. Truncated,
+            # because rounding to nearest could give 2^1024, which is no double. `rest` itself is
+            # not scaled, because that could underflow.
             _scale(rest, -self.unit(key), digit)
             np.trunc(digit, out=digit)
             self._deposit(key, digit)
@@ -173,11 +170,7 @@ class Digits:
             key -= 1
 
     def _take_flags(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
-        """Moves infinities and NaN to `flags`.
-
-        Returns:
-            The rows with zeros in their place, and the largest absolute value.
-        """
+        """Moves infinities and NaN to `flags`; returns the other rows and their largest size."""
         flags = (
             (rows == np.inf) * np.uint8(POSITIVE_INFINITY)
             | (rows == -np.inf) * np.uint8(NEGATIVE_INFINITY)
@@ -200,19 +193,15 @@ class Digits:
             self.vectors[key] = digit.sum(axis=0)
 
     def carry(self) -> None:
-        """Brings every digit to [-2^(WIDTH-1), 2^(WIDTH-1)) and drops vectors of zeros.
-
-        The digits then depend on the number alone, and `held` is None.
-        """
+        """Brings every digit to [-2^(WIDTH-1), 2^(WIDTH-1)); drops zeros and `held`."""
+        # A number has only one form with such digits, so they depend on the number alone.
         self._release()
         self._carry()
 
     def settle(self) -> None:
-        """Brings the state to one that depends on the numbers alone.
-
-        Sums of float32 vectors are then in `held` and have no digits, if all of them are doubles.
-        Zeros are in neither.
-        """
+        """Brings the state to one that depends on the numbers alone."""
+        # If all sums of float32 vectors are doubles, they are in `held`, and there are no digits.
+        # Zeros are in neither.
         self.split_flags()
         if self.flags is not None:
             self._settle_flags(self.flags)
@@ -232,10 +221,8 @@ class Digits:
             self.held = head
 
     def _settle_flags(self, flags: np.ndarray) -> None:
-        """Reduces the flags of each coordinate to those of its sum: one infinity, or NaN.
-
-        Before, the flags depend on the order: an infinity in `held` absorbs what is added to it.
-        """
+        """Reduces the flags of each coordinate to those of its sum: one infinity, or NaN."""
+        # Before, the flags depend on the order: an infinity in `held` absorbs what is added to it.
         nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
         self.flags = np.where(nan, np.uint8(NOT_A_NUMBER), flags)
         flagged = flags != 0
@@ -250,6 +237,7 @@ class Digits:
         while key <= max(self.vectors, default=-1):
             vector = self.vectors.get(key)
             if vector is not None:
+                # The nearest multiple of 2^WIDTH moves up, and the rest is in the range of a digit.
                 carried = np.floor(vector * (1 / base) + 0.5)
                 if carried.any():
                     above = self.vectors.get(key + 1)
@@ -294,10 +282,8 @@ class Digits:
         return same
 
     def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
-        """The digits of the coordinates [lo, hi) as float64 numbers, from the highest down.
-
-        Each is exact, or infinite if it is past the range of float64.
-        """
+        """The digits of the coordinates [lo, hi) as float64 numbers, from the highest down."""
+        # Each is exact, or infinite if it is past the range of float64.
         self.split_flags()
         if self.held is not None and not self.vectors:
             yield self.held[lo:hi]

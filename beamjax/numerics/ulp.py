@@ -10,19 +10,10 @@ NAN_DISTANCE = int(np.iinfo(np.uint64).max)
 
 
 def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The number of steps between representable numbers from each element of `a` to that of `b`.
-
-    Both zeros count as one number, and infinity follows the largest finite number. Two NaNs are
-    0 apart, whatever their payloads; NaN and a number are `NAN_DISTANCE` apart.
-
-    Args:
-      a: floats of NumPy or ml_dtypes, or complex numbers.
-      b: an array of the same shape and dtype.
-
-    Returns:
-      uint64, with the shape of the arrays. For complex numbers, the larger distance of the real and
-      the imaginary parts.
-    """
+    """The number of steps between representable numbers from `a` to `b`, as uint64."""
+    # Both zeros count as one number, and infinity follows the largest finite number. Two NaNs are 0
+    # apart, whatever their payloads. The distance of complex numbers is that of their parts that
+    # are further apart.
     x, y = real_parts(a), real_parts(b)
     distance = unsigned_difference(_ordered(x), _ordered(y))
     with np.errstate(invalid="ignore"):  # ml_dtypes warns of signalling NaNs
