@@ -34,14 +34,11 @@ from beamjax.ops.primitives import (
 
 
 def depends(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """For each output, whether it may depend on one of the marked inputs.
-
-    Equations with effects count as dependent, since they may read a reference, or the index of an
-    axis that only the caller knows.
-    """
+    """For each output, whether it may depend on one of the marked inputs."""
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
     is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
     for eqn in jaxpr.jaxpr.eqns:
+        # An effect may read a reference, or the index of an axis that only the caller knows.
         if eqn.effects or any(map(is_marked, eqn.invars)):
             marked.update(eqn.outvars)
     return [is_marked(v) for v in jaxpr.jaxpr.outvars]
@@ -87,11 +84,13 @@ def _map_linear(
 def _map_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Binds two maps, so that partial evaluation keeps the first and records the second.
-
-    The second map recomputes from the primal operands. Residuals of the first map would each be a
-    placed value that has to be stored.
-    """
+    """Binds two maps: the given one, and one that computes the tangents."""
+    # y = bj_map[f] x            becomes   y = bj_map[f] x
+    #                                      ty = bj_map[jvp_f] x tx
+    #
+    # Because they are separate, partial evaluation keeps the first and records the second, which
+    # recomputes from the primal operands. Residuals of the first would each be a placed value that
+    # has to be stored.
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
     outs = map_p.bind(*primals, **params)
     moving = [
@@ -122,10 +121,9 @@ def _map_jvp(
 def _jvp_jaxpr(
     jaxpr: jex.ClosedJaxpr, moving: list[bool], moving_out: list[bool], is_tangent: list[bool]
 ) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Traces the tangents of the outputs `moving_out`, for inputs `moving`.
-
-    Its inputs are the primals, then the tangents of those that `is_tangent` marks.
-    """
+    """Traces the tangents of the outputs `moving_out`, for inputs `moving`."""
+    # Its inputs are the primals, then the tangents of those that move; broadcast operands are
+    # before placed ones, so `is_tangent` says which are which.
     body = jex.jaxpr_as_fun(jaxpr)
     is_primal = [not mark for mark in is_tangent]
 
@@ -152,6 +150,10 @@ ad.primitive_jvps[map_p] = _map_jvp
 
 def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
     jaxpr, num_broadcast = params["jaxpr"], params["num_broadcast"]
+    # y = bj_map[f] b x, linear in b and x, becomes, for a cotangent cy,
+    # cbs, cx = bj_map[transpose_f] cy
+    # cb = bj_reduce_sum cbs
+    # as all members share the broadcast operand b.
     linear = [ad.is_undefined_primal(arg) for arg in args]
     results: list[Any] = [
         ad.Zero(arg.aval.to_ct_aval()) if lin else None
@@ -180,10 +182,8 @@ def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
 def _transposed_jaxpr(
     jaxpr: jex.ClosedJaxpr, linear: list[bool], used: list[bool]
 ) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """Traces the cotangents of the inputs `linear`.
-
-    Its inputs are the other inputs and the cotangents of the outputs `used`.
-    """
+    """Traces the cotangents of the inputs `linear`."""
+    # Its inputs are the other inputs and the cotangents of the outputs `used`.
     body = jex.jaxpr_as_fun(jaxpr)
     linear_avals = _take(jaxpr.in_avals, linear)
     known_avals = _take(jaxpr.in_avals, [not lin for lin in linear])
@@ -212,6 +212,7 @@ def _map_batch(
     if all(dim is None for dim in dims) and not any(batched):
         return map_p.bind(*args, **params), [None] * len(batched)
 
+    # The body sees one member, so a batch axis of placed operands moves behind that of the members.
     args, dims = list(args), list(dims)
     for i in range(num_broadcast, len(args)):
         dim = dims[i]
@@ -300,6 +301,11 @@ def _define_linear(primitive: jex.Primitive, reduction: ReductionKind) -> None:
 def _define_jvp(primitive: jex.Primitive, reduction: ReductionKind) -> None:
     derivative = reduction.derivative
 
+    # y = bj_reduce_max x        becomes   y = bj_reduce_max x
+    #                                      p, = bj_map[parts] y x        (p = (x == y))
+    #                                      s = bj_reduce_sum p           (how many tie)
+    #                                      t, = bj_map[moved] y s x tx   (t = p * tx)
+    #                                      ty = (bj_reduce_sum t) / s
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, placement: str) -> tuple[Any, Any]:
         (x,), (t,) = primals, tangents
         out = primitive.bind(x, placement=placement)

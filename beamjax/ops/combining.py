@@ -1,17 +1,8 @@
 """`bj_reduce`: reduces the members of a placement by a function of the user.
 
-Its operands are `[*served, *leaves]`: server values that the function closes over, then the leaves
-of a placed tree. It has a result for each leaf. Its parameters are
-
-- `jaxpr`: the function, a closed jaxpr without consts, from `[*served, *left, *right]` to a value;
-- `num_served`: the number of its server values;
-- `placement`, `n`: the name and the number of members;
-- `name`: the name of the user's function, with a prefix where it is derived from it.
-
 The function is associative but not necessarily commutative, and with floats it is associative only
 up to rounding. So the calls form a fixed binary tree over the members: first pairs of neighbours,
-then pairs of these results, and so on. A range of 2^l members that begins at a multiple of 2^l is a
-node of the tree for any number of members, so shards of such ranges lead to the same calls.
+then pairs of these results, and so on.
 """
 
 from __future__ import annotations
@@ -30,6 +21,18 @@ from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError
 from beamjax.ops import sharding
 from beamjax.ops.primitives import is_differentiable, operator_primitive, trace_body
+
+# The operands of `bj_reduce` are `[*served, *leaves]`: server values that the function closes over,
+# then the leaves of a placed tree. It has a result for each leaf. Its parameters are
+#
+# - `jaxpr`: the function, a closed jaxpr without consts, from `[*served, *left, *right]` to a
+# value;
+# - `num_served`: the number of its server values;
+# - `placement`, `n`: the name and the number of members;
+# - `name`: the name of the user's function, with a prefix where it is derived from it.
+#
+# A range of 2^l members that begins at a multiple of 2^l is a node of the tree for any number of
+# members, so shards of such ranges lead to the same calls.
 
 Leaves = Sequence[Any]
 Combine = Callable[[Leaves, Leaves], Leaves]
@@ -61,6 +64,8 @@ def bind_reduce(
 
 def fold_members(combine: Combine, leaves: Leaves, count: Any = None) -> list[jax.Array]:
     """Combines the first `count` rows, in the order that the head of this file describes."""
+    # One level of the tree at a time. A row without a partner stays as it is. `count` may be
+    # traced: from a pair that it divides, only the left row counts, and of rows behind it none do.
     both = jax.vmap(lambda left, right: list(combine(left, right)))
     leaves, size = list(leaves), leaves[0].shape[0]
     while size > 1:
@@ -132,11 +137,10 @@ _compat.register_to_lojax(reduce_p, _reduce_to_lojax)
 def _reduce_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Reduces the members, and in a second reduction the members together with their tangents.
-
-    Because they are separate, partial evaluation keeps the first and records the second. The primal
-    results of the second are not used.
-    """
+    """Reduces the members, and in a second reduction the members with their tangents."""
+    # y = bj_reduce[f] x         becomes   y = bj_reduce[f] x
+    #                                      _, ty = bj_reduce[jvp_f] x tx
+    # Because they are separate, partial evaluation keeps the first and records the second.
     num_served = params["num_served"]
     outs = reduce_p.bind(*primals, **params)
     results: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
@@ -166,11 +170,9 @@ def _reduce_jvp(
 def _pair_jaxpr(
     jaxpr: jex.ClosedJaxpr, size: int, moving: list[int], floats: list[int]
 ) -> tuple[jex.ClosedJaxpr, list[Any]]:
-    """The function on pairs of a value and its tangent.
-
-    It takes `[*served, *their tangents, *left, *its tangents, *right, *its tangents]`, where the
-    server values `moving` and the leaves `floats` have tangents.
-    """
+    """The function on pairs of a value and its tangent."""
+    # It takes `[*served, *their tangents, *left, *its tangents, *right, *its tangents]`, where the
+    # server values `moving` and the leaves `floats` have tangents.
     function = jex.jaxpr_as_fun(jaxpr)
     num_served = len(jaxpr.in_avals) - 2 * size
     inputs = [*moving, *(num_served + k * size + i for k in (0, 1) for i in floats)]
@@ -206,12 +208,11 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 
 
 def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
-    """Transposes the tree of calls itself, since the cotangent of a member needs all other members.
-
-    It needs the reduction of all members before the member and of all members after it. In a pass a
-    shard has only its own members and server values, so a plan can't compute this as a pass. It
-    gathers the leaves on which the derivative depends: none if the function is linear.
-    """
+    """Transposes the tree of calls itself."""
+    # The cotangent of a member needs the reduction of all members before it and of all members
+    # after it. In a pass a shard has only its own members and server values, so a plan can't
+    # compute this as a pass. It gathers the leaves on which the derivative depends: none if the
+    # function is linear.
     linear = [ad.is_undefined_primal(arg) for arg in args]
     avals = [arg.aval for arg in args if ad.is_undefined_primal(arg)]
     used = [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
@@ -239,10 +240,11 @@ ad.primitive_transposes[reduce_p] = _reduce_transpose
 def _reduce_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int | None]]:
-    """Batches the function. All leaves are batched, since each result may depend on each leaf."""
+    """Batches the function."""
     if all(dim is None for dim in dims):
         outs = reduce_p.bind(*args, **params)
         return outs, [None] * len(outs)
+    # All leaves are batched, since each result may depend on each leaf.
     num_served, size = params["num_served"], axis_data.size
     served, leaves = args[:num_served], [
         jnp.broadcast_to(x[:, None], (x.shape[0], size, *x.shape[1:])) if dim is None

@@ -39,10 +39,8 @@ def _checked_map(
 def _of_members(
     failed: jax.Array, codes: jax.Array, payload: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Merges the errors of all members into one, as if all members ran each check together.
-
-    It is the earliest check that failed for any member, with the message of the last such member.
-    """
+    """Merges the errors of all members into one, as if all members ran each check together."""
+    # It is the earliest check that failed for any member, with the message of the last such member.
     none = np.asarray(np.iinfo(codes.dtype).max, codes.dtype)
     code = jnp.min(jnp.where(failed, codes, none), axis=0)
     members = jnp.arange(failed.shape[0], dtype=np.int32)

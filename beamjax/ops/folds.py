@@ -40,6 +40,7 @@ def in_wide_dtype(fold: Fold, x: jax.Array) -> jax.Array:
 @default_promotion()
 def _state(fold: Fold, placement: str, placed: tuple[jax.Array, ...]) -> list[jax.Array]:
     """The state of all members; `placed` are their values, then their weights if they have some."""
+    # s = bj_map[begin] x w; y = bj_reduce[merge] s
     rest = _of_members(placement, placed)
     state = map_members(
         lambda x, weight=1: fold.begin(x, weight), [], placed, name=f"{fold.name}_of_member", **rest
@@ -55,6 +56,8 @@ def _state(fold: Fold, placement: str, placed: tuple[jax.Array, ...]) -> list[ja
 @_state.defjvp
 @default_promotion()
 def _state_jvp(fold: Fold, placement: str, primals: Any, tangents: Any) -> Any:
+    # The state of all members is known then, so its tangent is linear in sums over the members:
+    # u = bj_map[terms] y x w tx tw; ty = moved(y, bj_reduce_sum u)
     (placed,), (moving,) = primals, tangents
     state = _state(fold, placement, placed)
 

@@ -1,11 +1,7 @@
 """`neighbours`: gives each member the members before and after it.
 
 Two primitives of arrays of members compute it and its derivatives. Both are linear, and each is the
-transpose of the other. Members beyond the ends are zero, or those at the other end. With
-k = before + 1 + after,
-
-- `bj_neighbours` maps x (n, ...) to y (n, k, ...): `y[i, j] = x[i - before + j]`;
-- `bj_sum_of_neighbours` maps y (n, k, ...) to x (n, ...): `x[i] = sum_j y[i + before - j, j]`.
+transpose of the other. Members beyond the ends are zero, or those at the other end.
 """
 
 from __future__ import annotations
@@ -30,6 +26,11 @@ from beamjax.ops.leaves import as_array, as_placed
 from beamjax.ops.placements import Size, resolve
 from beamjax.ops.sharding import AnyMesh
 from beamjax.ops.weights import refuse_weights
+
+# With k = before + 1 + after,
+#
+# - `bj_neighbours` maps x (n, ...) to y (n, k, ...): `y[i, j] = x[i - before + j]`;
+# - `bj_sum_of_neighbours` maps y (n, k, ...) to x (n, ...): `x[i] = sum_j y[i + before - j, j]`.
 
 neighbours_p = primitives.operator_primitive("neighbours")
 sum_of_neighbours_p = primitives.operator_primitive("sum_of_neighbours")
@@ -241,7 +242,7 @@ def windows_of(rows: Any, count: Any, width: int) -> jax.Array:
 
 def sums_of(rows: Any, count: Any, width: int) -> jax.Array:
     """(count, ...): the transpose of `windows_of` for rows (count + width - 1, width, ...)."""
-    # Floats of 16 bits are added up in float32.
+    # out[i] = sum_j rows[i + width - 1 - j, j]. Floats of 16 bits are added up in float32.
     narrow = jnp.issubdtype(rows.dtype, np.inexact) and rows.dtype.itemsize < 4
     total = jnp.zeros((count, *rows.shape[2:]), np.float32 if narrow else rows.dtype)
 

@@ -127,10 +127,9 @@ def known_size(placement: str) -> Size | None:
 
 
 class SizeFound(BaseException):
-    """Raised to end a trace that looks for the size of a placement, once an operator finds it.
+    """Raised to end a trace that looks for the size of a placement, once it is found."""
 
-    It does not derive from `Exception`, so handlers in the user's function do not catch it.
-    """
+    # It does not derive from `Exception`, so handlers in the user's function do not catch it.
 
     def __init__(self, placement: str, size: Size):
         super().__init__(f"placement {placement!r} has {size} members")
@@ -143,10 +142,8 @@ _scope = jax.export.SymbolicScope()
 
 @functools.cache
 def size_looked_for(placement: str) -> Size:
-    """The symbolic dimension that stands for the size of a placement while a trace looks for it.
-
-    All traces use the same one, so that they share the caches of JAX.
-    """
+    """The symbolic dimension that stands for a size while a trace looks for it."""
+    # All traces use the same one, so that they share the caches of JAX.
     (n,) = jax.export.symbolic_shape("n_" + re.sub(r"\W", "_", placement), scope=_scope)
     return n
 

@@ -1,19 +1,8 @@
 """The primitives of a program: what they compute, and on which types.
 
-`bj_map` applies a body, written for one member, to all members of a placement. Its operands are
-`[*broadcast, *placed]`: server values, the same for each member, then placed values, with the
-member axis in front. Its parameters are
-
-- `jaxpr`: the body, a closed jaxpr without consts, from `[*broadcast, *member]` to member results;
-- `num_broadcast`: the number of broadcast operands;
-- `placement`, `n`: the name and the number of members;
-- `name`: the name of the user's function, with a prefix where the body is derived from it;
-- `mesh`: the mesh along which members are laid out, or None;
-- `spmd_axis_name`: the mesh axis of the members where its type is Auto, otherwise None.
-
-`bj_broadcast` turns a server value into a placed value, `bj_size` gives the number of members at
-run time, and the reductions turn a placed value into a server value. There is one primitive of each
-kind; placements are parameters. `beamjax.ops.autodiff` has their rules for JAX's transformations.
+`bj_map` applies a body, written for one member, to all members of a placement. `bj_broadcast` turns
+a server value into a placed value, `bj_size` gives the number of members at run time, and the
+reductions turn a placed value into a server value. `autodiff` has their rules for transformations.
 """
 
 from __future__ import annotations
@@ -32,6 +21,18 @@ from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import REDUCTIONS, Fold
 from beamjax.ops import placements, sharding
 from beamjax.ops.tracer_errors import add_advice
+
+# There is one primitive of each kind; placements are parameters. The operands of `bj_map` are
+# `[*broadcast, *placed]`: server values, the same for each member, then placed values, with the
+# member axis in front. Its parameters are
+#
+# - `jaxpr`: the body, a closed jaxpr without consts, from `[*broadcast, *member]` to member
+# results;
+# - `num_broadcast`: the number of broadcast operands;
+# - `placement`, `n`: the name and the number of members;
+# - `name`: the name of the user's function, with a prefix where the body is derived from it;
+# - `mesh`: the mesh along which members are laid out, or None;
+# - `spmd_axis_name`: the mesh axis of the members where its type is Auto, otherwise None.
 
 OPERATORS: set[str] = set()
 """The names of all primitives of placed operators."""
@@ -67,10 +68,8 @@ def is_differentiable(aval: Any) -> bool:
 
 @contextlib.contextmanager
 def default_promotion() -> Iterator[None]:
-    """JAX's default promotion of types and ranks, on which beamjax's code relies, as a context.
-
-    A user may have set stricter ones.
-    """
+    """JAX's default promotion of types and ranks, as a context."""
+    # beamjax's code relies on it, and a user may have set stricter ones.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -80,11 +79,8 @@ def trace_body(
     avals: Sequence[Any],
     what: str = "map_fn: the mapped function",
 ) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
-    """The jaxpr of `fn` on values of types `avals`, and the values of its leading inputs.
-
-    These are the values that `fn` closes over. `fn` must be a new function object in each call,
-    since JAX caches the trace of a function object.
-    """
+    """The jaxpr of `fn`, and the values that it closes over, which are its leading inputs."""
+    # JAX caches the trace of a function object, so `fn` must be a new one in each call.
     try:
         with placements.body():
             closed, consts = _compat.hoist_consts(jax.make_jaxpr(fn)(*avals))
@@ -135,15 +131,13 @@ def map_members(
     name: str,
     mesh: sharding.AnyMesh | None,
 ) -> list[jax.Array]:
-    """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`.
-
-    What `fn` closes over becomes further broadcast operands, before the given ones.
-    """
+    """Traces `fn`, from `[*broadcast, *member]` to a flat list, and maps it over `placed`."""
     avals = [jax.typeof(x) for x in broadcast]
     avals += [sharding.member_aval(jax.typeof(x), placement) for x in placed]
     jaxpr, consts = trace_body(fn, avals)
     for const in consts:
         sharding.check_shared(const, placement, mesh)
+    # What `fn` closes over becomes further broadcast operands, before the given ones.
     broadcast = [*consts, *broadcast]
     return bind_map(jaxpr, broadcast, placed, placement=placement, n=n, name=name, mesh=mesh)
 

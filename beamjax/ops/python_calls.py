@@ -3,9 +3,6 @@
 While `keeping` is active, `map_fn` maps a body that has one equation, `python_call`. JAX compiles
 and transforms it like the traced body. Evaluated operation by operation, it calls the user's
 function with arrays, so that a debugger can step through it.
-
-The function may close over tracers of the program, whose trace has ended by then. So a copy is
-called, whose closure holds the values of the member instead.
 """
 
 from __future__ import annotations
@@ -34,18 +31,14 @@ _RETURNED: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", def
 
 @dataclass(frozen=True, eq=False)
 class PythonCall:
-    """The Python function of a body.
+    """The Python function of a body."""
 
-    Attributes:
-      fn: the user's function.
-      name: the name of the function.
-      arguments: its arguments with all members, of which only the structure is used.
-      closed_over: the tracers and arrays that it closes over.
-    """
-
+    # The user's function and its name.
     fn: Callable[..., Any]
     name: str
+    # Its arguments with all members, of which only the structure is used.
     arguments: tuple[Any, ...]
+    # The tracers and arrays that it closes over.
     closed_over: tuple[Any, ...] = ()
 
     def mapped(self, jaxpr: jex.ClosedJaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
@@ -89,6 +82,8 @@ def _abstract_eval(*avals: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> tuple[list[
 
 @call_p.def_impl
 def _call(*args: Any, jaxpr: jex.ClosedJaxpr, call: PythonCall) -> list[jax.Array]:
+    # The function may close over tracers of the program, whose trace has ended by now. So a copy is
+    # called, whose closure has the values of the member in their place.
     fn = _Substitution(dict(zip(map(id, call.closed_over), args, strict=False)))(call.fn)
     result = fn(*_compat.member_of(call.arguments, args[len(call.closed_over) :]))
     found = _RETURNED.get()
@@ -126,14 +121,11 @@ batching.primitive_batchers[call_p] = _batched
 
 
 class _Substitution:
-    """Copies objects that hold tracers, with values in place of the tracers.
+    """Copies objects that hold tracers, with values in place of the tracers."""
 
-    It looks into closures and defaults of functions, bound methods, `functools.partial`, functions
-    wrapped by `jax.jit` and similar decorators, trees, and the attributes of objects.
-
-    Args:
-      values: the value for each tracer, by the `id` of the tracer.
-    """
+    # It looks into closures and defaults of functions, bound methods, `functools.partial`,
+    # functions wrapped by `jax.jit` and similar decorators, trees, and the attributes of objects.
+    # The values are by the `id` of the tracer.
 
     def __init__(self, values: dict[int, Any]):
         self._values = values

@@ -2,8 +2,7 @@
 
 A value is found digit by digit, as in a radix sort: each pass counts, for each value that is looked
 for, the members by their next digit whose higher digits are those of the value. The counts are
-exact, so the value is the member that sorting would select, for any number of members. A shard
-sends a table of counts, whose size depends on neither the members nor the shards.
+exact, so the value is the member that sorting would select.
 """
 
 from __future__ import annotations
@@ -26,6 +25,13 @@ from beamjax.ops.placements import Size, resolve
 from beamjax.ops.primitives import map_members
 from beamjax.ops.reductions import check_keys, check_num_keys
 from beamjax.ops.weights import refuse_weights
+
+# A shard sends a table of counts, whose size depends on neither the members nor the shards.
+#
+# For example, the median of 0x12, 0x15, 0x31, 0x32, 0x38, of rank 2 from 0, with digits of 4 bits.
+# The first pass counts 2 members with the digit 1 and 3 with the digit 3. So the member of rank 2
+# has the digit 3, and the rank 2 - 2 = 0 among those. The second pass counts only members that
+# begin with 3: one each with 1, 2 and 8. The one of rank 0 ends with 1: the median is 0x31.
 
 MAX_COUNTS = 1 << 20
 """Largest number of counts (int32) of a pass, if digits of `LEAST_BITS` allow it. Twice as many
@@ -120,22 +126,18 @@ def _check_real(where: str, dtype: Any) -> None:
 
 @dataclass(frozen=True)
 class _Quantiles:
-    """Numbers from 0 to 1 as fixed-point numbers of 64 bits, so that ranks are exact.
+    """Numbers from 0 to 1 as fixed-point numbers of 64 bits, so that ranks are exact."""
 
-    Attributes:
-      shape: () or (m,).
-      traced: the numbers as a float array of this shape, if JAX traces them; else None.
-      high: uint32 (m,), the first 32 bits behind the point.
-      low: uint32 (m,), the next 32 bits.
-      is_one: bool (m,), where the number is 1 (or more).
-      is_nan: bool (m,).
-    """
-
+    # () or (m,).
     shape: tuple[int, ...]
+    # The numbers as a float array of this shape, if JAX traces them; else None.
     traced: jax.Array | None
+    # uint32 (m,): the first and the next 32 bits behind the point.
     high: Any
     low: Any
+    # bool (m,): whether the number is 1 (or more), which has no such bits.
     is_one: Any
+    # bool (m,).
     is_nan: Any
 
 
@@ -166,16 +168,11 @@ def _as_quantiles(q: Any) -> _Quantiles:
 
 
 def _ranks(q: _Quantiles, counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The places of the members that each quantile lies between.
-
-    Args:
-      q: the numbers, m of them.
-      counts: int32 (k,), numbers of members.
-
-    Returns:
-      The ranks of the lower and of the upper member, int32 (k, m), and how far the quantile lies
-      between them as a fraction of 32 bits, uint32 (k, m).
-    """
+    """The ranks (k, m) of the members beside each quantile, and how far it is between them."""
+    # The rank is q * (count - 1) for each of k counts and m quantiles. It is the product of a
+    # fixed-point number of 64 bits and one of 32, by words of 32 bits, since JAX has no wider ints
+    # by default. The bits behind the point say how far the quantile is between two members, as
+    # uint32.
     last = jnp.maximum(counts - 1, 0).astype(np.uint32)[:, None]
     whole, fraction = _product(jnp.asarray(q.high)[None], last)
     more, _ = _product(jnp.asarray(q.low)[None], last)
@@ -194,6 +191,7 @@ def _ranks(q: _Quantiles, counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.
 
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The upper and the lower 32 bits of the product of two uint32."""
+    # By halves of 16 bits, as in multiplication on paper.
     low, half = np.uint32(0xFFFF), np.uint32(16)
     parts = [(a >> half, a & low), (b >> half, b & low)]
     (ah, al), (bh, bl) = parts
@@ -207,16 +205,9 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class _KeyedPlacement:
-    """The members of a placement, by key.
+    """The members of a placement, by key."""
 
-    Attributes:
-      keys: a placed array of ints (n,); None if there is only one key.
-      num_keys: the number of keys.
-      placement: the placement of the members.
-      n: the number of members.
-      mesh: the mesh of the placement, if any.
-    """
-
+    # A placed array of ints (n,); None if there is only one key.
     keys: jax.Array | None
     num_keys: int
     placement: str
@@ -272,18 +263,10 @@ def _quantiles(members: _KeyedPlacement, x: jax.Array, q: _Quantiles) -> jax.Arr
 def _selected(
     members: _KeyedPlacement, x: jax.Array, q: _Quantiles
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The members that quantiles lie between, by passes over the members.
-
-    Args:
-      members: the members.
-      x: (n, columns), their values.
-      q: m numbers.
-
-    Returns:
-      The number of members of each key (num_keys,); whether a column has NaN (num_keys, columns);
-      the m lower and then the m upper values (num_keys, 2 * m, columns), and how far quantiles lie
-      between them, uint32 (num_keys, m).
-    """
+    """The members that quantiles lie between, by passes over the members."""
+    # `x` is (n, columns). The results are the number of members of each key (num_keys,); whether a
+    # column has NaN (num_keys, columns); the m lower and then the m upper values (num_keys, 2 * m,
+    # columns); and how far quantiles lie between them, uint32 (num_keys, m).
     size, columns, bits = members.num_keys, x.shape[1], 8 * x.dtype.itemsize
     digits = _digits(bits, size * columns, 2 * len(q.high))
     found = jnp.zeros((size, 1, columns), f"uint{bits}")
@@ -292,6 +275,7 @@ def _selected(
         shift -= digit
         table = _counted(members, x, found, _Digit(number, len(digits), shift, digit))
         if number == 0:
+            # The first table counts all members, so it has the ranks, and one entry more, for NaN.
             counts, is_nan = table[:, 0, 0].sum(axis=-1), table[:, 0, :, -1] > 0
             lower, upper, weight = _ranks(q, counts)
             left = jnp.concatenate([lower, upper], axis=1)[..., None]
@@ -319,33 +303,21 @@ def _next_digit(table: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class _Digit:
-    """The digit that a pass counts.
+    """The digit that a pass counts."""
 
-    Attributes:
-      number: the number of the pass.
-      total: the number of passes.
-      shift: the number of bits below the digit.
-      bits: the number of bits of the digit.
-    """
-
+    # The number of the pass, of the `total`.
     number: int
     total: int
+    # The number of bits below the digit, and of its own.
     shift: int
     bits: int
 
 
 def _counted(members: _KeyedPlacement, x: jax.Array, found: jax.Array, digit: _Digit) -> jax.Array:
-    """One pass: counts the members by a digit.
-
-    Args:
-      members: the members.
-      x: (n, columns), their values.
-      found: (num_keys, values, columns), the higher digits of the values that are looked for.
-      digit: the digit to count.
-
-    Returns:
-      int32 (num_keys, values, columns, 2**bits). In the first pass, one more entry counts NaN.
-    """
+    """One pass: counts the members by a digit."""
+    # `found` (num_keys, values, columns) are the higher digits of the values that are looked for,
+    # and the result is int32 (num_keys, values, columns, 2**bits). In the first pass, one more
+    # entry counts NaN.
     size, values, columns = found.shape
     entries = (1 << digit.bits) + (digit.number == 0)
     cells = size * values * columns
@@ -358,10 +330,12 @@ def _counted(members: _KeyedPlacement, x: jax.Array, found: jax.Array, digit: _D
             slot, counts = jnp.int32(0), key >= 0
             entry = jnp.where(is_nan, entries - 1, entry)
         else:
+            # Values that are alike so far share the counts in the slot of the first of them.
             alike = found[key] == (rest >> digit.bits)[None]
             slot = jnp.argmax(alike, axis=0).astype(np.int32)
             counts = jnp.any(alike, axis=0) & ~is_nan & (key >= 0)
         cell = (key * values + slot) * columns + np.arange(columns, dtype=np.int32)
+        # An index behind the table drops the member.
         index = jnp.where(counts, cell * entries + entry, cells * entries)
         return [index, jnp.ones_like(index)]
 
@@ -372,23 +346,17 @@ def _counted(members: _KeyedPlacement, x: jax.Array, found: jax.Array, digit: _D
 
 
 def _digits(bits: int, cells: int, values: int) -> list[int]:
-    """The bits of the digit of each pass, the highest digit first.
+    """The bits of the digit of each pass, the highest digit first."""
 
-    Args:
-      bits: the bits of a value.
-      cells: the number of keys times the number of columns.
-      values: the number of values that are looked for in each of them. The first pass counts all
-        members once, since no digits are known.
-
-    Returns:
-      The numbers of bits.
-    """
-
+    # `cells` are the keys times the columns, and `values` the values that are looked for in each.
+    # The first pass has one table for all of them, since no digits are known, so its digit may be
+    # wider.
     def most(tables: int) -> int:
         return min(max((MAX_COUNTS // tables).bit_length() - 1, LEAST_BITS), 16, bits)
 
     first, later = most(cells), most(cells * values)
     passes = 1 + max(-(-(bits - first) // later), 0)
+    # As many bits for each as possible without another pass, spread evenly.
     first = max(bits - (passes - 1) * later, -(-bits // passes))
     others = [(bits - first + i) // (passes - 1) for i in range(passes - 1)]
     return [first, *reversed(others)]
@@ -421,6 +389,7 @@ def _codes(x: jax.Array) -> jax.Array:
     top = bits.type(1 << (8 * bits.itemsize - 1))  # The sign bit.
     if jnp.issubdtype(x.dtype, np.integer):
         return lax.bitcast_convert_type(x, bits) ^ top
+    # The bits of a float are in its order if it is positive, and in the reverse order if not.
     raw = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), bits)
     return jnp.where(raw >= top, ~raw, raw | top)
 

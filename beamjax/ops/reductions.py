@@ -143,16 +143,11 @@ def reduce_by_key(
 
 @dataclass(frozen=True)
 class _KeyedPlacement:
-    """The members of a placement by key.
+    """The members of a placement by key."""
 
-    Attributes:
-      keys: a placed array of ints (n,).
-      num_keys: the number of keys; None if it is not known.
-      placement: the placement of the members.
-      n: the number of members.
-    """
-
+    # A placed array of ints (n,).
     keys: jax.Array
+    # None if it is not known.
     num_keys: int | None
     placement: str
     n: Any

@@ -70,14 +70,12 @@ def reduced_aval(aval: Any, dtype: Any, weak_type: bool) -> Any:
 
 
 def lay_out(x: jax.Array, placement: str, mesh: AnyMesh | None, whole: bool = False) -> jax.Array:
-    """Lays the first axis of `x` along the mesh axis `placement`, if there is a mesh.
-
-    On an Explicit mesh axis, `whole` keeps the first axis whole on each device instead.
-    """
+    """Lays the first axis of `x` along the mesh axis `placement`, if there is a mesh."""
     if mesh is None:
         return x
     if is_explicit(mesh, placement):
         rest = _without(placement, jax.typeof(x).sharding.spec[1:])
+        # `whole` keeps the first axis whole on each device instead.
         first = None if whole else placement
         return jax.sharding.reshard(x, NamedSharding(mesh, P(first, *rest)))
     if not isinstance(x, jax.core.Tracer) and x.shape[0] % mesh.shape[placement]:

@@ -47,13 +47,11 @@ def find_sizes(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Placements:
-    """Finds the size of each placement in a call of a program.
-
-    A placement that names a parameter has the length of the first axis of that argument. The size
-    None stands for the size of the placement of the same name in an enclosing program, if there is
-    one. Otherwise it is the length of the first axis of the arguments, or, if these lengths differ,
-    of the first value that the program gives to an operator of the placement.
-    """
+    """Finds the size of each placement in a call of a program."""
+    # A placement that names a parameter has the length of the first axis of that argument. The size
+    # None stands for the size of the placement of the same name in an enclosing program, if there
+    # is one. Otherwise it is the length of the first axis of the arguments, or, if these lengths
+    # differ, of the first value that the program gives to an operator of the placement.
     sizes = dict(placements)
     for name, n in placements:
         if isinstance(n, str):
@@ -122,10 +120,8 @@ def _find_in_use(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Gives each placement without a size the length of the first value used as its members.
-
-    A trace ends when it finds one size, so there are as many traces as unknown sizes.
-    """
+    """Gives each placement without a size the length of the first value used as its members."""
+    # A trace ends when it finds one size, so there are as many traces as unknown sizes.
     while opened := [name for name, n in sizes.items() if n is None]:
         known = ((name, size_looked_for(name) if n is None else n) for name, n in sizes.items())
         try:

@@ -1,10 +1,8 @@
 """Weights of members: a member with weight w counts w times.
 
-`reweight` weights the members in every reduction over a placement. Weights of 0, 1, 2, … leave
-members out or count them several times, as cross-validation and the bootstrap do. The derivative by
-the weights at 1 is the influence of each member on the result (Hampel, "The Influence Curve and its
-Role in Robust Estimation", 1974), and gives standard errors by the infinitesimal jackknife (Efron,
-"The Jackknife, the Bootstrap and Other Resampling Plans", 1982, chapter 6).
+Weights of 0, 1, 2, … leave members out or count them several times, as cross-validation and the
+bootstrap do. The derivative by the weights at 1 is the influence of each member on the result, and
+gives standard errors.
 """
 
 from __future__ import annotations
@@ -29,6 +27,10 @@ from beamjax.ops.leaves import as_placed, name_of
 from beamjax.ops.placements import Size, observe
 from beamjax.ops.primitives import REDUCE_PRIMITIVES, map_members
 
+# Influences: Hampel, "The Influence Curve and its Role in Robust Estimation", 1974. Standard errors
+# by them, the infinitesimal jackknife: Efron, "The Jackknife, the Bootstrap and Other Resampling
+# Plans", 1982, chapter 6.
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -38,16 +40,13 @@ _Result = TypeVar("_Result")
 
 @dataclass(eq=False)
 class _Weights:
-    """The weights of one call of a reweighted function.
+    """The weights of one call of a reweighted function."""
 
-    Attributes:
-      given: an array (n,), or a function from the index of a member to its weight.
-      placement: the placement of the members; None if the program has only one.
-      used: the placement of the reductions that have used the weights so far.
-    """
-
+    # An array (n,), or a function from the index of a member to its weight.
     given: Any
+    # The placement of the members; None if the program has only one.
     placement: str | None
+    # The placement of the reductions that have used the weights so far.
     used: str | None = None
 
 
@@ -70,23 +69,8 @@ def _in_force(weights: _Weights) -> Iterator[None]:
 
 
 def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
-    """Returns the weights that apply to a reduction that is called now.
-
-    They are the product of the weights of all reweighted functions around the call.
-
-    Args:
-      op: the operator, for messages.
-      placement: the placement of the reduction.
-      n: its number of members.
-
-    Returns:
-      The weights; None if no reweighted function is being called.
-
-    Raises:
-      PlacementError: there are not n weights, or the program has several placements and
-        `reweight` does not say which.
-      StructureError: a function of weights returns no real number.
-    """
+    """The weights that apply to a reduction that is called now; None without any."""
+    # With several reweighted functions around the call, the product of their weights.
     found = None
     for call in _calls.value:
         weights = _weights[call]
@@ -155,16 +139,10 @@ def scope_of_operator() -> Any:
 
 
 def unweighted(name_stack: str) -> set[str] | None:
-    """The placements that have weights where a program computes an equation.
-
-    Args:
-      name_stack: the name stack of the equation, after those of the calls around it.
-
-    Returns:
-      The placements, with "" for the only one of a function; None if the equation is of no function
-      with weights, or its operands already have them: those of an operator, and those of reverse
-      mode, where weights have scaled the cotangents.
-    """
+    """The placements that have weights where a program computes an equation."""
+    # "" is the only placement of a function. None if the equation is of no function with weights,
+    # or if its operands already have them: those of an operator, and those of reverse mode, where
+    # weights have scaled the cotangents.
     if _SCOPE not in name_stack or _OPERATOR in name_stack or "transpose(" in name_stack:
         return None
     return set(re.findall(rf"{_SCOPE}<(.*?)>", name_stack))
@@ -175,13 +153,7 @@ def unweighted(name_stack: str) -> set[str] | None:
 
 @dataclass(frozen=True, eq=False)
 class MemberWeights:
-    """The weights of the members in a reduction.
-
-    Attributes:
-      array: a placed array (n,) of real numbers.
-      placement: the placement of the members.
-      n: the number of members.
-    """
+    """The weights of the members in a reduction, a placed array (n,) of real numbers."""
 
     array: jax.Array
     placement: str
@@ -212,20 +184,10 @@ class MemberWeights:
     def weighed(
         self, reducer: Reducer, values: Sequence[jax.Array], dtypes: Sequence[Any]
     ) -> Weighed:
-        """Multiplies members by their weights, or raises them to that power for "prod".
-
-        Sums and products of ints and bools stay ints if the weights are ints or bools. If the
-        weights are floats, they become floats, so that they have a derivative.
-
-        Args:
-          reducer: "sum", "mean" or "prod".
-          values: placed arrays (n, ...).
-          dtypes: the dtypes of the results without weights.
-
-        Returns:
-          The weighted members.
-        """
-        # Floats of 16 bits can't hold sums of ints: 65,504 is the largest number of float16.
+        """Multiplies members by their weights, or raises them to that power for "prod"."""
+        # Sums and products of ints and bools stay ints if the weights are ints or bools. If the
+        # weights are floats, they become floats, so that they have a derivative. Floats of 16 bits
+        # can't hold sums of ints: 65,504 is the largest number of float16.
         of_ints = REDUCERS["sum"].partial_dtype(self.array.dtype)
         dtypes = [
             np.dtype(of_ints if _is_inexact(of_ints) and not _is_inexact(dtype) else dtype)
@@ -269,16 +231,13 @@ class MemberWeights:
 
 @dataclass(frozen=True)
 class Weighed:
-    """Values of members, multiplied by the weights.
+    """Values of members, multiplied by the weights."""
 
-    Attributes:
-      values: placed arrays in the dtypes in which they are summed: float32 for floats of 16 bits.
-      weights: for means, placed arrays (n,) of the dtypes of `values`; otherwise empty.
-      dtypes: the dtypes of the results.
-    """
-
+    # Placed arrays in the dtypes in which they are summed: float32 for floats of 16 bits.
     values: list[jax.Array]
+    # For means, placed arrays (n,) of the dtypes of `values`; otherwise empty.
     weights: list[jax.Array]
+    # Of the results.
     dtypes: list[Any]
 
     def results(self, totals: Sequence[jax.Array], counts: Sequence[jax.Array]) -> list[jax.Array]:
