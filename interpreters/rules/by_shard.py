@@ -1,12 +1,12 @@
 """Passes that compute a shard as a whole, for results that depend on the order of the members.
 
-`reduced_by_shard` fills a table, to which each shard adds the rows of its ranges. A range is a
-fixed number of consecutive members. `mapped_by_shard` computes a shard with such a table. Every
-shard holds whole ranges (`lowering.shard_size.with_whole_blocks` sees to that), so the index of its
-first member gives the number of its first range.
-
-If such an equation runs on the server, all members are one shard.
+`reduced_by_shard` fills a table, to which each shard adds the rows of its ranges; a range is a
+fixed number of consecutive members. `mapped_by_shard` computes a shard with such a table.
 """
+
+# Every shard holds whole ranges (`lowering.shard_size.with_whole_blocks` sees to that), so the
+# index of its first member gives the number of its first range. If an equation of this module runs
+# on the server, all members are one shard.
 
 from __future__ import annotations
 
@@ -48,21 +48,12 @@ Result = Callable[..., Any]
 def range_size(
     n: int, row: int, member: int, shard_size: int | None, *, fewest: int = 1
 ) -> int | None:
-    """The number of members per range: `shard_size` if it is given, else a power of two.
-
-    Args:
-      n: the number of members.
-      row: bytes of a row of the table.
-      member: bytes of a member.
-      shard_size: members per shard, if the user gives it.
-      fewest: the fewest members per range. Without `shard_size`, there are at least 16 times as
-        many, so that the table is small compared with the members.
-
-    Returns:
-      The number; None if the ranges or the table would be too large.
-    """
+    """The number of members per range; None if the ranges or the table would be too large."""
+    # `row` and `member` are the bytes of a row of the table and of a member. A range has 16 times
+    # the `fewest` members that it needs, so that the table is small compared with the members.
     rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(row, 1)))
     least = max(-(-n // rows), 16 * fewest)
+    # A shard size that the user gives is the range, as a shard holds whole ranges.
     size = shard_size or 1 << (least - 1).bit_length()
     small = size * member <= MAX_RANGE_BYTES and -(-n // size) * row <= MAX_TABLE_BYTES
     return size if size >= fewest and small else None
@@ -76,17 +67,12 @@ def reduced_by_shard(
     reducer: str = PICK.name,
     name: str = "",
 ) -> jax.Array:
-    """A reduction over shards.
-
-    Args:
-      function: takes a shard and its operands. Returns a table, with the same shape and dtype for
-        all shards, and bools for its first axes, which are True for the rows that the shard fills.
-      *operands: arrays of members (n, ...), then server values.
-      members: the number of arrays of members.
-      block: members per range; each shard begins at a multiple of it.
-      reducer: reduces the tables of all shards; by default, at most one shard fills each row.
-      name: the operator of the program, which `explain` shows; "" for an operation of JAX.
-    """
+    """Reduces the tables that `function(shard, *operands)` returns for all shards."""
+    # The function returns a table, of one shape and dtype for all shards, and bools for its first
+    # axes: which rows this shard fills. At most one shard fills a row that `PICK` reduces. The
+    # first operands, as many as `members` says, are arrays of members (n, ...); the others are
+    # server values. Each shard begins at a multiple of `block`, the members per range. `explain`
+    # shows `name`, the operator of the program; it is "" for an operation of JAX.
     params = {"function": function, "block": block, "members": members, "reducer": reducer}
     return reduce_p.bind(*operands, **params, name=name)
 
@@ -94,10 +80,7 @@ def reduced_by_shard(
 def mapped_by_shard(
     function: Result, *operands: Any, block: int, members: int = 1, name: str = ""
 ) -> jax.Array:
-    """The results of `function(shard, *operands)` for each shard: a row for each of its members.
-
-    The first operands, as many as `members` says, are arrays of members; see `reduced_by_shard`.
-    """
+    """The results of `function(shard, *operands)`, a row for each member of the shard."""
     return map_p.bind(*operands, function=function, block=block, members=members, name=name)
 
 
@@ -105,6 +88,7 @@ def mapped_by_shard(
 def _reduce_rule(eqn: Eqn, axes: Axes, n: Any) -> ReductionRule | None:
     function, name = eqn.params["function"], eqn.params["reducer"]
 
+    # The partial of `PICK` is the bits of the rows, of which all but one shard send zeros.
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         if name == PICK.name:
             return PICK.partial(*function(shard, *args))

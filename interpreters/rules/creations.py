@@ -57,6 +57,7 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
 def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """A server value for some members and a scalar for the others: the derivative of a slice."""
     low, high, interior = eqn.params["padding_config"][axis]
+    # The value has `count` rows, row i at member low + i * step.
     count, step = shape_of(eqn.inputs[0])[axis], interior + 1
     if (low, high, interior) == (0, 0, 0) or count == 0:
         return None
@@ -74,10 +75,8 @@ def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
 
 
 def _draws_by_index(eqn: Eqn, axis: int, n: Any) -> bool:
-    """Whether each element that one key gives is a hash of the key and the element's index alone.
-
-    This is so for partitionable threefry. Along the first axis, a shard can then compute its own.
-    """
+    """Whether a shard can draw its own elements: each is a hash of the key and its index alone."""
+    # Partitionable threefry draws so. A shard has consecutive elements along the first axis only.
     (key,), shape = eqn.inputs, eqn.params["shape"]
     hashes = is_threefry(key) and bool(_compat.config.jax_threefry_partitionable)
     return hashes and shape_of(key) == () and axis == 0 and shape[:1] == (n,)
@@ -89,6 +88,7 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     shape = eqn.params["shape"]
 
     def emit(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
+        # A key is the two words of a hash; bits below are the words together, or their xor.
         words = _hashed(args[0], shard, math.prod(shape[1:]))
         keys = jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl="threefry2x32")
         return [keys.reshape(shard.size, *shape[1:])]
@@ -123,10 +123,11 @@ def _hashed(key: Any, shard: TracedShard, inner: int) -> list[jax.Array]:
 
 
 def _element_numbers(shard: TracedShard, inner: int) -> tuple[jax.Array, jax.Array]:
-    """High and low word of the index `row * inner + column` of each element: uint32[size, inner].
-
-    The product is computed from halves of 16 bits, because JAX has no uint64 unless x64 is enabled.
-    """
+    """High and low word of each element's index `row * inner + column`: uint32[size, inner]."""
+    # JAX has no uint64 unless x64 is enabled, so the product is computed from halves of 16 bits:
+    # (r1 2^16 + r0) (m1 2^16 + m0) = r1 m1 2^32 + (r0 m1 + r1 m0) 2^16 + r0 m0. `middle` sums what
+    # lies at 2^16: the low halves of the mixed products and the high half of r0 m0. Its own high
+    # half is the carry to the high word. The last line adds the carry of `+ column`.
     word, half, mask = np.dtype("uint32"), np.uint32(16), np.uint32(0xFFFF)
     rows = shard.indices().astype(word)[:, None]
     (r1, r0), (m1, m0) = (rows >> half, rows & mask), map(word.type, divmod(inner, 2**16))

@@ -2,9 +2,13 @@
 
 As in einsum, each axis has a label. If the members lie along the axes of one label, the equation
 acts on each member if all results have the label, and reduces over the members if no result has it.
-The entries of an axis without a label (None) are mixed, so members along it must be gathered. The
-table is read forward, from the placed operands, and backward, from a result that should be placed.
 """
+
+# `dot_general` of x[i, k] and w[k, j] has the labels `ik, kj -> ij`. Members along i: x[i, :] @ w
+# is one row of the result. Members along k: a sum over members of outer products x[:, k] w[k, :].
+#
+# The entries of an axis without a label (None) are mixed, so members along it must be gathered. The
+# table is read forward, from the placed operands, and backward, from a result that is to be placed.
 
 from __future__ import annotations
 
@@ -50,11 +54,7 @@ def factors(*names: str) -> Callable[[Any], Any]:
 
 
 def _factors(eqn: Eqn) -> Factors | None:
-    """The factors of an equation, or None.
-
-    Parameters of JAX may be NumPy integers. Those become ints: NumPy compares its integers with a
-    tuple, which other labels are, entry by entry.
-    """
+    """The factors of an equation, or None."""
     found = FACTORS[eqn.primitive.name](eqn)
     if found is None:
         return None
@@ -63,6 +63,8 @@ def _factors(eqn: Eqn) -> Factors | None:
 
 
 def _plain(labels: Labels) -> Labels:
+    # Parameters of JAX may be NumPy integers, and NumPy compares those entry by entry with a tuple,
+    # which other labels are.
     return [int(label) if isinstance(label, np.integer) else label for label in labels]
 
 
@@ -121,10 +123,13 @@ their number, which is replaced by the size of the shard."""
 
 
 def _emit(eqn: Eqn, in_axes: Axes, out_axes: Axes) -> Callable[..., list[Any]]:
+    # For a shard of 8 of 100 members, `reshape[new_sizes=(100, 6)] x` becomes
+    # `reshape[new_sizes=(8, 6)] x`.
     (axis, *_), param = out_axes, RESIZED.get(eqn.primitive.name)
     # A gather takes whole members: `slice_sizes` has the axes of its operand.
     if eqn.primitive.name == "gather" and in_axes[1] is None:
         axis, param = in_axes[0], "slice_sizes"
+    # A tile of members repeats them once. It makes members of a single entry: `reps` of them.
     if param is None or axis is None or (param == "reps" and in_axes[0] is not None):
         return as_is
 
@@ -197,11 +202,9 @@ def _reshape(eqn: Eqn) -> Factors | None:
 
 
 def _positions(shape: Sequence[Any]) -> Labels:
-    """For each axis, the number of elements before it, and its size.
-
-    Axes of size 1 share a position, so equal pairs are numbered.
-    """
+    """For each axis, the number of elements before it, and its size."""
     pairs = [(math.prod(shape[:k]), dim) for k, dim in enumerate(shape)]
+    # Axes of size 1 share a position, so equal pairs are numbered.
     return [(*pair, pairs[:k].count(pair)) for k, pair in enumerate(pairs)]
 
 
@@ -387,10 +390,8 @@ def _index_labels(eqn: Eqn, batching: Sequence[int], operand: Sequence[int]) -> 
 def _merged(
     atom: Any, dims: Sequence[int], windows: Sequence[int], operand: Labels, index: Labels
 ) -> Labels:
-    """The labels of the result of a gather, or of the updates of a scatter.
-
-    Its axes `dims` run over the windows of the operand, the others over the indices.
-    """
+    """The labels of the result of a gather, or of the updates of a scatter."""
+    # Its axes `dims` run over the windows of the operand, the others over the indices.
     of_windows, rest = iter([operand[k] for k in windows]), iter(index)
     return [next(of_windows if k in dims else rest) for k in range(len(shape_of(atom)))]
 

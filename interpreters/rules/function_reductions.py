@@ -58,20 +58,19 @@ def _reduce_by_function(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule |
 
 @reduction("reduce")
 def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
-    """`lax.reduce` by an associative function of numbers, in the order of the members.
-
-    XLA calls the function in row-major order, which matters if it is not commutative. So the axis
-    of the members must be the first of the reduced axes.
-    """
+    """`lax.reduce` by an associative function of numbers, in the order of the members."""
     size, reduced = len(eqn.outputs), eqn.params["dimensions"]
     axis = in_axes[0]
     assert axis is not None
     others = [k for k in sorted(reduced) if k != axis]
     entries = [shape_of(eqn.inputs[0])[k] for k in others]
+    # XLA calls the function in row-major order, which matters if it is not commutative. So the axis
+    # of the members must be the first of the reduced axes.
     if axis != min(reduced) or 0 in entries or draw_by_batch(eqn.params["jaxpr"]) is not None:
         return None
     function = jex.jaxpr_as_fun(eqn.params["jaxpr"])
 
+    # The function takes numbers, so it is mapped over all entries of two arrays.
     def joined(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
         shape = left[0].shape
         outs = jax.vmap(function)(*(x.reshape(-1) for x in (*left, *right)))
@@ -159,6 +158,7 @@ def _top_k(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
         x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)
         indices = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
         # A shard may have fewer than k members.
+        # So all partials have k rows; padding fills up those that are too short.
         missing = [(0, 0)] * (x.ndim - 1) + [(0, max(0, k - shard.size))]
         x = jnp.pad(x, missing, constant_values=lowest)
         return highest(x, jnp.pad(indices, missing, constant_values=NOWHERE))

@@ -3,12 +3,12 @@
 A slice, or a gather, that takes at most half of the members is a reduction: each shard sends the
 bits of the rows that it holds, and zeros for the others. Otherwise all members are gathered. A
 scatter or an update of members is a map, in which each shard writes to its own members.
-
-Indices may have any integer dtype. It may be too narrow for the number of members (int8, with 200
-members) or have a larger range than int32 (uint32, or int64 with x64 enabled). So indices are
-compared in a dtype of at least 32 bits, and converted to int32 once they are in bounds.
-`TracedShard.rows` then converts them to rows of a shard.
 """
+
+# Indices may have any integer dtype. It may be too narrow for the number of members (int8, with 200
+# members) or have a larger range than int32 (uint32, or int64 with x64 enabled). So indices are
+# compared in a dtype of at least 32 bits, and converted to int32 once they are in bounds.
+# `TracedShard.rows` then converts them to rows of a shard.
 
 from __future__ import annotations
 
@@ -57,16 +57,8 @@ def clamped(index: jax.Array, last: int) -> jax.Array:
 
 
 def bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array:
-    """The indices of a gather or a scatter, all in bounds or `OUTSIDE`.
-
-    Args:
-      indices: integers of shape (..., k), one column for each indexed axis.
-      lasts: the largest valid index of each column.
-      clamps: whether to clamp indices that are out of bounds; else they become `OUTSIDE`.
-
-    Returns:
-      An int32 array of the same shape.
-    """
+    """The indices of a gather or a scatter as int32: in bounds, or `OUTSIDE` if not clamped."""
+    # They have the shape (..., k): a column for each indexed axis, with its last valid index.
     columns = []
     for i, last in enumerate(lasts):
         index = indices[..., i]
@@ -123,15 +115,9 @@ def _read_rows(
     rows: Callable[[Sequence[Any], int], Any],
     members: Callable[[Sequence[Any]], Any],
 ) -> ReductionRule | None:
-    """The rule of a slice or a dynamic slice that reads few members, None for one that reads many.
-
-    Args:
-      eqn: the slice.
-      axis: the axis of the members in its first operand.
-      n: the number of members.
-      rows: takes the operands and the size of a shard to the slice along all other axes.
-      members: takes the operands to the indices of the members: an int32 vector, all in bounds.
-    """
+    """The rule of a slice or a dynamic slice of few members, None for one of many."""
+    # `rows` takes the operands and the size of a shard to the slice along all other axes. `members`
+    # takes the operands to the indices of the members: an int32 vector, all in bounds.
     if not _selects(eqn, shape_of(eqn.outputs[0])[axis], n):
         return None
 
@@ -182,14 +168,9 @@ def _selects(eqn: Eqn, taken: Any, n: Any) -> bool:
 
 
 def _bits(rows: Any, axes: Sequence[int], mask: Any, left_out: Any) -> Any:
-    """The bits of rows, with zeros for rows of other shards.
-
-    Args:
-      rows: the rows.
-      axes: for each axis of the masks, the axis of `rows`.
-      mask: bools, which rows this shard holds.
-      left_out: bools, which rows are dropped members; they become NaN, or 0 if the dtype has none.
-    """
+    """The bits of rows, with zeros for the rows that `mask` says other shards hold."""
+    # `axes` has the axis of `rows` for each axis of the masks. Rows that are `left_out` are dropped
+    # members; they become NaN, or 0 if the dtype has none.
     front = range(len(axes))
     rows = jnp.moveaxis(unwrap(rows), axes, front)
     hole = np.array(hole_of(rows.dtype), rows.dtype)
@@ -212,6 +193,7 @@ def _dynamic_update_slice(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None
         operand, update, *starts = args
         if count == 0:
             return [operand]
+        # Each member looks up the row of the update that it is written to, if it is one.
         row = shard.indices() - clamped(starts[axis], n - count)
         rows = jnp.take(update, jnp.clip(row, 0, count - 1), axis=axis, mode="clip")
         first = replaced(starts, axis, jnp.zeros_like(starts[axis]))
@@ -243,6 +225,8 @@ def _scatter(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
         indices, numbers = bounded(indices, lasts, clamps), dims
         index = indices[..., column]
         if window is not None:
+            # A window may begin in one shard and end in the next, so each of its rows gets an
+            # index: `x.at[i : i + 2].set(u)` becomes `x.at[[i, i + 1]].set(u)`.
             width = updates.shape[window]
             offsets = lax.broadcasted_iota(index.dtype, (*index.shape, width), index.ndim)
             index = jnp.where(index[..., None] == OUTSIDE, OUTSIDE, index[..., None] + offsets)

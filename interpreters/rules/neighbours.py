@@ -1,11 +1,11 @@
 """Neighbours of members: each shard reads the members at the borders of the shards beside it.
 
-`y = bj_neighbours x` becomes `first, last = reduce_by_shard[borders] x;
-y = map_by_shard[windows] x first last`.
-
 A first pass fills tables with the first and the last members of each range, and a second one
 computes each shard with them; see `by_shard`. Nothing is rounded.
 """
+
+# y = bj_neighbours x   ->   last = reduce_by_shard[borders] x; first = reduce_by_shard[borders] x;
+#                            y = map_by_shard[windows] x last first
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def _exchanged(
 ) -> Callable[..., Sequence[Any]] | None:
     aval, n, p = aval_of(eqn.inputs[0]), members.n, eqn.params
     before, after, wrap = p["before"], p["after"], p["wrap"]
+    # The size of the tables has to be known.
     if is_unknown(n):
         return None
     whole: Callable[..., Any] = windows
     of_rows: Callable[..., Any] = windows_of
+    # The derivative: a member adds up what it is a neighbour of, which lies on the other sides.
     if eqn.primitive.name == "bj_sum_of_neighbours":
         before, after, whole, of_rows = after, before, sums, sums_of
     member = math.prod(aval.shape[1:]) * aval.dtype.itemsize
@@ -96,11 +98,7 @@ def _alone(whole: Any, eqn: Eqn, n: int) -> Callable[[TracedShard, Any], Any]:
 
 
 def _range_size(eqn: Eqn, members: ExpansionMembers, before: int, after: int, member: int) -> int:
-    """The number of members per range: the shard size if the user gives it, else a power of two.
-
-    Raises:
-      StagingError: neighbours are further away than the next range, or the borders are too large.
-    """
+    """The number of members per range: the shard size if the user gives it, else a power of two."""
     n, fewest, row = members.n, max(before, after, 1), (before + after) * member
     where = f"{eqn.line or 'in the program'}: neighbours"
     size = members.shard_size
@@ -108,6 +106,7 @@ def _range_size(eqn: Eqn, members: ExpansionMembers, before: int, after: int, me
         rows = max(1, min(MAX_ROWS, MAX_TABLE_BYTES // max(row, 1)))
         # With more members than borders, an exchange costs little compared with a pass.
         size = _power_of_two(max(-(-n // rows), 16 * fewest))
+        # A shard reads no further than the ranges beside it, so a range has the `fewest` members.
         while size // 2 >= fewest and size * member > MAX_RANGE_BYTES:
             size //= 2
     if fewest > size and n > size:
@@ -139,20 +138,11 @@ def with_neighbours(
     wrap: bool,
     block: int,
 ) -> jax.Array:
-    """The results of `function(shard, rows)` for all shards: a row for each member.
-
-    `rows` holds the members of the shard, with `before` members before them and `after` members
-    after them. The members that other shards read are in tables: the last and the first ones of
-    each range.
-
-    Args:
-      function: see above.
-      x: (n, ...), the members, of a dtype that `PICK` takes.
-      before: at most `block`.
-      after: at most `block`.
-      wrap: whether the last members come before the first one; else zeros do.
-      block: members per range, fewer than there are members.
-    """
+    """The results of `function(shard, rows)`, where `rows` are its members and their neighbours."""
+    # `x` has a dtype that `PICK` takes, and more members than one range (`block`). The members that
+    # other shards read are in tables: the last `before` and the first `after` ones of each range,
+    # neither more than a range has. Before the first member come the last ones, or zeros without
+    # `wrap`.
     n, number = x.shape[0], np.dtype("int32")
     starts = block * np.arange(-(-n // block))
 

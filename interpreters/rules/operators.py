@@ -34,11 +34,9 @@ def _map(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | None:
 
 
 def _mapped(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
-    """Emits a map, without vmap if there is one member.
-
-    XLA computes that faster: vmap evaluates both sides of a cond, turns convolutions into grouped
-    ones, and adds an axis to products, so that XLA reads transposed operands with a stride.
-    """
+    """Emits a map, without vmap if there is one member."""
+    # XLA computes that faster: vmap evaluates both sides of a cond, turns convolutions into grouped
+    # ones, and adds an axis to products, so that XLA reads transposed operands with a stride.
     closed, served = eqn.params["jaxpr"], eqn.params["num_broadcast"]
     if shard.size > 1 or _needs_vmap(closed):
         return _at_shard_size(eqn, args, shard)

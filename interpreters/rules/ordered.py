@@ -1,14 +1,15 @@
 """Running totals and QR decompositions: two passes over the members in order.
 
-`t = cumsum x` becomes `b = reduce_by_shard[total] x; t = map_by_shard[scan] x b`, where `b` has the
-total of all members before each range. `q, r = qr x` becomes `rs = reduce_by_shard[qr] x;
-m, r = qr rs; q = map_by_shard[qr] x m`, and `svd x` takes the `svd` of that `r`.
-
 The first pass fills a table with a row for each range of members, and the second computes each
-shard with it; see `by_shard`. The bits of results depend only on the size of shards. For example,
-what a running sum adds for the members before a shard is the exactly rounded sum of the totals of
-all shards before it, wherever these are computed.
+shard with it; see `by_shard`. The bits of results depend only on the size of shards.
 """
+
+# t = cumsum x    ->   b = reduce_by_shard[total] x; t = map_by_shard[scan] x b
+# q, r = qr x     ->   rs = reduce_by_shard[qr] x; m, r = qr rs; q = map_by_shard[qr] x m
+# s = svd x       ->   q, r as above; s = svd r
+#
+# `b` has the total of all members before each range: the exactly rounded sum of the totals of all
+# shards before it, wherever these are computed.
 
 from __future__ import annotations
 
@@ -63,14 +64,8 @@ def _scan_in_two_passes(
 
 
 def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
-    """Running totals of `x` along axis 0, where the members are, with shape and dtype of `x`.
-
-    Args:
-      name: a key of `SCANS`.
-      x: ints, or floats of at least 16 bits. Floats of 16 bits are added up in float32.
-      reverse: whether the totals run from the last member to the first.
-      block: members per range.
-    """
+    """Running totals of `x` along axis 0, where the members are; `name` is a key of `SCANS`."""
+    # `x` has ints, or floats of at least 16 bits, which are added up in float32.
     reducer, scan = SCANS[name], getattr(lax, name)
     rows = np.arange(-(-x.shape[0] // block), dtype=np.int32)
 
@@ -113,13 +108,7 @@ def _logsumexp_in_two_passes(
 
 
 def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
-    """`lax.cumlogsumexp` of `x` along axis 0, where the members are.
-
-    Args:
-      x: floats of at least 32 bits.
-      reverse: whether the totals run from the last member to the first.
-      block: members per range.
-    """
+    """`lax.cumlogsumexp` of floats of at least 32 bits along axis 0, where the members are."""
     starts = block * np.arange(-(-x.shape[0] // block), dtype=np.int32)
 
     def total(shard: TracedShard, x: Any) -> tuple[Any, Any]:
@@ -147,12 +136,10 @@ def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
 def _decomposition_of_tall_matrix(
     eqn: Eqn, axes: Axes, members: ExpansionMembers
 ) -> Callable[..., Sequence[Any]] | None:
-    """The decomposition of a matrix whose rows are the members.
-
-    The singular values of a matrix are those of the R of its QR decomposition, so an SVD takes a QR
-    decomposition of the members and an SVD of R. `jnp.linalg.lstsq`, `pinv` and `cond` compute an
-    SVD.
-    """
+    """The decomposition of a matrix whose rows are the members."""
+    # The singular values of a matrix are those of the R of its QR decomposition, so an SVD takes a
+    # QR decomposition of the members and an SVD of R. `jnp.linalg.lstsq`, `pinv` and `cond` compute
+    # an SVD.
     aval, params = aval_of(eqn.inputs[0]), eqn.params
     is_real = jnp.issubdtype(aval.dtype, np.floating) and aval.ndim == 2
     if axes[0] != 0 or not is_real or is_unknown(members.n):
@@ -177,25 +164,19 @@ def _decomposition_of_tall_matrix(
 
 
 def tall_qr(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The reduced QR decomposition of `x`, where the members are rows.
-
-    Each shard gives the R of its rows, and the server decomposes these R, one below the other, into
-    the R of all and a small orthogonal matrix for each shard. The second pass repeats the
-    decomposition of each shard and multiplies its Q by that matrix (direct TSQR: Benson, Gleich and
-    Demmel, "Direct QR factorizations for tall-and-skinny matrices in MapReduce architectures",
-    2013).
-
-    R and Q are unique up to the signs of rows and columns. They get the signs of the Householder
-    reflections of the whole matrix, as LAPACK computes it. The first rows of Q determine these
-    (Ballard et al., "Reconstructing Householder vectors from Tall-Skinny QR", 2014, section 5).
-
-    Args:
-      x: (n, k), floats of at least 32 bits.
-      block: rows per range, at least k.
-
-    Returns:
-      Q (n, k) and R (k, k).
-    """
+    """Q and R of `x`, floats (n, k) of at least 32 bits, where the members are rows."""
+    # Each shard gives the R of its rows, at least k, and the server decomposes these R, one below
+    # the other, into the R of all and a small orthogonal matrix for each shard. The second pass
+    # repeats the decomposition of each shard and multiplies its Q by that matrix (direct TSQR:
+    # Benson, Gleich and Demmel, "Direct QR factorizations for tall-and-skinny matrices in MapReduce
+    # architectures", 2013):
+    #
+    #     x = [x0; x1] = [q0 r0; q1 r1] = diag(q0, q1) [r0; r1],   [r0; r1] = [m0; m1] r
+    #     so q = [q0 m0; q1 m1], and r is the R of x.
+    #
+    # R and Q are unique up to the signs of rows and columns. They get the signs of the Householder
+    # reflections of the whole matrix, as LAPACK computes it. The first rows of Q determine these
+    # (Ballard et al., "Reconstructing Householder vectors from Tall-Skinny QR", 2014, section 5).
     n, k = x.shape
     rows = np.arange(-(-n // block), dtype=np.int32)
 
@@ -220,14 +201,8 @@ def tall_qr(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _signs(q: jax.Array, r: jax.Array) -> jax.Array:
-    """The signs by which the R of a matrix differs from that of its Householder decomposition.
-
-    Args:
-      q: the first rows of its Q.
-      r: its R.
-
-    A modified LU decomposition of Q finds them: it subtracts each from its pivot.
-    """
+    """The signs by which `r` differs from the R of Householder; `q` has the first rows of Q."""
+    # A modified LU decomposition of Q finds them: it subtracts each from its pivot.
     k = q.shape[0]
     rows, tiny = jnp.arange(k), 4 * jnp.finfo(q.dtype).eps  # Rounding errors of a zero.
 

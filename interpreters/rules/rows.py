@@ -2,13 +2,15 @@
 
 A gather or a dynamic slice becomes three parts: the numbers of the members, which the server
 computes; `take_rows`, which reads these members; and what is left to do with the rows, such as the
-fill for indices out of bounds:
-
-    y = gather x i    ->    m = clamp i; r = take_rows x m; y = r
-
-The driver runs `take_rows`: if an operator takes the rows along its members, they are a view of the
-source that workers read; else the launching process reads them.
+fill for indices out of bounds.
 """
+
+# y = gather x i          ->   m = clamp i; r = take_rows x m; y = r
+# y = gather[fill] x i    ->   m = max i 0; r = take_rows x m; y = bj_map[fill] r i
+# y = dynamic_slice x i   ->   m = add i iota; r = take_rows x m; y = r
+#
+# The driver runs `take_rows`: if an operator takes the rows along its members, they are a view of
+# the source that workers read; else the launching process reads them.
 
 from __future__ import annotations
 
@@ -47,14 +49,9 @@ def _take_rows(x: Any, numbers: Any, *, key: str | None) -> Any:
 
 
 def rows_by_index(eqn: Eqn, wanted: Wanted) -> Function | None:
-    """A function with the results of an equation that reads members along axis 0 by index.
-
-    It reads the rows by `take_rows`. None for an equation that does not.
-
-    Args:
-      eqn: the equation; its indices are not literals.
-      wanted: the placement that needs the result along axis 0, if any.
-    """
+    """Computes an equation that reads members along axis 0 by `take_rows`; None for others."""
+    # `wanted` is the placement that needs the result along axis 0. Literal indices are
+    # left to `indexing`, which selects in a pass.
     x = shape_of(eqn.inputs[0]) if eqn.inputs else ()
     match eqn.primitive.name:
         case "gather":
@@ -85,6 +82,7 @@ def _gather(eqn: Eqn, x: Sequence[int], wanted: Wanted) -> Function | None:
         return None
     out = shape_of(eqn.outputs[0])
     batch = [k for k in range(len(out)) if k not in d.offset_dims]
+    # A plain gather is `jnp.take(x, indices, axis=0)` with a vector of indices: whole rows.
     plain = batch == [0] and d.collapsed_slice_dims == (0,) and d.start_index_map == (0,)
     plain &= tuple(sizes[1:]) == tuple(x[1:])
     count = math.prod(out[k] for k in batch)
@@ -103,6 +101,7 @@ def _gather(eqn: Eqn, x: Sequence[int], wanted: Wanted) -> Function | None:
         members = indices[..., column]
         numbers = jnp.maximum(members, 0).reshape(-1)
         if not plain:
+            # The same gather, of the rows that were read: index i becomes the number of its row.
             rows = _taken(operand, numbers, None)
             own = lax.iota(np.dtype("int32"), count).reshape(members.shape)
             own = jnp.where(members == OUTSIDE, OUTSIDE, own)

@@ -1,11 +1,13 @@
 """Expands scans over members to maps and reductions.
 
-`lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map:
-`ys = scan[f] x` becomes `ys = bj_map[f] x`. A scan that only adds to a carried value, such as the
-derivative of `lax.map` by a server value, is a map and a sum: `c, ys = scan[c + f(x), g(x)] c0 x`
-becomes `fs, ys = bj_map[f, g] x; s = bj_reduce_sum fs; c = add c0 s`. The same holds for products,
-maxima and minima.
+`lax.map(f, x)` is a scan that carries nothing from one member to the next, so it is a map. A scan
+that only adds to a carried value, such as the derivative of `lax.map` by a server value, is a map
+and a sum. The same holds for products, maxima and minima.
 """
+
+# ys = scan[f] x                         ->   ys = bj_map[f] x
+# c, ys = scan[c + f(x), g(x)] c0 x      ->   fs, ys = bj_map[f, g] x; s = bj_reduce_sum fs;
+#                                             c = add c0 s
 
 from __future__ import annotations
 
@@ -71,13 +73,10 @@ def _scan_over_members(
 def _without_carries(
     closed: Any, constants: int, carried: int
 ) -> tuple[jex.ClosedJaxpr, list[str | None]] | None:
-    """The body of a scan as the body of a map; None if a round reads a carried value otherwise.
-
-    Returns:
-      A jaxpr from the constants and the entries to what a round adds to each carried value that
-      changes, then the stacked results; and for each carried value, the primitive that changes it,
-      or None.
-    """
+    """The body of a scan as that of a map, and the primitive that changes each carried value."""
+    # The body returns what a round adds to each carried value that changes, then the stacked
+    # results. The primitive of a value that does not change is None. There is no such body if a
+    # round reads a carried value otherwise.
     jaxpr = closed.jaxpr
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)

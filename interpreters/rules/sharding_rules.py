@@ -25,19 +25,13 @@ Axes = Sequence[int | None]
 
 @dataclass(frozen=True)
 class TracedShard:
-    """The shard that an equation is emitted for.
+    """The shard that an equation is emitted for."""
 
-    Attributes:
-      start: index of its first member, an int32 scalar (traced).
-      size: number of members in it, padding included (static).
-      mask: bool[size], False for padding and for dropped members.
-      members: int32[size], the index of the member in each row, where rows of dropped members hold
-        copies of others; None if no member is dropped and padding comes last.
-    """
-
-    start: jax.Array
-    size: int
-    mask: jax.Array
+    start: jax.Array  # The index of its first member, an int32 scalar (traced).
+    size: int  # The number of members in it, padding included (static).
+    mask: jax.Array  # bool[size], False for padding and for dropped members.
+    # int32[size], the index of the member in each row, where rows of dropped members hold copies of
+    # others; None if no member is dropped and padding comes last.
     members: jax.Array | None = None
 
     def indices(self) -> jax.Array:
@@ -62,10 +56,8 @@ class TracedShard:
         return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
 
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[TracedShard, list[Any]]:
-        """The shard and values with members along `axes`, with dropped members moved to the end.
-
-        There, they are padding, so a function that takes the first rows of a shard ignores them.
-        """
+        """The shard and values with members along `axes`, with dropped members moved to the end."""
+        # There, they are padding, which a function that takes the first rows of a shard ignores.
         if self.members is None:
             return self, list(args)
         order = jnp.argsort(~self.mask, stable=True)
@@ -96,52 +88,39 @@ Emit = Callable[[Eqn, Sequence[Any], TracedShard], list[Any]]
 
 @dataclass(frozen=True)
 class MemberwiseRule:
-    """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard.
-
-    `in_axes` and `out_axes` are the axes of the members in operands and results. A result whose
-    axis is None must not be read. With `by_shard`, the equation must be evaluated for all members
-    of a shard at once.
-    """
+    """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard."""
 
     in_axes: tuple[int | None, ...]
-    out_axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...]  # A result whose axis is None must not be read.
     emit: Emit
+    # Whether the equation must be evaluated for all members of a shard at once.
     by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class ReductionRule:
-    """An equation that reduces over the members to one result.
-
-    `partial(eqn, args, shard)` computes the partial of a shard without padding, in the dtype of the
-    reducer's accumulator. With `selects_members`, the equation only selects members. Such an
-    equation is not a reason to move a whole server array to the workers. With `by_shard`, it must
-    be evaluated for all members of a shard at once.
-    """
+    """An equation that reduces over the members to one result."""
 
     in_axes: tuple[int | None, ...]
     reducer: str
+    # Computes the partial of a shard without padding, in the dtype of the reducer's accumulator.
     partial: Callable[[Eqn, Sequence[Any], TracedShard], Any]
+    # Whether the equation only selects members. That is no reason to move a whole server array to
+    # the workers.
     selects_members: bool = field(default=False, kw_only=True)
+    # Whether the equation must be evaluated for all members of a shard at once.
     by_shard: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class FunctionReductionRule(ReductionRule):
-    """A reduction whose partials are lists of arrays, merged by a function.
+    """A reduction by a function, `reducer`, of partials that are lists of arrays."""
 
-    `partial` computes the arrays of a shard, and `combine(eqn, served, left, right)` merges those
-    of two adjacent ranges of members. `reducer` is the name of the function.
-
-    Attributes:
-      combine: see above; `served` are the operands of the equation on the server.
-      leaves: the type of each array.
-      results: for each result of the equation, the index of its array in `leaves`.
-    """
-
+    # combine(eqn, served, left, right) merges the partials of two adjacent ranges of members;
+    # `served` are the operands of the equation on the server.
     combine: Callable[[Eqn, Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
-    leaves: tuple[Any, ...]
-    results: tuple[int, ...]
+    leaves: tuple[Any, ...]  # The type of each array.
+    results: tuple[int, ...]  # For each result of the equation, the index of its array.
 
 
 Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
@@ -175,17 +154,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass(frozen=True)
 class ExpansionMembers:
-    """The members that an expansion is for.
+    """The members that an expansion is for."""
 
-    Attributes:
-      placement: the name of their placement in the program.
-      n: the number of members.
-      shard_size: members per shard, if the user gives it.
-    """
-
-    placement: str
+    placement: str  # The name in the program.
     n: Any
-    shard_size: int | None
+    shard_size: int | None  # Members per shard, if the user gives it.
 
 
 Expand = Callable[[Eqn, Axes, ExpansionMembers], Callable[..., Sequence[Any]] | None]
@@ -195,15 +168,11 @@ the operands with the same results, all of whose equations have rules; None if t
 
 @dataclass(frozen=True)
 class Expansion:
-    """How the equations of a primitive are replaced by others, which have rules.
-
-    Attributes:
-      expand: see above.
-      ordered: whether it needs all members in order. It can't be used if members may be dropped,
-        because those leave gaps.
-    """
+    """How the equations of a primitive are replaced by others, which have rules."""
 
     expand: Expand
+    # Whether it needs all members in order. Dropped members leave gaps, so where members may be
+    # dropped, such an expansion is not used.
     ordered: bool
 
 
@@ -225,11 +194,9 @@ def expansion(*names: str, ordered: bool = False) -> Callable[[Expand], Expand]:
 
 
 def bind(eqn: Eqn, args: Sequence[Any], **changes: Any) -> list[Any]:
-    """Evaluates `eqn` on `args`, with some parameters changed.
-
-    Parameters for shardings are removed: workers don't have the mesh of the process that staged the
-    program.
-    """
+    """Evaluates `eqn` on `args`, with some parameters changed."""
+    # Without parameters for shardings: workers don't have the mesh of the process that staged the
+    # program.
     layouts = ("mesh", "spmd_axis_name") if eqn.is_placed_operator else ("sharding", "out_sharding")
     off = {key: None for key in layouts if key in eqn.params}
     return _compat.bind(eqn.primitive, args, eqn.params | off | changes)
@@ -298,10 +265,7 @@ def is_threefry(atom: Any) -> bool:
 
 
 def draw_by_batch(closed: Any) -> tuple[str, str] | None:
-    """The primitive and the line of a random draw in a body that, under vmap, depends on the batch.
-
-    None if there is none.
-    """
+    """The primitive and line of a random draw in a body that, under vmap, depends on the batch."""
     found = (find_equation(eqn, _draws_by_batch) for eqn in getattr(closed, "jaxpr", closed).eqns)
     return next(filter(None, found), None)
 

@@ -2,15 +2,18 @@
 
 If the operands of an equation have their members along these axes, can it be computed a shard at a
 time? `factors` answers for most primitives by the axes alone, and functions in `RULES` for the
-others. The answer is one of
-
-* `MemberwiseRule`: yes, it acts on each member. The rule gives the axis of the members in each
-  operand and result, and how to emit the equation for a shard.
-* `ReductionRule`: it reduces over the members. Each shard gives a partial, and partials are merged.
-* `None`: it mixes members, or the primitive has no rule. Its operands are gathered.
-
-`None` is always correct but slower. A rule must be correct for every number of members.
+others.
 """
+
+# The answer is one of
+#
+# * `MemberwiseRule`: yes, it acts on each member. The rule gives the axis of the members in each
+#   operand and result, and how to emit the equation for a shard.
+# * `ReductionRule`: it reduces over the members. Each shard gives a partial; partials are merged.
+# * `None`: it mixes members, or the primitive has no rule. Its operands are gathered.
+#
+# `None` is always correct but slower. A rule must be correct for every number of members. That
+# shards can create the results of an equation, `invert` answers.
 
 from __future__ import annotations
 
@@ -54,10 +57,7 @@ def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | N
 
 
 def axes_of_operator(eqn: Eqn) -> Axes | None:
-    """The axes along which a placed operator needs the members in its operands.
-
-    None if it needs all members on the server.
-    """
+    """The axes of the operands along which a placed operator needs members; None for the server."""
     nowhere = [None] * len(eqn.inputs)
     if eqn.primitive.name in EXPANSIONS:
         return [0] * len(eqn.inputs)
@@ -92,10 +92,8 @@ def _ints(axes: Axes) -> tuple[int | None, ...]:
 
 
 def _fits(eqn: Eqn, sharding_rule: MemberwiseRule | ReductionRule, n: Any) -> bool:
-    """Whether all axes of the members in a rule have length n; always, for n = None.
-
-    They may not, if one operand is broadcast against another or written into a larger one.
-    """
+    """Whether all axes of the members in a rule have length n; always, for n = None."""
+    # They may not, if one operand is broadcast against another or written into a larger one.
     pairs = list(zip(eqn.inputs, sharding_rule.in_axes, strict=True))
     if isinstance(sharding_rule, MemberwiseRule):
         pairs += zip(eqn.outputs, sharding_rule.out_axes, strict=True)
