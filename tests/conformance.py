@@ -200,14 +200,15 @@ def markdown(texts: dict[str, str]) -> str:
     lines = [
         "# Conformance",
         "",
-        "What of JAX works where. Each row is part of a small program, which the tests run.",
-        f"Made by `python tests/conformance.py`, with JAX {VERSION}.",
+        "Which JAX features work, and where. Each row is part of a small program, which the tests "
+        "run.",
+        f"`python tests/conformance.py` writes this page, here with JAX {VERSION}.",
         "",
         "- *passed*: tree, shapes, dtypes and values are right: in this process against the same "
         "program by",
         "  `jax.vmap` and `jnp`, on a runner against `jax.jit`. Both runners give the same bits.",
-        "- *gathered*: passed, but members had to be brought together on one machine: the bytes "
-        "of all.",
+        "- *gathered*: passed, but beamjax gathers members on one machine. The number is the bytes "
+        "of all of them.",
     ]
     for section, text in TABLE.items():
         lines += ["", f"## {section}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
