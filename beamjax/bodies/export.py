@@ -36,13 +36,7 @@ from beamjax.spans import book_first_call, count, loaded_from_disk
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
-    """The type of a value as raw data.
-
-    Args:
-      aval: the type of the whole value in JAX.
-      placement: its placement, if it is placed.
-      axis: its member axis, which is left out of the shape.
-    """
+    """The type of a value as raw data; the shape of a placed value is without its member axis."""
     shape, dtype, impl = tuple(aval.shape), aval.dtype, None
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         impl = key_impl(dtype)
@@ -90,23 +84,9 @@ def export_body(
     platforms: Sequence[str],
     lines: Sequence[str] = (),
 ) -> tuple[str, Body]:
-    """Exports a function of plain arrays to StableHLO.
-
-    Args:
-      name: name of the body, for messages.
-      function: takes and returns flat sequences of plain arrays.
-      arguments: shapes and dtypes of its arguments.
-      platforms: "cpu", "cuda" or "tpu". There is an artefact for each, because an artefact for
-        several platforms gives other bits.
-      lines: the user's lines that the body holds, for messages.
-
-    Returns:
-      The content hash and the body.
-
-    Raises:
-      NotExportedError: JAX can trace the function, but not export it.
-      StagingError: JAX can't trace it.
-    """
+    """Exports a function of flat, plain arrays to StableHLO; returns its content hash and body."""
+    # There is an artefact for each platform ("cpu", "cuda" or "tpu"), because an artefact for
+    # several platforms gives other bits.
     artefacts = {}
     narrow: tuple[str, ...] = ()
     devices = 1
@@ -119,6 +99,7 @@ def export_body(
             narrow = tuple(x.dtype.name for x in results)
             compiled = jax.jit(_widened(function, arguments))
             arguments = list(map(_wider, arguments))
+        # What fails up to here can't be traced, and fails under `jax.jit` as well.
         working = math.ceil(held_bytes(compiled.trace(*arguments).jaxpr).peak)
         failed = NotExportedError
         for platform in platforms:
@@ -142,10 +123,9 @@ def export_body(
 def _exported(
     compiled: Any, arguments: Sequence[jax.ShapeDtypeStruct], platform: str
 ) -> tuple[export.Exported, set[str]]:
-    """The exported function, and the custom calls in it that other versions of JAX may lack.
-
-    `jax.export` refuses them unless each is named, so they are found in the message of its error.
-    """
+    """The exported function, and the custom calls in it that other versions of JAX may lack."""
+    # `jax.export` refuses custom calls unless each is named, so they are found in the message of
+    # its error.
     make = functools.partial(export.export, compiled, platforms=[platform])
     try:
         return make()(*arguments), set()
@@ -211,21 +191,14 @@ _loading = threading.Lock()
 
 
 def load_body(
-    key: str, body: Body, members: int | None = None, device: Any = None
+    key: str,
+    body: Body,
+    members: int | None = None,  # for a body that runs as Python; others have fixed shapes
+    # A body that holds a mesh computes on the devices of the client of this device; None for those
+    # of JAX. For any other body, the caller sets the device.
+    device: Any = None,
 ) -> Callable[..., Any]:
-    """The compiled function of a body, shared by all threads of this process.
-
-    Args:
-      key: key of the body in its plan.
-      body: the body.
-      members: number of members for a body that runs as Python; other bodies have fixed shapes.
-      device: a body that holds a mesh computes on the devices of the client of this device; None
-        for those of JAX. For any other body, the caller sets the device.
-
-    Raises:
-      WorkerError: there is no artefact for the default platform of this process, or this version of
-        JAX can't read it, or a body that runs as Python can't be rebuilt here.
-    """
+    """The compiled function of a body, shared by all threads of this process."""
     platform = default_platform()
     if platform == "cpu":
         use_lapack(body)
@@ -266,17 +239,11 @@ _moving = threading.Lock()
 
 
 def loaded_elsewhere(call: Any, args: Sequence[Any], device: Any) -> Callable[..., Any]:
-    """The compiled function of a body on a CPU device of another client than that of its arguments.
-
-    The other client loads the machine code of the first one, in milliseconds. Machine code that
-    came from JAX's cache on disk can't be moved: XLA loads it, but fails to run it. JAX then finds
-    it on disk again.
-
-    Args:
-      call: what `load_body` returned.
-      args: arguments with which it can be called where JAX computes now, on the first client.
-      device: the device of the other client.
-    """
+    """The compiled function of a body on a CPU device of another client than its arguments'."""
+    # The other client loads the machine code of the first one, in milliseconds. Machine code that
+    # came from JAX's cache on disk can't be moved: XLA loads it, but fails to run it. JAX then
+    # finds it on disk again. `call` is what `load_body` returned; on the first client, it can be
+    # called with `args`.
     with _moving:
         found = _elsewhere.setdefault(call, {})
         if device not in found:
@@ -297,15 +264,13 @@ def _moved(compiled: Any, device: Any) -> Callable[..., Any] | None:
     return moved
 
 
+# Only one thread computes on a mesh at a time. Otherwise, collectives of two computations could
+# wait for each other forever.
 _on_several = threading.Lock()
 
 
 def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[..., Any]:
-    """The compiled function of a body that holds a mesh: each device has all operands and results.
-
-    Only one thread computes at a time. Otherwise, collectives of two computations could wait for
-    each other forever.
-    """
+    """The compiled function of a body that holds a mesh; each device has all operands."""
     found = jax.local_devices() if device is None else device.client.local_devices()
     if len(found) < body.devices:
         raise WorkerError(
@@ -328,20 +293,7 @@ def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[...,
 def run_server(
     plan: Plan, step: Server, known: Mapping[str, np.ndarray], device: Any = None
 ) -> dict[str, np.ndarray]:
-    """Runs a `Server` step.
-
-    Args:
-      plan: the plan, which has the body of the step.
-      step: the step.
-      known: server values, by name.
-      device: the device to compute on; None for JAX's default.
-
-    Returns:
-      The outputs of the step, by name.
-
-    Raises:
-      WorkerError: the computation failed; the message names the step.
-    """
+    """Runs a `Server` step on `known` values, by name; a WorkerError names the step."""
     call = load_body(step.body, plan.bodies[step.body], device=device)
     try:
         with with_x64(plan.x64), on_device(device):

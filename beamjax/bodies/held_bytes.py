@@ -1,9 +1,4 @@
-"""Bytes that a computation holds at once, counted from its jaxpr without compiling it.
-
-XLA reports the memory of an executable only after compiling, and without that of its libraries.
-The counts follow two rules of XLA: calls are inlined, and an elementwise operation is computed
-inside of the operations that read it, unless one of them needs its whole result.
-"""
+"""Bytes that a computation holds at once, counted from its jaxpr without compiling it."""
 
 from __future__ import annotations
 
@@ -15,6 +10,10 @@ from jax.extend import core as jex
 
 from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate, nbytes_of
+
+# XLA reports the memory of an executable only after compiling, and without that of its libraries.
+# The counts follow two rules of XLA: calls are inlined, and an elementwise operation is computed
+# inside of the operations that read it, unless one of them needs its whole result.
 
 _ELEMENTWISE = frozenset(
     """abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt
@@ -40,15 +39,10 @@ WORKSPACE = 3
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a computation holds at once.
+    """Bytes that a computation holds at once."""
 
-    Attributes:
-      peak: the most bytes of values, other than the arguments, between which an operation runs.
-      looped: the most that a round of a loop holds, with what it reads; 0 without loops.
-    """
-
-    peak: float = 0
-    looped: float = 0
+    peak: float = 0  # the most bytes of values, besides arguments, while an operation runs
+    looped: float = 0  # the most that a round of a loop holds, with what it reads; 0 without loops
 
 
 @dataclass(eq=False)
@@ -71,11 +65,7 @@ class _Operation(NamedTuple):
 
 
 def held_bytes(closed: Any) -> Held:
-    """The bytes that a compiled function holds besides its arguments, results included.
-
-    Args:
-      closed: the jaxpr, closed or open.
-    """
+    """The bytes that a compiled function holds besides its arguments, results included."""
     jaxpr = getattr(closed, "jaxpr", closed)
     # Here constants, and what is computed from them alone, take memory as well.
     return Operations(Value(0)).inner(closed, [Value(nbytes_of(v.aval)) for v in jaxpr.invars])
@@ -83,13 +73,9 @@ def held_bytes(closed: Any) -> Held:
 
 @dataclass
 class Operations:
-    """The operations of a computation in order, with all calls inlined.
+    """The operations of a computation in order, with all calls inlined."""
 
-    Attributes:
-      constant: stands for constants and literals.
-    """
-
-    constant: Value = SHARED
+    constant: Value = SHARED  # stands for constants and literals
     _all: list[_Operation] = field(default_factory=list)
     _looped: float = 0
 
@@ -183,6 +169,8 @@ class Operations:
         last: dict[Value, int] = {}
         reads: list[frozenset[Value]] = []
         for number, operation in enumerate(self._all):
+            # z = add x y; s = reduce_sum z: z is fused, so the reduction reads x and y, which live
+            # until then.
             read = frozenset().union(*(sources.get(v, frozenset((v,))) for v in operation.ins))
             fused = operation.name in _ELEMENTWISE and not returned.intersection(operation.outs)
             for value in operation.outs:
@@ -215,10 +203,8 @@ def _entering(variables: Sequence[Any], shared: Sequence[bool]) -> list[Value]:
 
 
 def _is_fused(readers: Sequence[str]) -> bool:
-    """Whether XLA computes an elementwise result anew in all operations that read it.
-
-    A reduction is another loop, so a value that it reads with others is in memory.
-    """
+    """Whether XLA computes an elementwise result anew in all operations that read it."""
+    # A reduction is another loop, so a value that it reads with others is in memory.
     if len(readers) == 1 and readers[0].startswith(("reduce_", "arg", "bj_reduce_")):
         return True
     return all(name in _ELEMENTWISE for name in readers)

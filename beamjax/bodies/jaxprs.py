@@ -53,15 +53,8 @@ def evaluate(
     apply: Callable[[Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any],
 ) -> list[Any]:
-    """Evaluates a jaxpr on abstract or concrete values, such as arrays, atoms or booleans.
-
-    Args:
-      closed: the jaxpr, closed or open.
-      constants: the values of its constants.
-      arguments: the values of its inputs.
-      apply: takes an equation and the values of its operands to the values of its results.
-      literal: returns the value of a literal.
-    """
+    """Evaluates a jaxpr on abstract or concrete values, such as arrays, atoms or booleans."""
+    # `apply` takes an equation and the values of its operands to the values of its results.
     jaxpr = getattr(closed, "jaxpr", closed)
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env.update(zip(jaxpr.invars, arguments, strict=True))

@@ -135,13 +135,10 @@ _compat.CALLBACK_LOG.addFilter(_cut_text)
 
 
 class PythonFunction:
-    """The function of a body, compiled once for each number of members.
+    """The function of a body, compiled once for each number of members."""
 
-    Args:
-      sized: takes a number of members (None for a server step) to the function, which takes and
-        returns flat sequences of plain arrays.
-    """
-
+    # `sized` takes a number of members (None for a server step) to the function, which takes and
+    # returns flat sequences of plain arrays.
     def __init__(self, sized: Callable[[int | None], Callable[..., Sequence[Any]]]):
         self._sized = sized
         self._settings = settings() | {
@@ -181,27 +178,16 @@ _known: weakref.WeakValueDictionary[str, PythonFunction] = weakref.WeakValueDict
 def python_body(
     name: str, function: PythonFunction, reason: str, fingerprint: str, lines: Sequence[str]
 ) -> tuple[str, Body]:
-    """A key and a body that runs as Python.
-
-    Args:
-      name: name of the step.
-      function: its function, which this process finds by the key as long as the body is alive.
-      reason: why StableHLO can't hold it, for messages.
-      fingerprint: text that describes what the function computes.
-      lines: the user's lines that the body holds.
-    """
+    """A key and a body that runs as Python."""
     key = uuid.uuid4().hex  # Functions can't be compared, so each body has a key of its own.
+    # Weakly: this process finds the function by the key as long as the body is alive.
     _known[key] = function
     python = PythonBody(reason, digest(fingerprint.encode()), function)
     return key, Body(name, {}, tuple(lines), python)
 
 
 def python_function(key: str, body: Body) -> PythonFunction:
-    """The function of a body, in any process.
-
-    Raises:
-      WorkerError: it can't be rebuilt here.
-    """
+    """The function of a body, in any process that can rebuild it."""
     python = body.python
     assert python is not None
     function = python.function or _known.get(key)
@@ -229,33 +215,20 @@ def digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What another process needs to make the same plan.
+    """What another process needs to make the same plan."""
 
-    Attributes:
-      make_plan: `interpreters.planning.make_plan`, which workers call. As data, because `bodies`
-        does not import `interpreters`.
-      call: a `FlatCall` of `interpreters.staging.stage`, with or without the arguments' values.
-      options: the options on which planning depends.
-      shard_sizes, vectorizations: those of the plan. Another process must not choose them, since
-        the rules depend on platforms and files.
-      unroll: whether loops and branches are unrolled.
-      settings: settings of JAX.
-    """
-
+    # `interpreters.planning.make_plan`, as data, because `bodies` does not import `interpreters`.
     make_plan: Callable[..., Any]
-    call: Any
-    options: Options
+    call: Any  # a `FlatCall`, with or without the arguments' values
+    options: Options  # those on which planning depends
+    # Another process must not choose these two, since the rules depend on platforms and files.
     shard_sizes: Mapping[str, int]
     vectorizations: Mapping[str, Vectorization]
     unroll: bool = False
     settings: Mapping[str, Any] = field(default_factory=settings)
 
     def pickled(self) -> bytes:
-        """The recipe as bytes, with the versions that the reader must have.
-
-        Raises:
-          StagingError: the function can't be pickled; the message names what in it can't.
-        """
+        """The recipe as bytes, with the versions that the reader must have."""
         # The structure is a tree of numbers: a treedef with the user's own nodes can't be pickled.
         skeleton = self.call.restore(range(len(self.call.arguments)))
         arguments = [_abstract(argument) for argument in self.call.arguments]

@@ -13,10 +13,8 @@ from beamjax.spans import count
 
 
 def is_copied(device: jax.Device | None) -> bool:
-    """Whether arrays of the host must be copied to a device; None is JAX's default device.
-
-    A CPU reads them in place if they begin at a multiple of 64 bytes. JAX copies others.
-    """
+    """Whether arrays of the host must be copied to a device; None is JAX's default device."""
+    # A CPU reads them in place if they begin at a multiple of 64 bytes. JAX copies others.
     return (jax.devices()[0] if device is None else device).platform != "cpu"
 
 

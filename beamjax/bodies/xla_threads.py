@@ -1,10 +1,7 @@
 """Fixes the number of threads that XLA and LAPACK use for one computation on a CPU.
 
 XLA divides a long contraction, and LAPACK a factorization, among as many threads as the machine has
-cores. Partial sums are rounded, so another number of cores gives other bits. JAX fixes its number
-when it starts, and has no option for it. So beamjax computes with its own CPU clients, beside JAX's
-client in the same process. Their number of threads is the same on every machine. A machine with
-more cores has more clients, and shards that are computed at the same time are spread over them.
+cores. Partial sums are rounded, so another number of cores gives other bits.
 """
 
 from __future__ import annotations
@@ -31,24 +28,19 @@ def available_cores() -> int:
 
 
 class CpuClients:
-    """CPU clients of XLA that each divide a computation among the same number of threads.
+    """CPU clients of XLA that each divide a computation among the same number of threads."""
 
-    XLA hands most of a computation to the threads of its client. One client could therefore keep
-    only as many cores busy, however many threads of Python call it. There is a client for each
-    `threads` cores. It starts when the clients before it are computing.
-
-    Args:
-      threads: the number of threads of each client.
-
-    Attributes:
-      count: the number of clients, started or not.
-    """
-
+    # JAX fixes the number of threads of its client when it starts, and has no option for it. So
+    # beamjax computes with its own CPU clients, beside JAX's client in the same process.
+    #
+    # XLA hands most of a computation to the threads of its client. One client could therefore keep
+    # only as many cores busy, however many threads of Python call it. So there is a client for each
+    # `threads` cores. It starts when the clients before it are computing.
     def __init__(self, threads: int):
         self._threads = threads
         self._lock = threading.Lock()
         self._devices: list[tuple[jax.Device, ...]] = []
-        self.count = -(-available_cores() // threads)
+        self.count = -(-available_cores() // threads)  # of clients, started or not
         self._running = [0] * self.count
 
     def devices(self, number: int = 0) -> tuple[jax.Device, ...]:
@@ -73,11 +65,9 @@ class CpuClients:
 
 
 def cpu_devices(threads: int) -> tuple[jax.Device, ...]:
-    """CPU devices on which XLA divides a computation among this many threads.
-
-    Calls compute in the calling thread, so that Python threads compute in parallel. There are as
-    many devices as JAX has CPU devices in this process.
-    """
+    """CPU devices on which XLA divides a computation among this many threads."""
+    # Calls compute in the calling thread, so that Python threads compute in parallel. There are as
+    # many devices as JAX has CPU devices in this process.
     return _clients(threads).devices()
 
 
@@ -107,13 +97,11 @@ if shards are computed in parallel."""
 
 
 class _Limit:
-    """Limits LAPACK and BLAS in this process to `LAPACK_THREADS` while anything holds the limit.
-
-    The limit takes effect when LAPACK is first needed, because it takes long to load, and most
-    programs do not need it.
-    """
+    """Limits LAPACK and BLAS in this process to `LAPACK_THREADS` while anything holds the limit."""
 
     def __init__(self) -> None:
+        # The limit takes effect when LAPACK is first needed, because it takes long to load, and
+        # most programs do not need it.
         self._lock = threading.Lock()
         self._holders = 0
         self._limited: Any = None
@@ -171,11 +159,9 @@ def with_lapack_threads() -> contextlib.AbstractContextManager[None]:
 
 
 def use_lapack(body: Body) -> None:
-    """Applies the limit on LAPACK's threads if a body needs LAPACK.
-
-    JAX has loaded LAPACK for a body that runs as Python by now, because the body is lowered when
-    the plan is made.
-    """
+    """Applies the limit on LAPACK's threads if a body needs LAPACK."""
+    # JAX has loaded LAPACK for a body that runs as Python by now, because the body is lowered when
+    # the plan is made.
     if body.calls_lapack if body.python is None else _SCIPY in sys.modules:
         _limit.use()
 

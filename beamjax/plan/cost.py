@@ -7,19 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """The work in some equations, as counted without running them.
+    """The work in some equations, as counted without running them."""
 
-    Attributes:
-      flops: arithmetic operations; a transcendental function counts as several.
-      nbytes: upper bound of the bytes that move between memory and the processor.
-      guessed: whether it includes a loop whose number of rounds depends on data and was guessed.
-      extra: time by which these operations are slower than matrix products of as many operations,
-        in operations of a matrix product.
-    """
-
-    flops: float = 0.0
-    nbytes: float = 0.0
-    guessed: bool = False
+    flops: float = 0.0  # arithmetic operations; a transcendental function counts as several
+    nbytes: float = 0.0  # at most; between memory and the processor
+    guessed: bool = False  # whether a number of rounds depends on data
+    # Time by which these operations are slower than matrix products of as many operations, in
+    # operations of a matrix product.
     extra: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:

@@ -35,24 +35,16 @@ def hole_of(dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class Guard:
-    """How a pass handles members that it can't compute.
+    """How a pass handles members that it can't compute."""
 
-    The body of a guarded pass takes `(start, members, kept, *broadcasts, *operands)`: the index of
-    the first member of the shard, the index of the member in each row (the row of a dropped member
-    is a copy of another row), and a mask of the rows that count. Unless `on_nonfinite` is "keep",
-    its last result is a mask of the members whose floats are all finite.
-
-    Attributes:
-      on_error: "raise" or "drop", for members that can't be read or computed.
-      on_nonfinite: "keep", "raise" or "drop", for members whose results hold NaN or infinity.
-      reads: whether the last operand of the pass is the mask of members that earlier passes kept.
-      emits_mask: whether the last result of the pass is the mask of members that it keeps.
-    """
-
-    on_error: str
-    on_nonfinite: str
-    reads: bool = False
-    emits_mask: bool = False
+    # The body of a guarded pass takes `(start, members, mask, *broadcasts, *operands)`: the index
+    # of the first member of the shard, the index of the member in each row (the row of a dropped
+    # member is a copy of another row), and a mask of the rows that count. Unless `on_nonfinite` is
+    # "keep", its last result is a mask of the members whose floats are all finite.
+    on_error: str  # "raise" or "drop", for members that can't be read or computed
+    on_nonfinite: str  # "keep", "raise" or "drop", for members whose results hold NaN or infinity
+    reads: bool = False  # whether the last operand is a mask: without what earlier passes dropped
+    emits_mask: bool = False  # whether the last result is the mask without what this pass dropped
 
     @property
     def drops(self) -> bool:
@@ -62,21 +54,13 @@ class Guard:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A member that was dropped from a pass and from all later ones.
-
-    Attributes:
-      placement: name of its placement.
-      member: its index.
-      step: name of the pass.
-      reason: "error" or "nonfinite".
-      message: the error, or the value that was found.
-    """
+    """A member that was dropped from a pass and from all later ones."""
 
     placement: str
     member: int
-    step: str
-    reason: str
-    message: str
+    step: str  # the pass
+    reason: str  # "error" or "nonfinite"
+    message: str  # the error, or the value that was found
 
 
 def encode_lines(dropped: Iterable[Dropped]) -> bytes:
@@ -85,11 +69,7 @@ def encode_lines(dropped: Iterable[Dropped]) -> bytes:
 
 
 def decode_lines(data: bytes, path: str) -> list[Dropped]:
-    """The inverse of `encode_lines`.
-
-    Raises:
-      ArrayFormatError: the bytes at `path` are not lines of dropped members.
-    """
+    """The inverse of `encode_lines`."""
     found = [parse_json(line, path) for line in data.splitlines()]
     return [from_plain(Dropped, record, path) for record in found]
 
@@ -100,11 +80,7 @@ def encode_file(lines: bytes) -> bytes:
 
 
 def decode_file(data: bytes | memoryview, path: str) -> list[Dropped]:
-    """The members in a file that `encode_file` made.
-
-    Raises:
-      ArrayFormatError: the bytes at `path` are not such a file.
-    """
+    """The members in a file that `encode_file` made."""
     try:
         lines = decode_array(data).tobytes()
     except ArrayFormatError as error:
@@ -113,16 +89,11 @@ def decode_file(data: bytes | memoryview, path: str) -> list[Dropped]:
 
 
 class DeadLetters:
-    """The members that a run has dropped, each once, and the file that lists them.
-
-    Args:
-      limit: the share of the members of a placement that may be dropped, from 0 to 1.
-      path: path or URL of the file; None writes no file.
-    """
+    """The members that a run has dropped, each once, and the file that lists them."""
 
     def __init__(self, limit: float = 1.0, path: str | None = None):
-        self.limit = limit
-        self.path = path
+        self.limit = limit  # the share of the members of a placement, from 0 to 1
+        self.path = path  # path or URL of the file; None writes none
         self._found: dict[tuple[str, int], Dropped] = {}
         self._counts: collections.defaultdict[str, int] = collections.defaultdict(int)
         self._lock = threading.Lock()
@@ -137,20 +108,14 @@ class DeadLetters:
             return tuple(self._found[key] for key in sorted(self._found)) if self._found else ()
 
     def add(self, found: Iterable[Dropped], sizes: Mapping[str, int]) -> None:
-        """Records dropped members.
-
-        Args:
-          found: the members, in any order; those that are recorded already are ignored.
-          sizes: the number of members of each placement.
-
-        Raises:
-          WorkerError: more members are dropped than `limit` allows.
-        """
+        """Records members of placements of these sizes; raises if more are dropped than allowed."""
+        # Retries and later passes find the same members again.
         if not self._add(found):
             return
         self.write()
         for placement, n in sizes.items():
             count = self._counts[placement]
+            # Without any member left, a mean has no value.
             if not count or (count <= self.limit * n and count < n):
                 continue
             dropped = [each for each in self.dropped if each.placement == placement]
@@ -170,12 +135,7 @@ class DeadLetters:
             return len(self._found) > before
 
     def begin(self, *, anew: bool) -> None:
-        """Removes the file of an earlier run if `anew`; otherwise reads it, to resume that run.
-
-        Raises:
-          ArrayFormatError: the file does not list dropped members.
-          SourceError: the file can't be read or removed, or its folder can't be made.
-        """
+        """Removes the file of an earlier run if `anew`; otherwise reads it, to resume that run."""
         if self.path is None:
             return
         from beamjax.storage import files
@@ -192,11 +152,7 @@ class DeadLetters:
         self._add(decode_lines(found, self.path))
 
     def write(self) -> None:
-        """Writes all recorded members to the file.
-
-        Raises:
-          SourceError: it can't be written.
-        """
+        """Writes all recorded members to the file."""
         if self.path is None:
             return
         from beamjax.storage import files
@@ -216,11 +172,7 @@ class DeadLetters:
             ) from error
 
     def warn(self, undropped: Iterable[tuple[str, str]] = ()) -> None:
-        """Logs how many members were dropped, and what still counts them.
-
-        Args:
-          undropped: as in `PlacedProgram`.
-        """
+        """Logs how many members were dropped, and what (see `PlacedProgram`) still counts them."""
         dropped = self.dropped
         if dropped:
             where = f"; {self.path} lists them" if self.path else ""

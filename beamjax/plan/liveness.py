@@ -62,12 +62,7 @@ def used_by_rounds(loop: Loop) -> set[str]:
 
 
 def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
-    """Names of the values that are live before some steps.
-
-    Args:
-      steps: the steps, in order.
-      after: names of the values that are live after them.
-    """
+    """Names of the values that are live before some steps, if `after` are live after them."""
     live = set(after)
     for step in reversed(steps):
         live = live.difference(made(step)) | used(step)
@@ -75,13 +70,9 @@ def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
 
 
 def live_at(block: Block, position: Position) -> set[str]:
-    """Names of the values that the rest of a block needs from a position on.
-
-    Entries of the stacked results of unfinished loops are not included.
-
-    Raises:
-      KeyError: there is no such position.
-    """
+    """Names of the values that the rest of a block needs from a position on."""
+    # Entries of the stacked results of unfinished loops are not included. A KeyError says that the
+    # position is of another plan.
     (name, number), *inner = position
     index = step_index(block.steps, name)
     step = block.steps[index]
@@ -99,11 +90,7 @@ def live_at(block: Block, position: Position) -> set[str]:
 
 
 def step_index(steps: Sequence[Step], name: str) -> int:
-    """The index of the step of this name.
-
-    Raises:
-      KeyError: there is none.
-    """
+    """The index of the step of this name; a KeyError if there is none."""
     for index, step in enumerate(steps):
         if step.name == name:
             return index
@@ -111,11 +98,7 @@ def step_index(steps: Sequence[Step], name: str) -> int:
 
 
 def loops_at(block: Block, position: Position) -> list[tuple[Loop, int]]:
-    """The loops that are unfinished at a position, with their numbers of completed rounds.
-
-    Raises:
-      KeyError: there is no such position.
-    """
+    """The loops that are unfinished at a position, with their numbers of completed rounds."""
     found = []
     for name, number in position:
         step = block.steps[step_index(block.steps, name)]

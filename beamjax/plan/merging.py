@@ -40,30 +40,16 @@ def range_width(shards: int, workers: int | None) -> int:
 
 @dataclass(frozen=True)
 class FanOut:
-    """How the reductions of a pass are merged.
+    """How the reductions of a pass are merged."""
 
-    Attributes:
-      pieces: number of ranges of values; each is merged separately, on any worker.
-      nbytes: bytes of the accumulators of one process.
-      groups: number of parallel merges of each range before the last merge; 1 for none.
-      why: the reason for the number of groups, as text.
-    """
-
-    pieces: int
-    nbytes: int
-    groups: int
-    why: str
+    pieces: int  # number of ranges of values; each is merged separately, on any worker
+    nbytes: int  # of the accumulators of one process
+    groups: int  # number of parallel merges of each range before the last merge; 1 for none
+    why: str  # the reason for the number of groups
 
 
 def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> FanOut:
-    """Chooses how the reductions of a pass are merged.
-
-    Args:
-      step: the pass.
-      shards: its number of shards, None if unknown.
-      workers: the number of workers that merge at the same time, None if unknown.
-      mode: of the accumulators, "exact" or "fast".
-    """
+    """Chooses how the reductions of a pass are merged; None is an unknown number."""
     nbytes = sum(accumulator_bytes(buffer, mode) for buffer in step.buffers)
     pieces = len(accumulator_ranges(step))
     # Most bundles have one range, and each bundle has one partial.
@@ -84,6 +70,7 @@ def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
     """The number of groups in which the partials of a range are merged first: a power of two."""
     if not pieces or workers <= pieces:
         return 1
+    # More groups than the square root would make the last merge longer than the first ones.
     most = min(workers // pieces, math.isqrt(partials))
     ways = [1 << k for k in range(max(most, 1).bit_length())]
     seconds = {groups: _seconds(groups, pieces, partials, each, workers) for groups in ways}
@@ -102,26 +89,18 @@ def _seconds(groups: int, pieces: int, partials: int, each: int, workers: int) -
 
 
 def workers_of(options: Any) -> int | None:
-    """The number of workers that Beam options ask for; None if they do not say.
-
-    Args:
-      options: a Beam `PipelineOptions`, or flags.
-    """
+    """The workers that a Beam `PipelineOptions`, or flags, ask for; None if they do not say."""
     found = beam_flags(options)
     for name in ("parallelism", "max_num_workers", "num_workers", "direct_num_workers"):
         text = str(found.get(name) or "")
+        # 1 is the default of direct_num_workers, so it does not say that there is one worker.
         if text.isdigit() and int(text) > (name == "direct_num_workers"):
             return int(text)
     return None
 
 
 def accumulator_bytes(buffer: FusedBuffer, mode: str, most: bool = False) -> int:
-    """Bytes of the accumulator of a fused reduction buffer, for numbers of ordinary size.
-
-    Args:
-      buffer: the buffer.
-      mode: "exact" or "fast".
-      most: whether to return an upper bound, for numbers of like size and a million shards.
-    """
+    """Bytes of the accumulator of a fused buffer, for numbers of ordinary size."""
+    # `most` gives an upper bound, for numbers of like size and a million shards.
     dtype = np.dtype(buffer.dtype)
     return buffer.size * accumulator_kind(buffer.kind, dtype, mode).bytes_each(dtype, most)

@@ -27,19 +27,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Shards:
-    """All shards of a placement.
+    """All shards of a placement."""
 
-    Each has `size` members, except for the last one and those before a cut, which may be short.
-
-    Attributes:
-      n: the number of members; None if it is unknown. Then shards can't be counted or listed.
-      size: the most members per shard.
-      cuts: indices of members at which a shard begins in any case: ascending, from 1 to n - 1.
-    """
-
-    n: int | None
+    # Each has `size` members, except for the last one and those before a cut, which may be short.
+    n: int | None  # the number of members; if it is None, shards can't be counted or listed
     size: int
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # indices of members at which a shard begins in any case: ascending
 
     @property
     def count(self) -> int | None:
@@ -84,11 +77,7 @@ class Shards:
 
 
 class shard_errors:
-    """Adds the step and the shard to the message of every error in a `with` block.
-
-    Raises:
-      BeamjaxError: of the same type if the error is a BeamjaxError, otherwise a `WorkerError`.
-    """
+    """Adds the step and the shard to the message of every error in a `with` block."""
 
     # A class and not a generator, as it is entered twice for each shard and must be fast.
     __slots__ = ("shard", "step")

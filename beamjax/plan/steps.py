@@ -1,9 +1,7 @@
 """The plan: a program as data, without JAX tracers and without Beam transforms.
 
 A plan is a list of steps over named values. A *server* value has one copy. A *placed* value has one
-entry per member of a placement, and steps only see a shard of it at a time. Steps exchange raw
-NumPy data (for typed PRNG keys the key data; the type names their implementation), so code that
-runs a plan only has to call executables.
+entry per member of a placement, and steps only see a shard of it at a time.
 """
 
 from __future__ import annotations
@@ -24,15 +22,10 @@ from beamjax.plan.shard import Shards
 
 @dataclass(frozen=True)
 class Vectorization:
-    """How a pass computes the members of a shard.
+    """How a pass computes the members of a shard."""
 
-    Attributes:
-      kind: "vmap" all at once, "batches" some at a time, or "loop" sequentially.
-      batch: number of members that are computed at once, for "batches"; otherwise 0.
-    """
-
-    kind: str = "vmap"
-    batch: int = 0
+    kind: str = "vmap"  # all at once; "batches", some at a time; or "loop", sequentially
+    batch: int = 0  # members that are computed at once, for "batches"
 
     def __str__(self) -> str:
         return f"batches of {self.batch}" if self.kind == "batches" else self.kind
@@ -43,19 +36,14 @@ VMAP = Vectorization()
 
 @dataclass(frozen=True)
 class ValueType:
-    """The type of one value.
+    """The type of one value."""
 
-    Attributes:
-      shape: shape of the raw data; for a placed value, of one member.
-      dtype: name of the raw data's NumPy dtype.
-      key_impl: implementation name if the value is an array of typed PRNG keys, else None.
-      placement: name of the placement, or None for a server value.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    key_impl: str | None = None
-    placement: str | None = None
+    # Steps exchange raw NumPy data, for typed PRNG keys the key data, so code that runs a plan only
+    # has to call executables.
+    shape: tuple[int, ...]  # of the raw data; for a placed value, of one member
+    dtype: str  # name of the raw data's NumPy dtype
+    key_impl: str | None = None  # implementation of typed PRNG keys
+    placement: str | None = None  # None for a server value
 
     @property
     def nbytes(self) -> int:
@@ -70,55 +58,34 @@ class ValueType:
 
 @dataclass(frozen=True)
 class View:
-    """A placed value whose members are groups of rows of an input: `x.reshape(n, rows, ...)`.
-
-    Attributes:
-      placed: name of the value.
-      rows: number of consecutive rows of the input per member.
-    """
+    """A placed value whose members are groups of rows of an input: `x.reshape(n, rows, ...)`."""
 
     placed: str
-    rows: int
+    rows: int  # consecutive ones of the input, per member
 
 
 @dataclass(frozen=True)
 class Input:
-    """One flat input of the program: an argument, or a closed-over constant.
+    """One flat input of the program: an argument, or a closed-over constant."""
 
-    Steps may read it as a server value, as a placed value, as views, or not at all.
-
-    Attributes:
-      path: where it stands in the arguments, e.g. `args[0]['w']`, or `constant 3`.
-      server: name of the server value, None if no step reads it whole.
-      placed: name of the placed value, None if no step reads it by shards.
-      axis: the axis of the members in the user's array.
-      views: placed values with several rows per member.
-      short: whether its shards are padded only to a bucket of its source, see `Bucketed`.
-    """
-
-    path: str
-    server: str | None
-    placed: str | None
-    axis: int = 0
+    # Steps may read it as a server value, as a placed value, as views, or not at all.
+    path: str  # in the arguments, e.g. `args[0]['w']`, or `constant 3`
+    server: str | None  # name of the server value, None if no step reads it whole
+    placed: str | None  # name of the placed value, None if no step reads it by shards
+    axis: int = 0  # of the members, in the user's array
     views: tuple[View, ...] = ()
-    short: bool = False
+    short: bool = False  # whether its shards are padded only to a bucket, see `Bucketed`
 
 
 @dataclass(frozen=True)
 class Output:
-    """One flat output: a value of the plan, an input that is returned as it is, or a constant.
+    """One flat output: a value of the plan, an input that is returned as it is, or a constant."""
 
-    Attributes:
-      value: name of a server or placed value, or None.
-      input: index of the returned input, or None.
-      constant: raw array of an output that depends on no input, or None.
-      axis: the axis of the members in the result, for a placed value.
-    """
-
+    # One of these three is set.
     value: str | None = None
-    input: int | None = None
-    constant: np.ndarray | None = None
-    axis: int = 0
+    input: int | None = None  # its index
+    constant: np.ndarray | None = None  # a raw array
+    axis: int = 0  # of the members in the result, for a placed value
 
 
 @dataclass(frozen=True)
@@ -134,126 +101,83 @@ class Reduction:
 
 @dataclass(frozen=True)
 class FusedBuffer:
-    """A fused reduction buffer: reductions of a pass that share an accumulator.
+    """Reductions of a pass that share an accumulator: a shard gives one flat vector for them."""
 
-    Each shard gives one flat vector of partials for it.
-
-    Attributes:
-      kind: name of the accumulator ("sum", "max", ...).
-      dtype: dtype of the partials.
-      size: number of values.
-    """
-
-    kind: str
-    dtype: str
-    size: int
+    kind: str  # of the accumulator: "sum", "max", ...
+    dtype: str  # of the partials
+    size: int  # number of values
     reductions: tuple[Reduction, ...]
 
 
 @dataclass(frozen=True)
 class Combine:
-    """A reduction by an associative function, which need not be commutative.
+    """A reduction by an associative function, which need not be commutative."""
 
-    The body takes `(*inputs, *left, *right)`: server values and the partials (lists of arrays) of
-    two adjacent ranges of members. It returns the partial of both ranges together. It is called in
-    the order of a `beamjax.numerics.ordered_tree.DyadicTree`.
-
-    Attributes:
-      name: name of the function.
-      inputs: names of server values; they are broadcasts of the pass as well.
-      leaves: type of each array of a partial.
-      results: for each array of the last partial, the name of the value it becomes, or None.
-    """
-
-    name: str
+    # The body takes `(*inputs, *left, *right)`: server values and the partials (lists of arrays) of
+    # two adjacent ranges of members. It returns the partial of both ranges together. It is called
+    # in the order of a `beamjax.numerics.ordered_tree.DyadicTree`.
+    name: str  # of the function
     body: str
-    inputs: tuple[str, ...]
-    leaves: tuple[ValueType, ...]
-    results: tuple[str | None, ...]
+    inputs: tuple[str, ...]  # names of server values; they are broadcasts of the pass as well
+    leaves: tuple[ValueType, ...]  # type of each array of a partial
+    results: tuple[str | None, ...]  # the value that each array of the last partial becomes
 
 
 @dataclass(frozen=True)
 class Server:
-    """One executable over server values: `outputs = body(*inputs)`.
-
-    `reason` says why it holds a `map_fn`, if it does.
-    """
+    """One executable over server values: `outputs = body(*inputs)`."""
 
     name: str
     body: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    reason: str = ""
+    reason: str = ""  # why it holds a `map_fn`, if it does
 
 
 @dataclass(frozen=True)
 class Bucketed:
-    """Bodies of a pass for shards whose ragged members fit in a shorter bucket.
+    """Bodies of a pass for shards whose ragged members fit in a shorter bucket."""
 
-    Attributes:
-      shapes: shape of one member of each operand.
-      body: like the `body` of the pass, for these shapes.
-      short_body: like the `short_body` of the pass, for these shapes.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    body: str
+    shapes: tuple[tuple[int, ...], ...]  # of one member of each operand
+    body: str  # like that of the pass
     short_body: str | None = None
 
 
 @dataclass(frozen=True)
 class PaddingCheck:
-    """Bodies of a pass for members with more padding.
+    """Bodies of a pass for members with more padding, which must give the same results."""
 
-    A run compares their results with those of the pass to find out whether a body reads padding.
-
-    Attributes:
-      shapes: shape of one member of each operand.
-      body: like the `body` of the pass, for these shapes.
-      short_body: like the `short_body` of the pass, for these shapes.
-      buffers: reduction buffers of these bodies; sizes may differ if they depend on the padding.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    body: str
+    shapes: tuple[tuple[int, ...], ...]  # of one member of each operand
+    body: str  # like that of the pass
     short_body: str | None
-    buffers: tuple[FusedBuffer, ...]
+    buffers: tuple[FusedBuffer, ...]  # sizes may differ, if they depend on the padding
 
 
 @dataclass(frozen=True)
 class Map:
-    """One pass over the members of a placement.
-
-    The body takes `(start, count, *broadcasts, *operands)`: the index of the shard's first member,
-    the number of members without padding, server values, and placed values padded to the shard
-    size. It returns the placed results of the shard, one flat vector of partials per `FusedBuffer`,
-    and the arrays of each `Combine`. With a `guard` it takes and returns more, see `Guard`.
-
-    `body` computes full shards. `short_body` computes shards with padding or dropped members, which
-    need a mask. They are the same body where a mask costs little; `short_body` is None where all
-    shards are full. If the shapes of the operands are those of an entry of `bucketed`, its bodies
-    are used instead. A pass over members of unequal length has a `padding_check` if its body can be
-    made for more padding.
-
-    `vectorization` says how the body computes the members of a shard, and `loop_reason` why it does
-    not use vmap for all of them at once ("" if it does).
-    """
+    """One pass over the members of a placement."""
 
     name: str
     placement: str
-    body: str
+    # The body takes `(start, count, *broadcasts, *operands)`: the index of the shard's first
+    # member, the number of members without padding, server values, and placed values padded to the
+    # shard size. It returns the placed results of the shard, one flat vector of partials per
+    # `FusedBuffer`, and the arrays of each `Combine`. With a guard it takes and returns more.
+    body: str  # computes full shards
     broadcasts: tuple[str, ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
     buffers: tuple[FusedBuffer, ...]
-    functions: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()  # names of the user's functions, for messages
     combines: tuple[Combine, ...] = ()
     guard: Guard | None = None
-    bucketed: tuple[Bucketed, ...] = ()
-    loop_reason: str = ""
+    bucketed: tuple[Bucketed, ...] = ()  # used instead if the operands have their shapes
+    loop_reason: str = ""  # why a shard is not one vmap
     vectorization: Vectorization = VMAP
+    # Computes shards with padding or dropped members, which need a mask. The same as `body` where a
+    # mask costs little; None where all shards are full.
     short_body: str | None = None
-    padding_check: PaddingCheck | None = None
+    padding_check: PaddingCheck | None = None  # for members of unequal length
 
     @property
     def executables(self) -> tuple[str, ...]:
@@ -311,92 +235,57 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Rows:
-    """Reads rows of a placed value by index.
-
-    Attributes:
-      operand: name of the placed value.
-      numbers: name of an int32 server value: the member of each row, all in bounds.
-      result: name of the rows: a server value, or a placed value with a member for each row.
-    """
+    """Reads rows of a placed value by index."""
 
     name: str
     operand: str
-    numbers: str
-    result: str
+    numbers: str  # an int32 server value: the member of each row, all in bounds
+    result: str  # a server value, or a placed value with a member for each row
     line: str
 
 
 @dataclass(frozen=True)
 class Block:
-    """The steps of a branch, of a condition, or of one round of a loop.
+    """The steps of a branch, of a condition, or of one round of a loop."""
 
-    They may read values of the enclosing blocks.
-
-    Attributes:
-      outputs: names of the values that the block returns; they may come from enclosing blocks.
-    """
-
+    # Both may read values of the enclosing blocks.
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A carried value of a loop; it is a server value in all rounds or a placed one in all rounds.
+    """A carried value of a loop: a server value in all rounds, or a placed one in all rounds."""
 
-    Attributes:
-      init: name of its value before the first round.
-      param: name under which a round reads it.
-      result: name of its value after the last round.
-    """
-
-    init: str
-    param: str
-    result: str
+    init: str  # before the first round
+    param: str  # as a round reads it
+    result: str  # after the last round
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """A value of which each round of a loop reads one entry (`xs` of `lax.scan`).
+    """A value of which each round of a loop reads one entry (`xs` of `lax.scan`)."""
 
-    The entries lie along axis 0 of a server value, and along axis 0 of each member of a placed one.
-
-    Attributes:
-      operand: name of the whole value.
-      param: name under which a round reads its entry.
-    """
-
+    # Entries lie along axis 0 of a server value, and along axis 0 of each member of a placed one.
     operand: str
-    param: str
+    param: str  # as a round reads its entry
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop: `lax.scan` or `lax.while_loop` around placed operators.
-
-    The outputs of the block are the next value of each carried value, then one entry of each
-    stacked result. All outputs are read before any carried value is replaced.
-
-    Attributes:
-      rounds: number of rounds, or None if a condition decides.
-      condition: a block over the same params, with a server boolean as its only output, or None.
-      block: one round.
-      carried: the carried values.
-      sliced: values of which each round reads one entry.
-      stacked: names of the values that hold the entries of all rounds, laid out as in `Sliced`.
-      reverse: whether rounds run from the last entry to the first.
-      line: the user's line.
-    """
+    """A loop: `lax.scan` or `lax.while_loop` around placed operators."""
 
     name: str
-    rounds: int | None
-    condition: Block | None
+    rounds: int | None  # None if a condition decides
+    condition: Block | None  # over the same params; its only output is a server boolean
+    # One round. Its outputs are the next value of each carried value, then one entry of each
+    # stacked result. All outputs are read before any carried value is replaced.
     block: Block
     carried: tuple[Carried, ...]
     sliced: tuple[Sliced, ...]
-    stacked: tuple[str, ...]
-    reverse: bool
-    line: str
+    stacked: tuple[str, ...]  # values with the entries of all rounds, laid out as in `Sliced`
+    reverse: bool  # from the last entry to the first
+    line: str  # the user's
 
     def entry_index(self, number: int) -> int:
         """The index at which round `number` reads its slices and writes its stacked results."""
@@ -405,20 +294,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch: `lax.cond` or `lax.switch` around placed operators.
-
-    Attributes:
-      index: name of a server int32 or boolean that chooses the block; clamped to valid numbers.
-      blocks: the blocks; one of them is run.
-      results: names of the values that its outputs become; each has one placement in all blocks.
-      line: the user's line.
-    """
+    """A branch: `lax.cond` or `lax.switch` around placed operators."""
 
     name: str
-    index: str
-    blocks: tuple[Block, ...]
-    results: tuple[str, ...]
-    line: str
+    index: str  # a server int32 or boolean that chooses the block; clamped to valid numbers
+    blocks: tuple[Block, ...]  # one of them is run
+    results: tuple[str, ...]  # what its outputs become; each has one placement in all blocks
+    line: str  # the user's
 
 
 Step = Server | Map | Gather | Scatter | Rows | Loop | Branch
@@ -438,40 +320,28 @@ def walk(steps: Iterable[Step]) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class PythonBody:
-    """A body that runs as Python, because JAX can't export it to StableHLO.
+    """A body that runs as Python, because JAX can't export it to StableHLO."""
 
-    Attributes:
-      reason: what can't be exported, and the user's line.
-      fingerprint: identifies what the body computes.
-      function: a `python_bodies.PythonFunction` in the process that made the plan, else None.
-      program: a pickled `python_bodies.Recipe` from which other processes make the function; empty
-        in the process that made the plan.
-    """
-
-    reason: str
-    fingerprint: str
+    reason: str  # what can't be exported, and the user's line
+    fingerprint: str  # identifies what the body computes
+    # A `python_bodies.PythonFunction` in the process that made the plan. Others make it from the
+    # program, a pickled `python_bodies.Recipe`, which is empty in that process.
     function: Any = field(default=None, compare=False, repr=False)
     program: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Body:
-    """One executable: serialized StableHLO for each platform, or a Python function.
-
-    `narrow` are the dtypes of its results where the StableHLO returns wider ones. `working` is its
-    peak memory in bytes for results and intermediate values. `devices` is 1, or the number of
-    devices of the mesh that the body uses. `custom_calls` are the custom-call targets in the
-    StableHLO, which other versions of JAX may lack.
-    """
+    """One executable: serialized StableHLO for each platform, or a Python function."""
 
     name: str
     artefacts: Mapping[str, bytes]
     lines: tuple[str, ...] = ()
     python: PythonBody | None = None
-    narrow: tuple[str, ...] = ()
-    working: int = 0
-    devices: int = 1
-    custom_calls: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()  # dtypes of its results where the StableHLO returns wider ones
+    working: int = 0  # peak memory in bytes for results and intermediate values
+    devices: int = 1  # those of the mesh that the body uses
+    custom_calls: tuple[str, ...] = ()  # targets that other versions of JAX may lack
 
     @functools.cached_property
     def calls_lapack(self) -> bool:
@@ -486,35 +356,27 @@ def size_name(placement: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program, ready to run.
-
-    Attributes:
-      sizes: number of members of each placement, or None if it is unknown before the plan runs. In
-        that case steps read it from the int32 server value `size_name(placement)`.
-      shard_sizes: members per shard of each placement, a multiple of 8.
-      file_starts: for placements whose shards are cut at files, the index of each member, except
-        the first one, at which a shard must start since a file does.
-      values: type of each named value.
-      bodies: executables by content hash.
-      x64: whether 64-bit types were enabled when the program was staged.
-      recipe: a `python_bodies.Recipe` of the plan, if a body runs as Python.
-      costs: cost per member of each pass, and of each server step, by name of the step.
-      rules: for each step, by its name, the rule that chose it, in words.
-    """
+    """A whole program, ready to run."""
 
     name: str
+    # Members of each placement. If it is None, the number is unknown before the plan runs, and
+    # steps read it from the int32 server value `size_name(placement)`.
     sizes: Mapping[str, Any]
-    shard_sizes: Mapping[str, int]
+    shard_sizes: Mapping[str, int]  # members of each placement, a multiple of 8
     values: Mapping[str, ValueType]
     inputs: tuple[Input, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Output, ...]
-    bodies: Mapping[str, Body]
-    x64: bool
+    bodies: Mapping[str, Body]  # by content hash
+    x64: bool  # whether 64-bit types were enabled when the program was staged
     jax_version: str
+    # For placements whose shards are cut at files, the index of each member, except the first one,
+    # at which a shard must start since a file does.
     file_starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     constants: tuple[Any, ...] = field(default=(), repr=False)
+    # A `python_bodies.Recipe` of the plan, if a body runs as Python.
     recipe: Any = field(default=None, compare=False, repr=False)
+    # By name of the step: its cost (of a pass, per member), and the rule that chose it, in words.
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
     rules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
