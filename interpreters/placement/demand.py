@@ -21,11 +21,7 @@ from beamjax.interpreters.rules.sharding_rules import Axes, shape_of
 
 
 class PlacementKeys:
-    """Unique names for the placements of a program.
-
-    Composed programs may use one name with different sizes. Such placements get names like
-    `clients[10]` and `clients[20]`.
-    """
+    """Unique names for the placements of a program."""
 
     def __init__(self, flat: FlatProgram, placements: Iterable[tuple[str, int]]):
         pairs = dict.fromkeys((*placements, *flat.mapped.values()))
@@ -35,17 +31,16 @@ class PlacementKeys:
             )
         )
         names = [name for name, _ in pairs]
+        # Composed programs may use one name with different sizes: `clients[10]`, `clients[20]`.
         self._keys = {
             (name, n): name if names.count(name) == 1 else f"{name}[{n}]" for name, n in pairs
         }
         self.sizes = {key: n for (_, n), key in self._keys.items()}
 
     def rows(self, var: Var) -> MemberAxis | None:
-        """Axis 0 of the only placement with as many members as a value has rows, or None.
-
-        A placement with one member does not count, as any array may have one row.
-        """
+        """Axis 0 of the only placement with as many members as a value has rows, or None."""
         fitting = [key for key, n in self.sizes.items() if var.aval.shape[:1] == (n,)]
+        # Any array may have one row.
         if len(fitting) != 1 or self.sizes[fitting[0]] == 1:
             return None
         return MemberAxis(fitting[0], 0)
@@ -78,12 +73,10 @@ def requirements(eqn: Eqn, in_axes: Axes) -> Iterator[tuple[Var, int]]:
 def find_demand(
     flat: FlatProgram, keys: PlacementKeys, sources: Container[Var] = ()
 ) -> tuple[dict[Var, MemberAxis], set[Var]]:
-    """What placed operators need, and what is computed for them.
-
-    Returns:
-      The place of each value that some use needs placed, where the first use decides; and the other
-      values with one row per member that a placed operator needs whole, as a server value.
-    """
+    """The place of each value that is needed placed, and the values that are needed whole."""
+    # A placed operator needs its operands placed, and so what these are computed from. The first
+    # use decides. A value with one row per member that a placed operator needs whole is a server
+    # value, unless another use needs it placed.
     finder = _Finder(keys, sources)
     for var, pair in flat.mapped.items():
         finder.needs[var] = _Need(MemberAxis(keys.key(*pair), 0), whole=False)

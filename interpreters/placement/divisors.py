@@ -23,14 +23,14 @@ _VIEWS = frozenset("broadcast_in_dim convert_element_type reshape squeeze transp
 
 
 def divide_by_members_left(program: PlacedProgram) -> None:
-    """Divides sums over members by the number of those that are left, in place.
-
-    Where `jnp.mean` gives `s = reduce_sum x; m = div s 12.0` for 4 members of 3 numbers, the sum
-    becomes a mean over the members that are left, and `m = div s 3.0`.
-
-    Other divisions by the number of members are in `program.undropped`, such as those of cotangents
-    before a pass over the members has shown which of them are dropped.
-    """
+    """Divides sums over members by the number of those that are left, in place."""
+    # For `jnp.mean` of 4 members of 3 numbers, where the rule of `s` becomes one of a mean over the
+    # members that are left:
+    #
+    #     s = reduce_sum x; m = div s 12.0    ->    s = mean x; m = div s 3.0
+    #
+    # Other divisions by the number of members are noted in `program.undropped`, such as those of
+    # cotangents before a pass over the members has shown which of them are dropped.
     readers = collections.Counter(atom for atom in program.flat.reads() if isinstance(atom, Var))
     makers = {var: eqn for eqn in program.flat.walk() for var in eqn.outputs}
     known = dict[Var, float]()
@@ -52,6 +52,7 @@ def divide_by_members_left(program: PlacedProgram) -> None:
             eqn.inputs[1] = jex.Literal(np.asarray(divisor / n, aval.dtype), aval)
             continue
         for name, size in program.sizes.items():
+            # `jnp.var(x, ddof=1)` divides by n - 1.
             if _divides(size, divisor) or _divides(size, divisor + 1):
                 program.undropped.append((name, f"{eqn.line}: div by {divisor:g} divides"))
 

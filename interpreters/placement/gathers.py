@@ -1,16 +1,21 @@
-"""Changes which values are gathered to the server, once all values have places.
+"""Changes which values are gathered to the server, once all values have places."""
 
-* `gather_selections` gathers a placed value once if the server selects most of its members, by
-  several equations: `a = slice[0:4] x; b = slice[4:8] x` of 8 members run on the server.
-* `share_gathers` gathers a placed value once if the server reads several views of it. `y @ y.T` and
-  `x[:, None] - x[None]` read one value in two shapes. The server computes the views: if `t =
-  transpose y` is placed, `g = dot_general y t` gathers both; then `s = transpose y; g = dot_general
-  y s` run on the server, and gather `y` alone.
-* `gather_from_passes` is for runs that may drop members or check them for NaN. Such a run gathers
-  only results of passes, because a pass checks its results, and fills those of dropped members with
-  NaN, or with 0 if the dtype has no NaN. So a pass copies an input or a carried value of a loop
-  before it is gathered: `s = sort x` becomes `c = copy x; s = sort c`.
-"""
+# `gather_selections` gathers a placed value once if the server selects most of its members, by
+# several equations. Both of these, of 8 members, move from a pass to the server:
+#
+#     a = slice[0:4] x; b = slice[4:8] x
+#
+# `share_gathers` gathers a placed value once if the server reads several views of it, as `y @ y.T`
+# and `x[:, None] - x[None]` do. The server computes the views. `t` is placed, `s` is not:
+#
+#     t = transpose y; g = dot_general y t    ->    s = transpose y; g = dot_general y s
+#
+# `gather_from_passes` is for runs that may drop members or check them for NaN. Such a run gathers
+# only results of passes, because a pass checks its results, and fills those of dropped members with
+# NaN, or with 0 if the dtype has no NaN. So a pass copies an input or a carried value of a loop
+# before it is gathered:
+#
+#     s = sort x    ->    c = copy x; s = sort c
 
 from __future__ import annotations
 
@@ -33,10 +38,8 @@ VIEWS = frozenset(
 
 
 def gather_selections(program: PlacedProgram) -> None:
-    """Selects members of a value on the server, in place, if it selects a large share of them.
-
-    The results are server values in any case, so no place changes.
-    """
+    """Selects members of a value on the server, in place, if it selects a large share of them."""
+    # The results are server values in any case, so no place changes.
     selections: dict[Var, list[Eqn]] = {}
     for eqn in program.flat.walk():
         _, rule = program.rules.get(eqn, ("", None))
@@ -51,14 +54,10 @@ def gather_selections(program: PlacedProgram) -> None:
 
 
 class _ServerCopies:
-    """Copies of equations by which the server computes placed values from gathered ones.
-
-    Args:
-      maker: returns the equation to copy in order to compute a variable; None for a variable that
-        the server reads as it is.
-    """
+    """Copies of equations by which the server computes placed values from gathered ones."""
 
     def __init__(self, maker: Callable[[Var], Eqn | None]):
+        # The equation to copy for a variable; None for one that the server reads as it is.
         self._maker = maker
         self._values: dict[Var, Var] = {}
         self._made: dict[Eqn, Eqn] = {}
@@ -174,11 +173,14 @@ _TESTS = ("reduce_and", "reduce_or")
 
 
 class _Tests:
-    """Moves tests of all members, by `jnp.any` and `jnp.all`, to the server.
+    """Moves tests of all members, by `jnp.any` and `jnp.all`, to the server."""
 
-    `jnp.median` tests whether any member is NaN before it sorts them on the server. It must find
-    the NaN of dropped members too, which only gathered values hold. So the server tests those.
-    """
+    # `jnp.median` tests whether any member is NaN before it sorts them on the server. It must find
+    # the NaN of dropped members too, which only gathered values hold. So the server tests those:
+    # `a` is the result of a pass, `b` is not.
+    #
+    #     a = reduce_or x; s = sort x; m = select_n a s nan
+    #     ->   b = reduce_or x; s = sort x; m = select_n b s nan
 
     def __init__(self, program: PlacedProgram):
         self.program = program
@@ -210,11 +212,9 @@ class _Tests:
         return self.tested[atom]
 
     def copied(self, var: Var) -> Eqn | None:
-        """The equation to copy for a value; None if the server gathers the value.
-
-        A gathered value without NaN does not show which members are dropped, so the server computes
-        it from floats.
-        """
+        """The equation to copy for a value; None if the server gathers the value."""
+        # A gathered value without NaN, such as the bools of `isnan x`, does not show which members
+        # are dropped, so the server computes it from floats.
         shows_dropped = not self.program.place(var) or jnp.issubdtype(var.aval.dtype, np.inexact)
         return None if shows_dropped and not self.is_tested(var) else self._maker(var)
 

@@ -4,6 +4,9 @@ Such a loop runs inside a pass, on the members of a shard. An example is `jax.vm
 with a loop, outside of `map_fn`.
 """
 
+# ys = scan[body] c x   ->   ys = scan c x, a `MemberEqn` with a rule: for each shard, it emits the
+#                            scan of the same equations, each by its own rule.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,17 +37,9 @@ from beamjax.interpreters.rules.sharding_rules import (
 def as_member_equation(
     program: PlacedProgram, eqn: WholeEqn, structure: LoopEqn | BranchEqn, used: set[Var]
 ) -> tuple[Eqn, str, MemberwiseRule] | None:
-    """A loop or a branch as an equation that is computed by shards; None if it can't be.
-
-    Args:
-      program: the placed program.
-      eqn: the loop or branch.
-      structure: the same, expanded and placed.
-      used: all values that are read.
-
-    Returns:
-      The equation, its placement and its sharding rule.
-    """
+    """A loop or a branch as an equation by shards, with placement and rule; None if it mixes."""
+    # `structure` is the same as `eqn`, expanded and placed. `used` are all values that are read: a
+    # result that a pass does not compute must not be.
     check = _Check(program, eqn)
     places = [program.place(var) for var in eqn.outputs]
     if any(place is None and v in used for place, v in zip(places, eqn.outputs, strict=True)):
@@ -61,19 +56,15 @@ def as_member_equation(
 
 
 class _Check:
-    """Checks whether all equations in a loop or a branch act on each member separately.
-
-    Attributes:
-      operands: the values from outside that are read, with the places at which they are read.
-      placements: the placements of all placed values that are read.
-    """
+    """Checks whether all equations in a loop or a branch act on each member separately."""
 
     def __init__(self, program: PlacedProgram, eqn: Eqn):
         self.program = program
         constants = program.flat.inputs
         self.outside = {atom for atom in (*eqn.inputs, *constants) if isinstance(atom, Var)}
+        # The values from outside that are read, with the places at which they are read.
         self.operands: dict[tuple[Var, Place], None] = {}
-        self.placements: set[str] = set()
+        self.placements: set[str] = set()  # Of all placed values that are read.
 
     def control(self, eqn: Eqn) -> bool:
         border = self.program.borders[eqn]
@@ -132,17 +123,12 @@ def _emission(
 
 
 class _Emitter:
-    """Evaluates blocks on the members of a shard, as JAX control flow.
-
-    Args:
-      program: the placed program.
-      shard: the shard.
-      outside: values from outside of the blocks, by variable and place.
-    """
+    """Evaluates blocks on the members of a shard, as JAX control flow."""
 
     def __init__(
         self, program: PlacedProgram, shard: TracedShard, outside: Mapping[tuple[Var, Place], Any]
     ):
+        # `outside` has the values from outside of the blocks.
         self.program = program
         self.shard = shard
         self.outside = outside

@@ -30,70 +30,54 @@ Place = MemberAxis | None
 
 @dataclass(frozen=True)
 class Border:
-    """The places of the inputs and outputs of a loop or a branch.
-
-    Attributes:
-      inputs: places of its inputs.
-      outputs: for each of its blocks, the places of the block's outputs.
-    """
+    """The places of the inputs and outputs of a loop or a branch."""
 
     inputs: tuple[Place, ...]
-    outputs: tuple[tuple[Place, ...], ...]
+    outputs: tuple[tuple[Place, ...], ...]  # For each of its blocks.
 
 
 @dataclass(frozen=True)
 class FileGroups:
-    """How the files of a placement are grouped: shards do not cross the border of a group.
+    """How the files of a placement are grouped: shards do not cross the border of a group."""
 
-    Attributes:
-      files: average number of files in a group. The hash of a file's name says whether it is the
-        first one of its group, so that a file that is added or removed changes one group only.
-      rows: approximate number of members of a group.
-    """
-
+    # The average number of files in a group. The hash of a file's name says whether it is the first
+    # one of its group, so that a file that is added or removed changes one group only.
     files: int
-    rows: int
+    rows: int  # The approximate number of members of a group.
 
 
 @dataclass(eq=False)
 class PlacedProgram:
-    """A flat program with a place for every value.
+    """A flat program with a place for every value."""
 
-    Attributes:
-      flat: the program, a copy that belongs to this object; passes of this folder rewrite it.
-      sizes: number of members of each placement.
-      places: the place of each placed value; all other values are server values.
-      rules: for each equation that is computed by shards, its placement and sharding rule.
-      creations: for each server value that a shard can compute, and each place at which it can, the
-        equation that computes it and its sharding rule.
-      borders: places of inputs and outputs of loops and branches.
-      expanded: for each equation that is rewritten, and for each scan, while or cond without placed
-        operators that is not computed on the server, the equations that replace it. It is empty
-        once `settle` has replaced them.
-      rows: for each `take_rows`, the place of the value whose rows it reads.
-      undropped: if members may be dropped, a placement and the beginning of a sentence for each
-        division by the number of members that counts dropped ones.
-      by_shards: inputs that only workers read. The server reads all others whole, where it needs
-        them, and gathers nothing for that.
-      guarded: whether members may be dropped or are checked for NaN.
-      shard_size: members per shard, if the user gives it.
-      file_groups: for each placement whose shards are cut at files, how its files are grouped.
-    """
-
+    # A copy that belongs to this object; passes of this folder rewrite it.
     flat: FlatProgram
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # The number of members of each placement.
+    # The place of each placed value; all other values are server values.
     places: dict[Var, MemberAxis] = field(default_factory=dict)
+    # For each equation that is computed by shards, its placement and sharding rule.
     rules: dict[Eqn, tuple[str, MemberwiseRule | ReductionRule]] = field(default_factory=dict)
+    # For each server value that a shard can compute, and each place at which it can, the equation
+    # that computes it and its sharding rule.
     creations: dict[tuple[Var, MemberAxis], tuple[Eqn, MemberwiseRule]] = field(
         default_factory=dict
     )
     borders: dict[Eqn, Border] = field(default_factory=dict)
+    # For each equation that is rewritten, and for each scan, while or cond without placed operators
+    # that is not computed on the server, the equations that replace it. It is empty once `settle`
+    # has replaced them.
     expanded: dict[Eqn, list[Eqn]] = field(default_factory=dict)
+    # For each `take_rows`, the place of the value whose rows it reads.
     rows: dict[Eqn, MemberAxis] = field(default_factory=dict)
+    # If members may be dropped, a placement and the beginning of a sentence for each division by
+    # the number of members that counts dropped ones.
     undropped: list[tuple[str, str]] = field(default_factory=list)
+    # Inputs that only workers read. The server reads all others whole, where it needs them, and
+    # gathers nothing for that.
     by_shards: frozenset[Var] = frozenset()
-    guarded: bool = False
-    shard_size: int | None = None
+    guarded: bool = False  # Whether members may be dropped or are checked for NaN.
+    shard_size: int | None = None  # Members per shard, if the user gives it.
+    # For each placement whose shards are cut at files, how its files are grouped.
     file_groups: dict[str, FileGroups] = field(default_factory=dict)
 
     def place(self, atom: Atom) -> Place:
@@ -138,11 +122,9 @@ class PlacedProgram:
                 self._settle(inner)
 
     def reads(self, eqn: Eqn) -> Iterator[tuple[Atom, Place]]:
-        """The atoms that an equation reads, with the places at which it reads them.
-
-        For a loop or a branch these are its inputs and all atoms that the equations and the outputs
-        of its blocks read, including values of these blocks.
-        """
+        """The atoms that an equation reads, with the places at which it reads them."""
+        # For a loop or a branch these are its inputs and all atoms that the equations and the
+        # outputs of its blocks read, including values of these blocks.
         if eqn.blocks:
             yield from self.border_reads(eqn)
             for block in eqn.blocks:

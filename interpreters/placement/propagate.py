@@ -3,18 +3,20 @@
 One pass backward finds the values that placed operators need placed (`demand`). They decide the
 places of the inputs. One pass forward then finds for each equation one of four answers: it acts on
 each member; it reduces over the members; a shard can create its results; else it runs on the
-server, and its placed operands are gathered (`rules.table`). Both visit the rounds of a loop until
-the places of its carried values do not change. No decision is taken back.
-
-These invariants hold in a placed program:
-
-* A value has one place. An equation that reads it at another place makes the cut gather it, scatter
-  it, or compute it again in a pass that can create it.
-* A carried value of a loop has the same place in all rounds, and an output of a branch the same
-  place in all blocks.
-* Passes compute the equations in `PlacedProgram.rules`. All others run on the server, but for
-  loops, branches, and equations whose results a pass can create (`PlacedProgram.creations`).
+server, and its placed operands are gathered (`rules.table`).
 """
+
+# Both passes visit the rounds of a loop until the places of its carried values do not change. No
+# decision is taken back.
+#
+# These invariants hold in a placed program:
+#
+# * A value has one place. An equation that reads it at another place makes the cut gather it,
+#   scatter it, or compute it again in a pass that can create it.
+# * A carried value of a loop has the same place in all rounds, and an output of a branch the same
+#   place in all blocks.
+# * Passes compute the equations in `PlacedProgram.rules`. All others run on the server, but for
+#   loops, branches, and equations whose results a pass can create (`PlacedProgram.creations`).
 
 from __future__ import annotations
 
@@ -66,23 +68,11 @@ def place(
     guarded: bool = False,
     shard_size: int | None = None,
 ) -> PlacedProgram:
-    """Finds a place for every value; inputs that are reshaped into members become views.
-
-    Args:
-      flat: the program. It stays as it is: the result holds a rewritten copy.
-      known: inputs that come from sources, with their names for messages. They are placed along
-        axis 0, however they are used. Another input is placed if a placed operator needs it placed,
-        or if it has one row per member and none needs it as a server value.
-      placements: names and sizes of the programs that were called.
-      guarded: whether members may be dropped or are checked for NaN. Then only results of passes
-        are gathered.
-      shard_size: members per shard, if the user gives it.
-
-    Raises:
-      PlacementError: a source has another number of members than the placement that it is used for,
-        or a placement has too many members.
-      StagingError: a source is not used as a placed value.
-    """
+    """Finds a place for every value; inputs that are reshaped into members become views."""
+    # `known` has the inputs that come from sources, with their names for messages. They are placed
+    # along axis 0, however they are used. Another input is placed if a placed operator needs it
+    # placed, or if it has one row per member and none needs it as a server value. `placements` has
+    # the names and sizes of the programs that were called.
     flat = flat.copied()
     keys = PlacementKeys(flat, ((name, n) for name, n in placements if is_unknown(n) or n > 0))
     for key, n in keys.sizes.items():
@@ -153,14 +143,7 @@ def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> Me
 
 
 class _Placing:
-    """The forward pass.
-
-    Attributes:
-      program: the program; places, rules and replacements are added to it.
-      guarded: whether members may be dropped.
-      rewriter: rewrites the current block.
-      used: the values that are read, including those read in expanded loops and rewrites.
-    """
+    """The forward pass: adds places, rules and replacements to a program."""
 
     def __init__(
         self,
@@ -174,7 +157,8 @@ class _Placing:
         self.demand = demand
         self.guarded = guarded
         self.names = map("all{}".format, itertools.count())
-        self.rewriter = self.new_rewriter()
+        self.rewriter = self.new_rewriter()  # Of the current block.
+        # All values that are read, including those read in expanded loops and rewrites.
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
     def new_rewriter(self) -> BlockRewriter:
@@ -203,11 +187,9 @@ class _Placing:
                 self.rewriter.makers.update(dict.fromkeys(eqn.outputs, eqn))
 
     def whole(self, eqn: WholeEqn) -> None:
-        """Places a scan, while or cond without placed operators.
-
-        If it acts on each member separately, it runs inside a pass. If it gathers nothing, its
-        rounds are passes. Else it runs on the server.
-        """
+        """Places a scan, while or cond without placed operators."""
+        # If it acts on each member separately, it runs inside a pass. If it gathers nothing, its
+        # rounds are passes. Else it runs on the server.
         program = self.program
         if not any(program.place(atom) for atom in eqn.inputs):
             return
@@ -261,11 +243,9 @@ class _Placing:
     def rule(
         self, eqn: Eqn, key: str, places: Sequence[Place]
     ) -> MemberwiseRule | ReductionRule | None:
-        """The rule of an equation with operands at these places.
-
-        An input in memory is a server value as well, and is used as one if the operands have their
-        members along axes that do not match: in `x @ x.T`, a shard of `x.T` reads all of `x`.
-        """
+        """The rule of an equation with operands at these places."""
+        # An input in memory is a server value as well, and is used as one if the operands have
+        # their members along axes that do not match: in `x @ x.T`, a shard of `x.T` reads all of x.
         axes = [along.axis if along and along.placement == key else None for along in places]
         found = rules.classify(eqn, axes, self.program.sizes[key])
         # Where members may be dropped, only passes know which.
@@ -309,12 +289,10 @@ class _Placing:
                         creations[var, MemberAxis(placement, axis)] = (eqn, found)
 
     def loop(self, eqn: LoopEqn) -> None:
-        """Finds a place for each carried value, which it has before and after all rounds.
-
-        The place is one of two: the server, or where the value is before the first round or after
-        one. First all values are placed that can be, then those become server values that rounds do
-        not return placed. So each value changes its place at most twice.
-        """
+        """Finds a place for each carried value, which it has before and after all rounds."""
+        # The place is one of two: the server, or where the value is before the first round or after
+        # one. First all values are placed that can be, then those become server values that rounds
+        # do not return placed. So each value changes its place at most twice.
         program, carried, block = self.program, eqn.carried, eqn.block
         chosen: list[Place] = []
         for number, (atom, var) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
@@ -391,11 +369,10 @@ class _Placing:
 
 
 def create_at_borders(program: PlacedProgram, block: FlatBlock) -> None:
-    """Creates by shards what loops and branches need placed, if it is a server value, in place.
-
-    `z = broadcast_in_dim 0.0` before a loop that carries it along the members is repeated as
-    `z_created`, which a pass computes.
-    """
+    """Creates by shards what loops and branches need placed, if it is a server value, in place."""
+    # For a loop that carries a server value along the members; a pass computes `c`:
+    #
+    #     z = broadcast_in_dim 0.0; y = loop z    ->    c = broadcast_in_dim 0.0; y = loop c
     eqns: list[Eqn] = []
     for eqn in block.eqns:
         if eqn.blocks:

@@ -1,9 +1,7 @@
 """Rewrites equations that have no rule for the members, so that nothing is gathered for them.
 
 A pattern takes an equation, and returns a function of other values with the same results. Such a
-function is traced, and its equations are placed like those of the program. There are two patterns:
-the expansions of single equations (`rules.sharding_rules.EXPANSIONS`), and equations of reshaped
-members (`reshaped`).
+function is traced, and its equations are placed like those of the program.
 """
 
 from __future__ import annotations
@@ -29,12 +27,7 @@ from beamjax.ops.primitives import default_promotion
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Another way to compute the results of an equation.
-
-    Attributes:
-      function: maps the values of `atoms` to the results, one for each output of the equation.
-      atoms: the values that it reads.
-    """
+    """Another way to compute the results of an equation: a function of the values of `atoms`."""
 
     function: Callable[..., Sequence[Any]]
     atoms: Sequence[Atom]
@@ -44,14 +37,7 @@ Pattern = Callable[["BlockRewriter", Eqn], Rewrite | None]
 
 
 class BlockRewriter:
-    """Rewrites the equations of one block, in order, as they are placed.
-
-    Attributes:
-      names: names of new values.
-      demand: the places that placed operators need, by value.
-      ordered: whether rewrites may need all members in order.
-      makers: for each value of the block, the equation that computes it.
-    """
+    """Rewrites the equations of one block, in order, as they are placed."""
 
     def __init__(
         self,
@@ -61,10 +47,10 @@ class BlockRewriter:
         ordered: bool,
     ):
         self.program = program
-        self.names = names
-        self.demand = demand
-        self.ordered = ordered
-        self.makers: dict[Var, Eqn] = {}
+        self.names = names  # Of new values.
+        self.demand = demand  # The places that placed operators need.
+        self.ordered = ordered  # Whether rewrites may need all members in order.
+        self.makers: dict[Var, Eqn] = {}  # The equation that computes each value of the block.
 
     def rewritten(self, eqn: Eqn, patterns: Sequence[Pattern]) -> list[Eqn] | None:
         """The equations to compute instead of one; the first pattern that matches is used."""
@@ -133,12 +119,10 @@ def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
 
 
 def by_index(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
-    """Reads rows by index of an input or of a value that an earlier step has stored.
-
-    A value of a pass of this block has no stored members yet: the pass itself selects from it. In
-    memory, the server reads an input as a whole, unless workers need the rows. Where members may be
-    dropped, only passes know which, and without a driver nothing reads between passes.
-    """
+    """Reads rows by index of an input or of a value that an earlier step has stored."""
+    # A value of a pass of this block has no stored members yet: the pass itself selects from it. In
+    # memory, the server reads an input as a whole, unless workers need the rows. Where members may
+    # be dropped, only passes know which, and without a driver nothing reads between passes.
     program = rewriter.program
     x = eqn.inputs[0] if eqn.inputs else None
     along = program.place(x) if x is not None else None

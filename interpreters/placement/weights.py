@@ -17,17 +17,10 @@ _SELECTING = frozenset("dynamic_slice gather slice".split())
 
 
 def refuse_unweighted(flat: FlatProgram, placed: PlacedProgram) -> None:
-    """Refuses equations of JAX that reduce members in a function with weights.
-
-    Args:
-      flat: the program.
-      placed: the same program with a place for each value.
-
-    Raises:
-      StagingError: there is such an equation; with the line of the user.
-    """
+    """Refuses equations of JAX that reduce members in a function with weights."""
     if not flat.unweighted:
         return
+    # The axis of the members in each value that has them, on workers or on the server.
     members: dict[Any, MemberAxis] = dict(placed.places)
     # An input that would be gathered has no place, but as many rows as there are members.
     for var in flat.arguments:
