@@ -1,10 +1,14 @@
 """One JAX MapReduce program, the same numbers in-process and on Apache Beam."""
 
+from __future__ import annotations as _annotations
+
 import importlib as _importlib
 import importlib.util as _util
-import typing as _typing
 
 from beamjax._version import __version__ as __version__
+
+# Type checkers take this to be true. To import `typing` takes longer than all else here.
+TYPE_CHECKING = False
 
 _importlib.import_module("beamjax._unraisable")
 
@@ -22,11 +26,11 @@ def __dir__() -> list[str]:
     return [*(name for name in globals() if name.startswith("__")), *_load()]
 
 
-if _typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from beamjax.public import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> _typing.Any:
+    def __getattr__(name: str) -> object:
         """Imports public names at first use, so that the command `beamjax` starts without JAX."""
         if name == "__all__":  # of `from beamjax import *`
             return _load()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+
+# `import beamjax` imports this module alone, so it takes no others that take long: contextlib and
+# typing take three times as long as all of it.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def _interrupt_soon() -> None:
@@ -21,14 +25,16 @@ def _repeating(
     """A hook that repeats an interrupt that Python ignores, as it does in garbage collection."""
     # JAX has a callback there, and a signal that arrives during a collection is raised in it.
     # Names of this function, as Python clears those of a module while it ends.
-    start, soon, suppress = _thread.start_new_thread, _interrupt_soon, contextlib.suppress
+    start, soon = _thread.start_new_thread, _interrupt_soon
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             show(ignored)
             return
-        with suppress(RuntimeError):  # The process ends, and starts no threads any more.
+        try:
             start(soon, ())
+        except RuntimeError:  # The process ends, and starts no threads any more.
+            return
 
     return hook
 

@@ -422,13 +422,15 @@ def test_a_reference_that_is_closed_over():
 # --- what an import does
 
 IMPORTS = """
-import contextlib, io, json, sys
+import sys
 
 def loaded(*names):
     return [name for name in names if name in sys.modules]
 
 import beamjax
-found = {"version": beamjax.__version__, "at import": loaded("jax", "numpy", "apache_beam")}
+found = {"version": beamjax.__version__}
+found["at import"] = loaded("jax", "numpy", "apache_beam", "typing", "contextlib")
+import contextlib, io, json
 from beamjax.commands import cli
 with contextlib.redirect_stdout(io.StringIO()):
     for argv in (["--help"], ["--version"], ["run", "--help"], ["explain", "--help"]):
