@@ -43,8 +43,8 @@ REDUCED_SHARE = 16
 batches takes little time."""
 CALL_OPERATIONS = 1e7
 """Operations that take as long as the call of an executable with what belongs to it: 0.2 ms."""
-MERGE_OPERATIONS = 30
-"""Operations that take as long as to add up a byte of partials exactly."""
+MERGE_OPERATIONS = 140
+"""Operations that take as long as to add up a byte of partials exactly: 2.8 ns."""
 PAYING = 32
 """A shard computes this many times the operations of its call and of adding up its partials."""
 FEWEST_SHARDS = 8
@@ -129,10 +129,11 @@ def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = 
     size = power_of_two(math.sqrt(2) * size)
     size = min(size, power_of_two(MAX_SHARD_BYTES / max(*(each.moved for each in passes), 1)))
     if count < FEWEST_SHARDS * size:
-        # A few shards have equal sizes, in sixteenths. The last one would be mostly padding.
+        # A few shards have equal sizes. The last one would be mostly padding.
         equal = count / max(math.ceil(count / size), 1)
-        step = max(MULTIPLE, power_of_two(equal) // 16)
-        size = math.ceil(equal / step) * step
+        batches = math.ceil(equal / max(MULTIPLE, min(each.at_once for each in passes)))
+        steps = batches * MULTIPLE, max(MULTIPLE, power_of_two(equal) // 16)
+        size = min(math.ceil(equal / step) * step for step in steps)
     return max(size, MULTIPLE)
 
 

@@ -132,12 +132,12 @@ SIZES = [
     (regression(10), {}, 1024, "batches of 32"),
     (regression(100), {}, 256, "batches of 32"),
     (regression(1000), {}, 32, "vmap"),
-    (regression(50, 4096, 64, 256), {}, 64, "loop"),
+    (regression(50, 4096, 64, 256), {}, 128, "loop"),
     (mean_of(sgd(convolution, 1), array(500, 3, 28, 28), shared=array(8, 3, 3, 3)), {}, 64, "loop"),
     (mean_of(repeated_sine, array(1000, 1000)), {}, 64, "vmap"),
     (total(10_000, 65_536), {}, 64, "batches of 8"),
     (waits_for_data(), {}, 2048, "batches of 256"),
-    (in_order(), {}, 3456, "vmap"),
+    (in_order(), {}, 3360, "vmap"),
     # One after the other if members are large.
     (total(20, 2_500_000), {}, 8, "loop"),
     (total(20, 2_500_000), CUDA, 8, "loop"),
@@ -147,11 +147,11 @@ SIZES = [
     # At least eight shards, of equal size, unless they would be shorter than four calls.
     (regression(10, n=4096), {}, 512, "batches of 32"),
     (regression(10, n=1000), {}, 512, "batches of 32"),
-    (draws(100_000), {}, 102_400, "vmap"),
+    (draws(100_000), {}, 100_000, "vmap"),
     (draws(10**9), {}, 4_194_304, "batches of 524288"),
     # At least two if the result of a shard is large.
-    (network(4000), {}, 1024, "vmap"),
-    (outer_products(1000, 256), {}, 128, "vmap"),
+    (network(4000), {}, 2000, "batches of 1000"),
+    (outer_products(1000, 256), {}, 256, "vmap"),
     # A shard reads and returns at most 32 MiB.
     (scaled(10_000, 65_536), {}, 128, "batches of 16"),
     (scaled(10_000, 65_537), {}, 64, "batches of 16"),
@@ -159,7 +159,7 @@ SIZES = [
     # No more than there are members, in eights.
     *((scaled(n, 400), {}, size, "vmap") for n, size in [(1, 8), (8, 8), (9, 16), (63, 64)]),
     (without_a_pass(), {}, 8, ""),
-    (two_placements(), {}, (5120, 256), "vmap"),
+    (two_placements(), {}, (5000, 256), "vmap"),
     # What the user chooses, and no more members than there are.
     (scaled(1000), {"shard_size": 24}, 24, "vmap"),
     (scaled(30), {"shard_size": 64}, 32, "vmap"),
@@ -179,7 +179,7 @@ def test_sizes_follow_from_what_passes_hold_and_compute():
         first = next(map(str, plan.vectorizations.values()), "")
         if (found, first) != (size if isinstance(size, tuple) else (size,), how):
             faults.append((number, options, found, first, size, how))
-    assert faults == []
+    assert not faults, "\n".join(map(str, faults))
 
 
 def test_members_of_unknown_number_come_in_shards_of_the_usual_size():
@@ -227,7 +227,8 @@ def test_each_size_suits_its_members(each, n):
 def test_members_of_more_bytes_come_in_smaller_shards(each, n, factor, name):
     more = replace(each, **{name: factor * getattr(each, name)})
     assert more.at_once <= each.at_once
-    assert shard_size._shard_size([more], n) <= max(shard_size._shard_size([each], n), 8)
+    # Up to padding: shards of equal sizes are whole batches.
+    assert shard_size._shard_size([more], n) <= 17 / 16 * shard_size._shard_size([each], n) + 8
 
 
 @given(PASSES, st.floats(1, 1e3))
