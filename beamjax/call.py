@@ -107,7 +107,7 @@ def check_runner(runner: Any) -> None:
     """Checks that a runner exists; imports Beam only for one that beamjax does not know."""
     if runner == LOCAL:
         return
-    from beamjax.pipelines.runners.table import NAMES, short
+    from beamjax.pipelines.runners.runner_table import NAMES, short
 
     if runner in (*NAMES, "FnApiRunner"):
         return

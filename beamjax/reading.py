@@ -106,7 +106,7 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
     if runner == LOCAL:
         files = spooled_here(list(streams.values()), options)
     else:
-        from beamjax.pipelines.tables.spool import spooled
+        from beamjax.pipelines.tables.stored_streams import spooled
 
         files = spooled(list(streams.values()), runner, options)
     with contextlib.ExitStack() as stack:

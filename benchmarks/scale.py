@@ -29,8 +29,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import beamjax as bj
 from beamjax import execution
 from beamjax.options import parse_options
-from beamjax.pipelines.resident import job as resident
 from beamjax.pipelines.resident import mailbox
+from beamjax.pipelines.resident import resident_job as resident
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.plan import merging
 from beamjax.plan.steps import Map

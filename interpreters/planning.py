@@ -29,7 +29,7 @@ from beamjax.interpreters.lowering.shard_size import file_groups
 from beamjax.interpreters.placement.divisors import divide_by_members_left
 from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.placement.propagate import place
-from beamjax.interpreters.placement.weights import refuse_unweighted
+from beamjax.interpreters.placement.weight_checks import refuse_unweighted
 from beamjax.interpreters.program import FlatProgram
 from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.flatten import flatten

@@ -12,7 +12,7 @@ from beamjax import _beam_compat
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher, new_pipeline
-from beamjax.pipelines.resident.job import add_workers
+from beamjax.pipelines.resident.resident_job import add_workers
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.run import (
     as_one_pipeline,

@@ -24,13 +24,13 @@ from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
+from beamjax.pipelines.runners.runner_table import spec_of
 from beamjax.pipelines.runners.spec import Look
-from beamjax.pipelines.runners.table import spec_of
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import lost_workers, orphans
-from beamjax.pipelines.worker.errors import PipelineError, own_errors
 from beamjax.pipelines.worker.tasks import StoredBody
+from beamjax.pipelines.worker.worker_errors import PipelineError, own_errors
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Ref

@@ -18,7 +18,7 @@ from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.executor import Resident
-from beamjax.pipelines.resident.job import ResidentJob, remove_orphans, resident_job
+from beamjax.pipelines.resident.resident_job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.refs import Ref as StoreRef

@@ -13,7 +13,7 @@ import numpy as np
 from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher, files_of
-from beamjax.pipelines.resident.job import resident_job
+from beamjax.pipelines.resident.resident_job import resident_job
 from beamjax.pipelines.run import drive, run_store, store_program, values_for
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.members import Uploads, remove_upload

@@ -21,7 +21,7 @@ from beamjax._text import hint, listed
 from beamjax.commands.answers import FLAGS, Answer, answers
 from beamjax.errors import OptionsError
 from beamjax.options import OWN, RULES, Options, parse_options, split_flags, summaries
-from beamjax.pipelines.runners.table import NAMES
+from beamjax.pipelines.runners.runner_table import NAMES
 
 EXPECTED = "module:function or file.py:function"
 MAP_BYTES = 16 * 2**20
@@ -129,7 +129,7 @@ class Invocation:
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Reads the arguments, or calls the job; returns the function and arguments of a run."""
-        from beamjax.commands.values import read_value
+        from beamjax.commands.arguments import read_value
 
         if self.texts is None:
             found = self.target(**self.flags)

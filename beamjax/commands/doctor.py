@@ -17,7 +17,7 @@ import click
 from beamjax._version import __version__
 from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
 from beamjax.options.rules import PLATFORMS
-from beamjax.pipelines.runners.table import NAMES
+from beamjax.pipelines.runners.runner_table import NAMES
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
 """Statuses of a check: every run needs what is `MISSING`; only some runs need what is `ABSENT`."""
@@ -215,7 +215,7 @@ def check_folder(folder: str, label: str) -> Finding:
 
 def check_runner(name: str, required: bool) -> Finding:
     """Whether this machine can start a Beam runner, or submit jobs to it."""
-    from beamjax.pipelines.runners.table import spec_of
+    from beamjax.pipelines.runners.runner_table import spec_of
 
     remedy = spec_of(name).missing()
     if not remedy:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from beamjax._text import aligned, human_bytes
 from beamjax.diagnostics.plan_json import Json, all_steps
 from beamjax.interpreters.cutting import stages as cut
-from beamjax.interpreters.cutting.cost import GUESSED_ROUNDS
+from beamjax.interpreters.cutting.member_cost import GUESSED_ROUNDS
 
 Row = tuple[str, ...]
 

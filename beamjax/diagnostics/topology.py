@@ -26,8 +26,8 @@ class Workers:
         """Returns the workers of "local" or of a Beam runner by its name."""
         if runner == "local":
             return cls(beam=False, computing=computing_threads(options))
+        from beamjax.pipelines.runners.runner_table import spec_of
         from beamjax.pipelines.runners.spec import number
-        from beamjax.pipelines.runners.table import spec_of
 
         # A name that the table lacks counts as a cluster with one thread in each process.
         spec, flags = spec_of(runner), beam_flags(options.beam)

@@ -117,7 +117,7 @@ def _remove(table: KeyedTable) -> None:
 def _reduce(source: Source, reduction: KeyedReduction, runner: Any, options: Options) -> None:
     """Reduces the members of each key into files, in this process or by a runner of Beam."""
     if runner != "local" and len(source):
-        from beamjax.pipelines.tables.by_key import reduce_by_key
+        from beamjax.pipelines.tables.reduce_by_key import reduce_by_key
 
         reduce_by_key(source, reduction, runner, options)
         return

@@ -20,7 +20,7 @@ from beamjax.bodies.export import (
     wrap,
 )
 from beamjax.errors import StagingError
-from beamjax.interpreters.cutting.cost import member_cost, server_cost
+from beamjax.interpreters.cutting.member_cost import member_cost, server_cost
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,

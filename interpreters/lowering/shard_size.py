@@ -18,7 +18,7 @@ from typing import Any
 from beamjax._text import human_bytes
 from beamjax.bodies.held_bytes import SHARED, Held, Operations, Value
 from beamjax.bodies.jaxprs import nbytes_of
-from beamjax.interpreters.cutting.cost import member_cost
+from beamjax.interpreters.cutting.member_cost import member_cost
 from beamjax.interpreters.cutting.stages import MapStage, Stage, walk
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.callbacks import reason_for_python

@@ -16,7 +16,7 @@ from beamjax.interpreters.program import (
     Var,
     aval_of,
 )
-from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules import rule_table as rules
 from beamjax.interpreters.rules.sharding_rules import Axes, shape_of
 
 

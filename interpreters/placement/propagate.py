@@ -3,7 +3,7 @@
 One pass backward finds the values that placed operators need placed (`demand`). They decide the
 places of the inputs. One pass forward then finds for each equation one of four answers: it acts on
 each member; it reduces over the members; a shard can create its results; else it runs on the
-server, and its placed operands are gathered (`rules.table`).
+server, and its placed operands are gathered (`rules.rule_table`).
 """
 
 # Both passes visit the rounds of a loop until the places of its carried values do not change. No
@@ -46,7 +46,7 @@ from beamjax.interpreters.program import (
     Var,
     WholeEqn,
 )
-from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules import rule_table as rules
 from beamjax.interpreters.rules.rows import take_rows_p
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,

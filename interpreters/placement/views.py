@@ -24,7 +24,7 @@ from jax import lax
 
 from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import Atom, Eqn, FlatProgram, Var, aval_of
-from beamjax.interpreters.rules import table as rules
+from beamjax.interpreters.rules import rule_table as rules
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,

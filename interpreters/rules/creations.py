@@ -14,7 +14,7 @@ from jax.extend.random import threefry2x32_p
 
 from beamjax import _compat
 from beamjax.interpreters.program import Eqn
-from beamjax.interpreters.rules.operators import broadcast
+from beamjax.interpreters.rules.operator_rules import broadcast
 from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,

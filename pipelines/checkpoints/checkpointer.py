@@ -24,7 +24,7 @@ from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.refs import Here, content_key, ref_to_files
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Stored
+from beamjax.pipelines.values.stored_values import Stored
 from beamjax.plan.liveness import Position, live_at, loops_at
 from beamjax.plan.steps import Block, Plan, ValueType
 from beamjax.runtime import fingerprints

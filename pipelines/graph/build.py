@@ -14,7 +14,7 @@ import apache_beam as beam
 from apache_beam import typehints
 
 from beamjax.numerics.provenance import UNKNOWN
-from beamjax.pipelines.graph.results import (
+from beamjax.pipelines.graph.collect_results import (
     ReadMembers,
     WriteDropped,
     WritePlaced,
@@ -35,7 +35,7 @@ from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import members, stored
+from beamjax.pipelines.values.stored_values import members, stored
 from beamjax.pipelines.worker.map_shards import (
     DROPPED,
     PARTIALS,

@@ -22,17 +22,16 @@ import numpy as np
 from beamjax.bodies.export import default_platform, run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import UNKNOWN
-from beamjax.pipelines.graph.results import ReadMembers, find_placed, find_provenance
+from beamjax.pipelines.graph.collect_results import ReadMembers, find_placed, find_provenance
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.resident.job import ResidentJob
-from beamjax.pipelines.resident.messages import Output, Pass, Program
+from beamjax.pipelines.resident.resident_job import ResidentJob
+from beamjax.pipelines.resident.task_messages import Output, Pass, Program
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Here
 from beamjax.pipelines.values.store import fixed
-from beamjax.pipelines.values.values import Operands, Stored, files_of_data, members, stored
+from beamjax.pipelines.values.stored_values import Operands, Stored, files_of_data, members, stored
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.errors import own_errors
 from beamjax.pipelines.worker.map_shards import (
     DROPPED,
     PARTIALS,
@@ -51,6 +50,7 @@ from beamjax.pipelines.worker.merge import (
     receive,
 )
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
+from beamjax.pipelines.worker.worker_errors import own_errors
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
 from beamjax.plan.merging import range_width

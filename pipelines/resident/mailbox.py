@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from beamjax.errors import ArrayFormatError
-from beamjax.pipelines.resident.messages import (
+from beamjax.pipelines.resident.task_messages import (
     NO_PASS,
     Program,
     Reply,

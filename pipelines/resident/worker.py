@@ -11,9 +11,9 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.utils.windowed_value import WindowedValue
 
-from beamjax.pipelines.graph.results import WritePlaced
+from beamjax.pipelines.graph.collect_results import WritePlaced
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
-from beamjax.pipelines.resident.messages import Output, Pass, Reply, WorkerTask
+from beamjax.pipelines.resident.task_messages import Output, Pass, Reply, WorkerTask
 from beamjax.pipelines.values.elements import MemberBlock
 from beamjax.telemetry.worker_records import collecting
 

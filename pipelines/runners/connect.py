@@ -15,8 +15,8 @@ from beamjax.options import Options
 from beamjax.pipelines.clusters import processes
 from beamjax.pipelines.clusters.flags import QuickOptions
 from beamjax.pipelines.clusters.job_servers import loops_back
+from beamjax.pipelines.runners.runner_table import NAMES, spec_of
 from beamjax.pipelines.runners.spec import RunnerSpec
-from beamjax.pipelines.runners.table import NAMES, spec_of
 from beamjax.runtime.ordered_pool import computing_threads
 
 _S3_VARIABLES = {

@@ -12,7 +12,7 @@ from beamjax._text import hint
 from beamjax.errors import OptionsError
 from beamjax.options import OWN
 from beamjax.pipelines.clusters.flags import ClusterOptions
-from beamjax.pipelines.runners.table import spec_of
+from beamjax.pipelines.runners.runner_table import spec_of
 
 _SLIP = 0.8
 """Similarity (by `difflib`) to a known name from which an unknown flag is refused as a typing

@@ -23,8 +23,8 @@ from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.run import temporary_store
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.errors import transform_errors
 from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.pipelines.worker.worker_errors import transform_errors
 from beamjax.sources.arrays.part_files import number_of_parts, write_part
 from beamjax.sources.source_base import MAX_VALUES
 from beamjax.sources.streams.one_member import MemberType, shown

@@ -20,7 +20,7 @@ from typing import Any
 
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.errors import OFTEN, RepeatedError, record_error
+from beamjax.pipelines.worker.worker_errors import OFTEN, RepeatedError, record_error
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
 from beamjax.storage import files, trust

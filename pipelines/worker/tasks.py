@@ -28,10 +28,10 @@ from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment
 from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.errors import recorded
 from beamjax.pipelines.worker.lost_workers import watchdog_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
+from beamjax.pipelines.worker.worker_errors import recorded
 from beamjax.plan.steps import Body, Map, Plan, Server
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Reader

@@ -397,7 +397,7 @@ def test_explain_shows_memory():
 @pytest.mark.parametrize(("limit", "passes"), [(0, 2), (10**9, 0)])
 def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, monkeypatch):
     from beamjax.pipelines import run as pipelines
-    from beamjax.pipelines.resident.job import ResidentJob
+    from beamjax.pipelines.resident.resident_job import ResidentJob
     from beamjax.runtime import local as evaluate
 
     started, original = [], ResidentJob.run

@@ -38,15 +38,15 @@ from beamjax.interpreters.staging.stage import flatten_call
 from beamjax.jobs import results as job_results
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.options import parse_options
-from beamjax.pipelines.graph import results
-from beamjax.pipelines.tables import spool as spooling
+from beamjax.pipelines.graph import collect_results
+from beamjax.pipelines.tables import stored_streams
 from beamjax.pipelines.values import elements
 from beamjax.pipelines.values.members import (
     MembersSource,
 )
 from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import _CACHE, Store
-from beamjax.pipelines.worker.errors import recorded_error
+from beamjax.pipelines.worker.worker_errors import recorded_error
 from beamjax.plan.steps import Body, Plan
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
@@ -210,10 +210,10 @@ def _served_seeds(folder: Path) -> list[bytes]:
 
 def _served(data: bytes, folder: Path) -> None:
     """Where results of a pipeline are."""
-    (folder / f"out{results.SUFFIX}").write_bytes(data)
+    (folder / f"out{collect_results.SUFFIX}").write_bytes(data)
     store = Store(str(folder))
     _CACHE.clear()
-    for ref in results.read_served(store, "out").values.values():
+    for ref in collect_results.read_served(store, "out").values.values():
         store.get(ref)
 
 
@@ -304,9 +304,9 @@ class _Stream(StreamSource):
 def _pieces(data: bytes, folder: Path) -> None:
     """The list of the files of a source of unknown length, and what is read by it."""
     _specs(folder)
-    (folder / spooling._file_name("a", 0)).write_bytes(encode_part(X))
-    (folder / spooling._list_name(0, 0)).write_bytes(data)
-    source = spooling._found(Store(str(folder)), _Stream(), 0)
+    (folder / stored_streams._file_name("a", 0)).write_bytes(encode_part(X))
+    (folder / stored_streams._list_name(0, 0)).write_bytes(data)
+    source = stored_streams._found(Store(str(folder)), _Stream(), 0)
     source.read(0, min(len(source), 4))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import beamjax as bj
-from beamjax.interpreters.cutting.cost import GATHERED, GUESSED_ROUNDS, body_cost
+from beamjax.interpreters.cutting.member_cost import GATHERED, GUESSED_ROUNDS, body_cost
 from beamjax.plan.cost import Cost
 
 

@@ -16,7 +16,7 @@ from programs import run_everywhere, step_kinds
 from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
-from beamjax.interpreters.rules import factors, table
+from beamjax.interpreters.rules import factors, rule_table
 from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.factors import FACTORS
 from beamjax.interpreters.rules.sharding_rules import (
@@ -132,9 +132,9 @@ def test_every_rule_fires(monkeypatch):
 
 
 def test_a_placed_operator_without_a_rule_is_an_error_at_import():
-    table.check_operators(["bj_map", "bj_neighbours"])
+    rule_table.check_operators(["bj_map", "bj_neighbours"])
     with pytest.raises(TypeError, match=r"no rule of the placed operators \['bj_unknown'\]"):
-        table.check_operators(["bj_map", "bj_unknown"])
+        rule_table.check_operators(["bj_map", "bj_unknown"])
 
 
 def marked(name):

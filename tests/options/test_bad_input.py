@@ -378,7 +378,7 @@ EIGHT = {"shard_size": 8}
 
 
 def test_an_error_that_no_worker_recorded_is_told_by_the_runner(monkeypatch, tmp_path):
-    monkeypatch.setattr("beamjax.pipelines.worker.errors.recorded_error", lambda store: None)
+    monkeypatch.setattr("beamjax.pipelines.worker.worker_errors.recorded_error", lambda store: None)
     program, x = faults.in_source("raises", tmp_path)
     runner, flags = WAYS["threads"]
     with pytest.raises(WorkerError, match=f"^{WHERE}ValueError: member nine") as caught:

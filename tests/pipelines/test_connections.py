@@ -26,7 +26,7 @@ from beamjax.pipelines.runners.connect import (
     connection_of,
     make_runner,
 )
-from beamjax.pipelines.runners.table import RUNNERS, spec_of
+from beamjax.pipelines.runners.runner_table import RUNNERS, spec_of
 from beamjax.runtime.ordered_pool import usual_threads
 from beamjax.storage import locks
 

@@ -13,7 +13,7 @@ import beamjax as bj
 from beamjax.errors import WorkerError
 from beamjax.pipelines.resident import mailbox
 from beamjax.pipelines.resident.executor import Resident
-from beamjax.pipelines.resident.job import ResidentJob
+from beamjax.pipelines.resident.resident_job import ResidentJob
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.storage import files

@@ -14,7 +14,8 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
 from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.errors import (
+from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.pipelines.worker.worker_errors import (
     PipelineError,
     RepeatedError,
     own_errors,
@@ -22,7 +23,6 @@ from beamjax.pipelines.worker.errors import (
     recorded_error,
     transform_errors,
 )
-from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.storage import files, records
 
 

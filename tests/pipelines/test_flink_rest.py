@@ -16,7 +16,7 @@ from beamjax.pipelines import launch
 from beamjax.pipelines.clusters import flink_jobs, flink_rest, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
 from beamjax.pipelines.runners.connect import connect
-from beamjax.pipelines.worker.errors import PipelineError
+from beamjax.pipelines.worker.worker_errors import PipelineError
 
 REFUSED = """io.grpc.StatusRuntimeException: UNAVAILABLE: io exception
 Caused by: io.netty.channel.AbstractChannel$AnnotatedConnectException: finishConnect(..) failed: \

@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.pipelines import run as runs
 from beamjax.pipelines import transform as transforms
-from beamjax.pipelines.graph import results, streaming
+from beamjax.pipelines.graph import collect_results, streaming
 from beamjax.pipelines.runners.connect import make_runner
 from beamjax.pipelines.values import elements as large_blocks
 from beamjax.pipelines.values.elements import MemberBlock, MemberBlockCoder, cut, whole
@@ -23,7 +23,7 @@ KIB = 1 << 10
 N, WIDTH = 40, 4096  # 16 KiB a member of float32
 X = np.random.default_rng(3).normal(size=(N, WIDTH)).astype(np.float32)
 STEPS = (
-    workers.MapShards, results.ReadMembers, streaming.ReadStreams, streaming.LoadBlocks,
+    workers.MapShards, collect_results.ReadMembers, streaming.ReadStreams, streaming.LoadBlocks,
     transforms.FormBlocks,
 )  # fmt: skip
 

@@ -11,8 +11,8 @@ import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax.errors import ArrayFormatError, JobCancelledError, SourceError, WorkerError
-from beamjax.pipelines.resident import job, mailbox, messages
-from beamjax.pipelines.runners import table
+from beamjax.pipelines.resident import mailbox, resident_job, task_messages
+from beamjax.pipelines.runners import runner_table
 from beamjax.pipelines.runners.flink import Flink
 from beamjax.pipelines.runners.prism import Prism
 from beamjax.pipelines.values.store import Store
@@ -25,11 +25,11 @@ def clock(monkeypatch):
     """A clock that the test sets."""
     found = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: found.now, sleep=lambda _: None)
-    monkeypatch.setattr(job, "time", times)
+    monkeypatch.setattr(resident_job, "time", times)
     return found
 
 
-@pytest.mark.parametrize("spec", [table.OTHER, Flink()], ids=["usual", "Flink"])
+@pytest.mark.parametrize("spec", [runner_table.OTHER, Flink()], ids=["usual", "Flink"])
 def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_path, spec):
     first = spec.seconds_alone
     started = []
@@ -39,9 +39,9 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
         while attempt.abort is None and not self._mailbox.stopped.is_set():
             self._mailbox.stopped.wait(0.01)
 
-    monkeypatch.setattr(job.ResidentJob, "_run", run)
+    monkeypatch.setattr(resident_job.ResidentJob, "_run", run)
     connection = SimpleNamespace(runner=object(), spec=spec, shared=True)
-    with job.resident_job(connection, Store(str(tmp_path))) as found:
+    with resident_job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
 
         def starts_after(seconds):
@@ -57,11 +57,11 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
         assert starts_after(first + 1) == 2
         assert "all its workers died" in str(started[0].abort)
         assert starts_after(0) == 2
-        assert starts_after(2 * job.ALONE_SECONDS - 1) == 2
+        assert starts_after(2 * resident_job.ALONE_SECONDS - 1) == 2
         assert starts_after(2) == 3
         found.check(False)
         found._starts = 1  # a pass is done
-        for starts in range(2, job.MAX_STARTS + 1):
+        for starts in range(2, resident_job.MAX_STARTS + 1):
             starts_after(0)
             assert starts_after(1000) == starts
         starts_after(0)
@@ -70,9 +70,11 @@ def test_a_job_whose_workers_stay_away_is_started_again(clock, monkeypatch, tmp_
 
 
 def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait())
+    monkeypatch.setattr(
+        resident_job.ResidentJob, "_run", lambda self, attempt: self._mailbox.stopped.wait()
+    )
     connection = SimpleNamespace(runner=object(), spec=Prism(), shared=True)
-    with job.resident_job(connection, Store(str(tmp_path))) as found:
+    with resident_job.resident_job(connection, Store(str(tmp_path))) as found:
         found.start()
         found.check(False)
         found.check(True)
@@ -112,11 +114,11 @@ class Workers:
 def test_a_task_of_a_dead_worker_goes_to_another_one_at_once(clock):
     """But not the task of an earlier pass that it has, which another worker has computed."""
     workers = Workers(clock, {("a", 0), ("b", 1)})
-    pool = job.Pool(workers, lambda died: None)
+    pool = resident_job.Pool(workers, lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
 
     def look():
-        assert clock.now < job.UNKNOWN_SECONDS
+        assert clock.now < resident_job.UNKNOWN_SECONDS
         if workers.sent[-1][:2] == ("b", 1):
             for peer in workers.peers:
                 peer.is_dead = True
@@ -140,7 +142,7 @@ def test_a_pass_can_be_cancelled_while_replies_arrive(clock):
     def cancel():
         raise JobCancelledError("now")
 
-    pool = job.Pool(Busy(clock, set()), lambda died: None)
+    pool = resident_job.Pool(Busy(clock, set()), lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
     program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
     with pytest.raises(JobCancelledError):
@@ -281,7 +283,7 @@ def test_the_store_of_a_dead_launcher_is_removed(where, elsewhere, tmp_path):
         (tmp_path / name / "x.arrays").write_bytes(b"x")
         if stop is not None:
             (folder / "stop").write_bytes(stop)
-    job.remove_orphans(parent)
+    resident_job.remove_orphans(parent)
     del names[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert all((tmp_path / name / "x.arrays").exists() for name in names)
@@ -316,15 +318,15 @@ def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
     def read_only(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(job.ResidentJob, "_run", run)
-    connection = SimpleNamespace(runner=object(), spec=table.OTHER, shared=False)
-    found = job.ResidentJob(connection, Store(str(tmp_path)))
+    monkeypatch.setattr(resident_job.ResidentJob, "_run", run)
+    connection = SimpleNamespace(runner=object(), spec=runner_table.OTHER, shared=False)
+    found = resident_job.ResidentJob(connection, Store(str(tmp_path)))
     found.start()
     monkeypatch.setattr(found._mailbox, "stop", read_only)
     with monkeypatch.context() as patch:
         patch.setattr(mailbox, "write", read_only)
         with pytest.raises(SourceError, match=r"cannot exchange messages .*Read-only file"):
-            found.run(messages.Program("p", None), None, range(8), None, None)
+            found.run(task_messages.Program("p", None), None, range(8), None, None)
     found.close()
     assert aborted[0].startswith("its workers can't be ended")
 
@@ -333,12 +335,15 @@ def test_a_late_task_gets_further_copies(clock):
     """Workers whose task never ends, as those that hang."""
     workers = Workers(clock, {("a", 0), ("b", 0), ("c", 0)})
     workers.peers = workers.new = [SimpleNamespace(name=name, is_dead=False) for name in "abcd"]
-    pool = job.Pool(workers, lambda died: None)
+    pool = resident_job.Pool(workers, lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
     program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
     assert pool.run(program, current, range(1), lambda: None, monitor) == [0]
     assert [name for name, _, _ in workers.sent] == list("abcd")
-    waits = [1 * job.UNKNOWN_SECONDS * (1 + 4 + 16), 2 + job.UNKNOWN_SECONDS * (1 + 4 + 16)]
+    waits = [
+        1 * resident_job.UNKNOWN_SECONDS * (1 + 4 + 16),
+        2 + resident_job.UNKNOWN_SECONDS * (1 + 4 + 16),
+    ]
     assert waits[0] < clock.now < waits[1]
 
 
@@ -348,11 +353,11 @@ def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path,
     launcher = mailbox.FileMailbox(str(tmp_path), b"secret")
     worker = mailbox.FileWorker(str(tmp_path), b"secret")
     (peer,) = launcher.joined()
-    task = messages.WorkerTask(messages.Pass(0, "p", "step"), 0, [b"element"])
+    task = task_messages.WorkerTask(task_messages.Pass(0, "p", "step"), 0, [b"element"])
     launcher.send(peer, task)
     file = tmp_path / f"task-{worker.name}-0"
     own = file.read_bytes()
-    other = messages.signed(b"other", file.name, messages.encode_task(task))
+    other = task_messages.signed(b"other", file.name, task_messages.encode_task(task))
     file.write_bytes(other if forge == "task" else own)
     if forge == "replay":  # of another message of the same job
         file.rename(tmp_path / f"task-{worker.name}-1")
@@ -361,9 +366,9 @@ def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path,
     tasks = worker.tasks()
     if forge == "reply":
         assert next(tasks).elements == [b"element"]
-        reply = messages.encode_reply(messages.Reply(0, 0, [], 0.1))
+        reply = task_messages.encode_reply(task_messages.Reply(0, 0, [], 0.1))
         name = f"reply-{worker.name}-0"
-        (tmp_path / name).write_bytes(messages.signed(b"other", name, reply))
+        (tmp_path / name).write_bytes(task_messages.signed(b"other", name, reply))
         with pytest.raises(ArrayFormatError, match=rf"{name}, .* wrong signature"):
             launcher.reply(peer)
     else:

@@ -9,7 +9,7 @@ import pytest
 from beamjax.errors import SourceError
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import Operands, Stored
+from beamjax.pipelines.values.stored_values import Operands, Stored
 from beamjax.plan.steps import ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.values import Leaf, placed, ref_to, scattered, server, stacked

@@ -6,6 +6,7 @@ See tests/doc_pages.py for how a page says what it shows, and what can't be run 
 import json
 import re
 import sys
+from collections import Counter
 
 import doc_pages
 import pytest
@@ -149,3 +150,13 @@ def test_each_word_of_the_glossary_names_one_class():
     assert several == {}
     classes = {name for entries in found.values() for _, name in entries}
     assert {name for name in words.values() if name} <= classes
+
+
+def test_no_two_modules_have_one_name():
+    names = Counter(
+        path.stem
+        for folder in ("beamjax", "pipelines", "interpreters")
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.stem.startswith("__")
+    )
+    assert [name for name, number in names.items() if number > 1] == []

@@ -18,10 +18,15 @@ from streams import Numbers, stream
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.graph import results
-from beamjax.pipelines.graph.results import WritePlaced, WriteServed, find_placed, read_served
+from beamjax.pipelines.graph import collect_results
+from beamjax.pipelines.graph.collect_results import (
+    WritePlaced,
+    WriteServed,
+    find_placed,
+    read_served,
+)
 from beamjax.pipelines.run import source_specs
-from beamjax.pipelines.tables.spool import spooled
+from beamjax.pipelines.tables.stored_streams import spooled
 from beamjax.pipelines.values.elements import Environment, MemberBlock
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Input, Plan, ValueType
@@ -78,7 +83,7 @@ def test_streams_in_npy_files(tmp_path):
 
 
 def test_streams_in_files_of_the_store(monkeypatch, tmp_path):
-    monkeypatch.setattr("beamjax.pipelines.tables.spool.FILE_BYTES", 16)
+    monkeypatch.setattr("beamjax.pipelines.tables.stored_streams.FILE_BYTES", 16)
     x = {"x": np.arange(30.0).reshape(10, 3), "k": np.arange(10)}
     with spooled([Numbers([5, 0, 6]), stream(x)], FnApiRunner(), Options()) as (numbers, rows):
         assert len(spec_of(numbers)["files"][0]) == 4
@@ -145,7 +150,7 @@ def test_placed_results_are_whole_however_they_are_bundled(tmp_path, monkeypatch
         write(store, [0, 8, 16], name="other", stem="result-31")
         assert_same_bits(read_placed(store), X)
         assert_same_bits(read_placed(store, "result-31"), X * 2)
-    monkeypatch.setattr(results, "FILE_BYTES", 100)
+    monkeypatch.setattr(collect_results, "FILE_BYTES", 100)
     store = Store(str(tmp_path / "small"))
     write(store, [0, 8, 16])
     assert len(list((tmp_path / "small").iterdir())) == 2

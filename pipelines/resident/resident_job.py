@@ -32,7 +32,14 @@ from beamjax.pipelines.resident.mailbox import (
     close_mailbox,
     open_mailbox,
 )
-from beamjax.pipelines.resident.messages import NO_PASS, Output, Pass, Program, Reply, WorkerTask
+from beamjax.pipelines.resident.task_messages import (
+    NO_PASS,
+    Output,
+    Pass,
+    Program,
+    Reply,
+    WorkerTask,
+)
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.store import Store, is_store

@@ -18,7 +18,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.values.elements import Environment, EnvironmentCoder
-from beamjax.pipelines.values.values import Operands
+from beamjax.pipelines.values.stored_values import Operands
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.spans import Work

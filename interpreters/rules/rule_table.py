@@ -27,10 +27,10 @@ from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules import (  # noqa: F401
     function_reductions,
     indexing,
-    neighbours,
-    operators,
+    neighbour_rules,
+    operator_rules,
     ordered,
-    reductions,
+    reduction_rules,
     scans,
 )
 from beamjax.interpreters.rules.creations import CREATE
@@ -70,7 +70,7 @@ def check_operators(names: Iterable[str]) -> None:
     missing = [name for name in names if name not in RULES and name not in EXPANSIONS]
     if missing:
         raise TypeError(
-            f"found no rule of the placed operators {missing}, expected one in rules.table: "
+            f"found no rule of the placed operators {missing}, expected one in rules.rule_table: "
             "decorate a function with @rule or @expansion"
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from beamjax.pipelines.runners.dataflow import Dataflow
 from beamjax.pipelines.runners.direct import Direct
 from beamjax.pipelines.runners.flink import Flink
+from beamjax.pipelines.runners.google_dataflow import Dataflow
 from beamjax.pipelines.runners.prism import Prism
 from beamjax.pipelines.runners.spark import Spark
 from beamjax.pipelines.runners.spec import RunnerSpec

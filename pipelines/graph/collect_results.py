@@ -13,7 +13,7 @@ from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, Mem
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.refs import SUFFIX, content_key
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.values.values import leaf_spec
+from beamjax.pipelines.values.stored_values import leaf_spec
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file

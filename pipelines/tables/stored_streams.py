@@ -18,7 +18,7 @@ from apache_beam import typehints
 from beamjax import _compat
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines.graph.results import FILE_BYTES
+from beamjax.pipelines.graph.collect_results import FILE_BYTES
 from beamjax.pipelines.launch import new_pipeline, run_steps
 from beamjax.pipelines.run import opened_streams, temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
