@@ -42,7 +42,7 @@ from beamjax.runtime.materialized_outputs import (
 from beamjax.sources.array_source import is_immutable
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
-from beamjax.storage import aligned
+from beamjax.storage import buffers
 from beamjax.tables.keyed_results import (
     keyed_outputs,
     materialized_numbers,
@@ -337,7 +337,7 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
         # On the CPU, JAX may share the array's memory, which may belong to an argument.
         # `jax.numpy.array` would copy it, but compiles an executable for each shape. JAX copies
         # memory again that is not aligned.
-        put = _compat.device_array(array if is_immutable(array) else aligned.copy(array))
+        put = _compat.device_array(array if is_immutable(array) else buffers.copy(array))
         return wrap(put, spec.key_impl)
 
 

@@ -35,7 +35,7 @@ from beamjax.runtime.values import Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import timed
-from beamjax.storage.scratch import file_array
+from beamjax.storage.buffers import file_array
 from beamjax.storage.shared_cache import block_budget
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import Watchdog, bounded

@@ -33,8 +33,8 @@ from beamjax.sources.source_base import (
 )
 from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage import temporary, trust
+from beamjax.storage.buffers import allocate
 from beamjax.storage.schema import parse_json
-from beamjax.storage.scratch import allocate
 
 VERSION = 1
 _PART = re.compile(r"part-[0-9a-f]{8}-\d+-\d+\.npy")

@@ -36,7 +36,7 @@ from beamjax.runtime.failing_members import (
 from beamjax.runtime.inputs import Reader
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
 from beamjax.spans import book_first_call, count
-from beamjax.storage import aligned
+from beamjax.storage import buffers
 
 
 class ShardExecutor:
@@ -298,7 +298,7 @@ class ShardExecutor:
         """Pads with copies of the last member. With zeros, a loop in the body might never end."""
         if len(x) == self.size:
             return x
-        padded = aligned.empty((self.size, *x.shape[1:]), x.dtype)
+        padded = buffers.empty((self.size, *x.shape[1:]), x.dtype)
         padded[: len(x)], padded[len(x) :] = x, x[-1]
         return padded
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from beamjax.errors import ArrayFormatError
 from beamjax.storage import trust
+from beamjax.storage.buffers import allocate
 from beamjax.storage.schema import from_plain, parse_json
-from beamjax.storage.scratch import allocate
 from beamjax.telemetry import process_ids
 
 PREFIX = "working-"

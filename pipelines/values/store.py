@@ -33,8 +33,8 @@ from beamjax.pipelines.values.refs import (
     unique_key,
 )
 from beamjax.spans import transferring
-from beamjax.storage import aligned, temporary
 from beamjax.storage import arrays as wire
+from beamjax.storage import buffers, temporary
 from beamjax.storage import files as file_io
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 from beamjax.storage.shared_cache import SharedCache, nbytes
@@ -368,7 +368,7 @@ def close_memory_store(root: str) -> None:
 
 def fixed(array: np.ndarray) -> np.ndarray:
     """An array, or a copy of one that can be changed."""
-    return array if is_fixed(array) else aligned.copy(array)
+    return array if is_fixed(array) else buffers.copy(array)
 
 
 def is_fixed(array: np.ndarray) -> bool:
@@ -419,9 +419,9 @@ def assemble(
         if chunk.size == size:
             return chunk.reshape(shape)
         if whole is None:
-            whole = aligned.empty((size,), dtype)
+            whole = buffers.empty((size,), dtype)
         whole[found : found + chunk.size] = chunk
         found += chunk.size
     whole = np.empty(shape, dtype) if whole is None else whole
-    aligned.freeze(whole)  # JAX then shares its memory
+    buffers.freeze(whole)  # JAX then shares its memory
     return whole.reshape(shape)

@@ -29,7 +29,7 @@ from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
 from beamjax.spans import timed, transferring
-from beamjax.storage import aligned, files
+from beamjax.storage import buffers, files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.telemetry.worker_records import Reports
 
@@ -341,7 +341,7 @@ class PartsOfSource(StepFn):
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates arrays along their first axis, with an alignment that JAX needs no copy for."""
     first = arrays[0]
-    room = aligned.empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
+    room = buffers.empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
     return np.concatenate(arrays, out=room)
 
 

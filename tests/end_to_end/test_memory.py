@@ -21,7 +21,7 @@ from beamjax.errors import OptionsError, StagingError
 from beamjax.options import parse_options
 from beamjax.sources.source_base import HoldsLeaves, LeafSpec
 from beamjax.sources.source_kinds import FileSource, block_bytes_of
-from beamjax.storage import aligned
+from beamjax.storage import buffers
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MIB = 2**20
@@ -455,7 +455,7 @@ def test_a_value_is_dropped_before_the_passes_that_do_not_read_it():
 def test_a_large_result_is_copied_at_most_once(how, monkeypatch):
     """What nothing can change is not copied; JAX shares the memory of a copy."""
     size, shared, copies = 17 * MIB, [], []  # two files
-    put, copy = _compat.device_array, aligned.copy
+    put, copy = _compat.device_array, buffers.copy
 
     def spied_put(array, *more):
         found = put(array, *more)
@@ -472,7 +472,7 @@ def test_a_large_result_is_copied_at_most_once(how, monkeypatch):
         return jnp.zeros(size, jnp.int32) + bj.reduce_sum(i)
 
     monkeypatch.setattr(_compat, "device_array", spied_put)
-    monkeypatch.setattr(aligned, "copy", spied_copy)
+    monkeypatch.setattr(buffers, "copy", spied_copy)
     found = bj.run(wide, bj.from_range(4), **how)
     assert (np.asarray(found) == 6).all()
     assert shared[-1]

@@ -37,7 +37,7 @@ from beamjax.sources.source_base import LeafSpec, open_spec, spec_of
 from beamjax.sources.streams.spool import spool, spooled_here
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays
-from beamjax.storage.scratch import allocate, file_array
+from beamjax.storage.buffers import allocate, file_array
 
 X = np.arange(20 * 3, dtype=np.float32).reshape(20, 3)
 PLAN = Plan(

@@ -22,7 +22,7 @@ import beamjax as bj
 from beamjax.errors import ArrayFormatError, BeamjaxError, StructureError
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources.arrays.npy_source import map_file
-from beamjax.storage import aligned, arrays
+from beamjax.storage import arrays, buffers
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name, dtype_name
 
 DTYPES = list(_DTYPES.values())
@@ -318,12 +318,12 @@ def test_any_lie_is_an_error_or_harmless(field, value, size):
 def test_room_is_aligned_and_jax_takes_it_without_a_copy():
     for shape in ((), (3,), (1000, 7), (0, 4)):
         for dtype in ("float32", "int8", "complex128", "bfloat16"):
-            room = aligned.empty(shape, np.dtype(dtype))
+            room = buffers.empty(shape, np.dtype(dtype))
             assert (room.shape, room.dtype.name) == (shape, dtype)
             assert room.flags.writeable
             assert room.flags.c_contiguous
-            assert not room.size or room.ctypes.data % aligned.ALIGNMENT == 0
-    room = aligned.empty((1 << 16,), np.dtype(np.float32))
+            assert not room.size or room.ctypes.data % buffers.ALIGNMENT == 0
+    room = buffers.empty((1 << 16,), np.dtype(np.float32))
     room[:] = 1
     assert jax.device_put(room).unsafe_buffer_pointer() == room.ctypes.data
 

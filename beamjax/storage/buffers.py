@@ -1,4 +1,4 @@
-"""Temporary arrays on disk, and disk space for files that are written through memory maps."""
+"""Memory for large arrays: aligned, so that JAX on CPUs uses it without a copy, or in files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,37 @@ import numpy as np
 
 from beamjax.errors import SourceError
 
+ALIGNMENT = 64
+"""The alignment in bytes that JAX needs to share the memory of a NumPy array on a CPU."""
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of `posix_fallocate` on file systems that do not support it."""
 _ZEROS = bytes(1 << 20)
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`, at an address that is a multiple of `ALIGNMENT`."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return np.empty(shape, dtype)
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def copy(array: np.ndarray) -> np.ndarray:
+    """A copy of an array in aligned memory, in C order."""
+    copied = empty(array.shape, array.dtype)
+    copied[...] = array
+    return copied
+
+
+def freeze(array: np.ndarray) -> None:
+    """Makes an array of `empty` read-only, with the memory that it is a view of."""
+    memory: np.ndarray | None = array
+    while isinstance(memory, np.ndarray):
+        memory.flags.writeable = False
+        memory = memory.base
 
 
 def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = None) -> np.ndarray:
