@@ -20,10 +20,9 @@ from jax.tree_util import PyTreeDef
 from beamjax.errors import ArrayFormatError, BeamjaxError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.steps import Plan
-from beamjax.sources.arrays.collected import CollectedMembers
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import stored_dtype
-from beamjax.sources.arrays.part_files import PartFiles
+from beamjax.sources.arrays.part_files import CollectedMembers, PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import (
     LeafSpec,

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import math
 import os
-import threading
 import typing
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -385,14 +384,12 @@ def describe_source(source: Source, where: str, nbytes: int | None = None) -> st
 
 _LIVE_CLASS = "live"
 _LIVE: dict[str, Source] = {}
-_LIVE_LOCK = threading.Lock()
 
 
 def register(source: Source) -> str:
     """Shares a live source with the other threads of this process, until `release`."""
     token = uuid.uuid4().hex
-    with _LIVE_LOCK:
-        _LIVE[token] = source
+    _LIVE[token] = source
     return token
 
 
@@ -403,8 +400,7 @@ def live_spec(token: str) -> dict[str, Any]:
 
 def lookup(token: str) -> Source:
     """The source that was registered under `token`."""
-    with _LIVE_LOCK:
-        source = _LIVE.get(token)
+    source = _LIVE.get(token)
     if source is None:
         raise SourceError(
             f"source {token}: not registered in process {os.getpid()}. In-memory sources live in "
@@ -416,8 +412,7 @@ def lookup(token: str) -> Source:
 
 def release(token: str) -> None:
     """Forgets a registered source; harmless if it is unknown."""
-    with _LIVE_LOCK:
-        _LIVE.pop(token, None)
+    _LIVE.pop(token, None)
 
 
 # --- descriptions of sources as JSON

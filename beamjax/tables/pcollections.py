@@ -12,9 +12,14 @@ from beamjax.errors import OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.sources.arrays import part_files
-from beamjax.sources.arrays.collected import CollectedMembers
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.part_files import Part, prepare_folder, remove_parts, written_parts
+from beamjax.sources.arrays.part_files import (
+    CollectedMembers,
+    Part,
+    prepare_folder,
+    remove_parts,
+    written_parts,
+)
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.streams.one_member import MemberType
 from beamjax.storage import files, locks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -14,15 +15,19 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError
+from beamjax.plan.dropping import Dropped
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource, storable
 from beamjax.sources.source_base import (
+    Count,
     LeafSpec,
+    Leaves,
+    Positive,
     PyTreeDef,
     arguments_of,
-    natural,
+    describe_source,
 )
 from beamjax.storage import files, trust
-from beamjax.storage.schema import parse_json
+from beamjax.storage.schema import from_plain, parse_json, to_plain
 
 Part = tuple[int, int]
 """The number of a part, and the number of members in it."""
@@ -30,6 +35,15 @@ PART_BYTES = 1 << 25
 """Approximate bytes of the members of a part, which a worker has in memory."""
 MAX_PARTS = 4096
 _FIRST_LEAF = re.compile(r"part-(\d+)-leaf-000\.npy")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    version: int
+    parts: tuple[tuple[Count, Positive], ...]
+    leaves: Leaves
+    tree: Any
+    dropped: tuple[Dropped, ...] = ()
 
 
 class PartFiles(NpySource):
@@ -40,7 +54,12 @@ class PartFiles(NpySource):
     version: ClassVar[int]
 
     def __init__(
-        self, folder: str, parts: Sequence[Part], leaves: Sequence[LeafSpec], treedef: PyTreeDef
+        self,
+        folder: str,
+        parts: Sequence[Part],
+        leaves: Sequence[LeafSpec],
+        treedef: PyTreeDef,
+        dropped: Sequence[Dropped] = (),
     ) -> None:
         series = [
             tuple(ArrayFile(part_path(folder, part, number), rows) for part, rows in parts)
@@ -49,6 +68,7 @@ class PartFiles(NpySource):
         super().__init__(tuple(series), tuple(leaves), treedef)
         self.folder = folder
         self.parts = tuple(parts)
+        self.dropped = tuple(dropped)
 
     def spec(self) -> dict[str, Any]:
         return arguments_of(self, NpySource)
@@ -68,25 +88,14 @@ class PartFiles(NpySource):
         """Writes the manifest, which lets other processes open the folder."""
         from beamjax.storage.treedefs import tree_to_json
 
-        record = {
-            "version": self.version,
-            "parts": self.parts,
-            "leaves": [leaf.to_json() for leaf in self.leaves],
-            "tree": tree_to_json(self.treedef),
-        }
+        tree = tree_to_json(self.treedef)
+        record = _Manifest(self.version, self.parts, self.leaves, tree, self.dropped)
         path = os.path.join(self.folder, self.manifest)
         try:
-            files.write(path, json.dumps({**record, **self._extra()}, indent=1).encode())
+            files.write(path, json.dumps(to_plain(record), indent=1).encode())
         except OSError as error:
             raise SourceError(f"{path}: cannot write the list of files ({error}).") from error
         return self
-
-    def _extra(self) -> dict[str, Any]:
-        """What a subclass adds to the manifest."""
-        return {}
-
-    def _take(self, record: dict[str, Any], path: str) -> None:
-        """Takes what `_extra` gave; KeyError, TypeError or ValueError if it is damaged."""
 
     @classmethod
     def open(cls, folder: str) -> Self:
@@ -101,17 +110,32 @@ class PartFiles(NpySource):
         try:
             if record["version"] != cls.version:
                 raise TypeError(f"found version {record['version']!r:.20}, expected {cls.version}")
-            leaves = [LeafSpec.from_json(leaf) for leaf in record["leaves"]]
-            parts = [(natural(part), natural(rows, 1)) for part, rows in record["parts"]]
-            treedef = tree_from_json(record["tree"], path)
-            if treedef.num_leaves != len(leaves) or not leaves or not parts:
-                raise TypeError(f"found {len(leaves)} leaves for a tree of {treedef.num_leaves}")
-            found = cls(folder, parts, leaves, treedef)
-            found._take(record, path)
+            read = from_plain(_Manifest, record, path)
+            treedef = tree_from_json(read.tree, path)
+            if treedef.num_leaves != len(read.leaves) or not read.leaves or not read.parts:
+                raise TypeError(
+                    f"found {len(read.leaves)} leaves for a tree of {treedef.num_leaves}"
+                )
+            found = cls(folder, read.parts, read.leaves, treedef, read.dropped)
         except (KeyError, TypeError, ValueError) as error:
             raise ArrayFormatError(f"{path}: found no list of files ({error}).") from error
         found.check_files()
         return found
+
+
+class CollectedMembers(PartFiles):
+    """Members in files, made from the elements of a PCollection; see `beamjax.from_beam`.
+
+    Attributes:
+      folder: the folder of the files.
+      dropped: the elements that were left out with `on_error="drop"`.
+    """
+
+    manifest = "members.json"
+    version = 2
+
+    def __str__(self) -> str:
+        return describe_source(self, f"in {self.folder}")
 
 
 def part_path(folder: str, part: int, leaf: int) -> str:
