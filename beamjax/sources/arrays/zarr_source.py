@@ -382,7 +382,7 @@ def from_zarr(
     import jax
 
     found, outer = jax.tree_util.tree_flatten_with_path(paths)
-    token, nodes = uuid.uuid4().hex, []
+    token, nodes, stores = uuid.uuid4().hex, [], list[str]()
     for path, given in found:
         if not isinstance(given, str | os.PathLike):
             raise StructureError(
@@ -391,15 +391,13 @@ def from_zarr(
             )
         given = os.fspath(given)
         store = given if is_url(given) else os.path.abspath(given)
-        if arrays is None:
-            nodes.append(_tree(store, "", _open(store), token))
-        else:
-            nodes.append(_chosen(store, arrays, token))
+        nodes.append(_tree(store, "", _open(store)) if arrays is None else _chosen(store, arrays))
+        stores += [store] * len(jax.tree_util.tree_leaves(nodes[-1]))
     tree = jax.tree_util.tree_unflatten(outer, nodes)
     leaves, read, sizes, names = [], [], [], []
     listed, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    for path, (array, opened) in [(path, leaf.pair) for path, leaf in listed]:
-        name = jax.tree_util.keystr(path)
+    for (path, opened), store in zip(listed, stores, strict=True):
+        name, array = jax.tree_util.keystr(path), _array(store, opened, token)
         dtype = _checked(name, array, opened)
         packing = _packing(array, opened, dtype, mask_and_scale)
         if packing is not None:
@@ -453,30 +451,26 @@ def _packing(
     return packing
 
 
-class _Leaf:
-    """An array and its open handle, as a leaf of a tree: a tuple would be a node."""
+def _array(store: str, opened: Any, token: str) -> ZarrArray:
+    with _readable(store, _EXPECTED):
+        file, chunks = _metadata(store, opened.path), chunk_files(store, opened.path, opened)
+    return ZarrArray(store, opened.path, _chunk_rows(opened), file, token, chunks)
 
-    def __init__(self, array: ZarrArray, opened: Any) -> None:
-        self.pair = array, opened
 
-
-def _tree(store: str, name: str, node: Any, token: str) -> Any:
+def _tree(store: str, name: str, node: Any) -> Any:
     """The arrays of a group, in nested dictionaries; or the array itself."""
     with _naming_unreadable(store, name), _readable(store, _EXPECTED):
         if hasattr(node, "shape"):
-            file = _metadata(store, name)
-            chunks = chunk_files(store, name, node)
-            return _Leaf(ZarrArray(store, name, _chunk_rows(node), file, token, chunks), node)
+            return node
         members = dict(node.members())
-    paths = {key: f"{name}/{key}".lstrip("/") for key in members}
-    tree = {key: _tree(store, paths[key], members[key], token) for key in members}
+    tree = {key: _tree(store, f"{name}/{key}".lstrip("/"), members[key]) for key in members}
     tree = {key: node for key, node in tree.items() if node != {}}
     if not tree and not name:
         raise SourceError(f"{store}: found a group without arrays, expected at least one.")
     return tree
 
 
-def _chosen(store: str, arrays: str | Sequence[str], token: str) -> Any:
+def _chosen(store: str, arrays: str | Sequence[str]) -> Any:
     """The named arrays of a group, in nested dictionaries; or the array of a single name."""
     # The group itself is not opened: others of its arrays may be unreadable.
     names = [arrays] if isinstance(arrays, str) else list(arrays)
@@ -486,7 +480,7 @@ def _chosen(store: str, arrays: str | Sequence[str], token: str) -> Any:
         level = tree
         for key in groups:
             level = level.setdefault(key, {})
-        level[last] = _tree(store, name, _named(store, name), token)
+        level[last] = _tree(store, name, _named(store, name))
         if isinstance(arrays, str):
             return level[last]
     if not tree:
