@@ -24,19 +24,20 @@ from beamjax.sources.leaf_checks import (
     scalar_error,
 )
 from beamjax.sources.source_base import (
+    ByIndex,
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
-    check_range,
+    Which,
     describe_source,
 )
 
 
-class ArraySource(HoldsLeaves):
+class ArraySource(HoldsLeaves, ByIndex):
     """Arrays in the memory of this process."""
 
     def __init__(
-        self, arrays: Sequence[np.ndarray], leaves: Sequence[LeafSpec], treedef: PyTreeDef
+        self, arrays: Sequence[np.ndarray], leaves: Sequence[LeafSpec], treedef: PyTreeDef | None
     ) -> None:
         """Use `from_arrays`, which checks."""
         super().__init__(leaves, treedef)
@@ -54,9 +55,8 @@ class ArraySource(HoldsLeaves):
     def __len__(self) -> int:
         return self._arrays[0].shape[0]
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        return [native_view(array[start:stop]) for array in self._arrays]
+    def _at(self, which: Which) -> list[np.ndarray]:
+        return [native_view(array[which]) for array in self._arrays]
 
     def __str__(self) -> str:
         return describe_source(self, "in memory")

@@ -5,12 +5,12 @@ A process decodes a block that several shards share once, while the block stays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from beamjax.sources.source_base import LeafSpec
+from beamjax.sources.source_base import LeafSpec, Which
 from beamjax.storage.shared_cache import Arrays, BlockCache
 
 BLOCKS = BlockCache()
@@ -46,14 +46,16 @@ def blocks_of(ends: np.ndarray, start: int, stop: int) -> Iterator[SourceBlock]:
 
 def read_blocks(
     leaves: Sequence[LeafSpec],
-    blocks: Iterable[SourceBlock],
+    blocks: Callable[[int, int], Iterator[SourceBlock]],
     load: Callable[[SourceBlock], Arrays],
-    start: int,
-    stop: int,
+    which: Which,
 ) -> Arrays:
-    """Members start..stop-1: views of one block, or copies from several."""
+    """Members of blocks, each of which is loaded once; `blocks` are those of a range of members."""
+    if not isinstance(which, slice):
+        return _rows(leaves, blocks, load, which)
+    start, stop = which.start, which.stop
     found: Arrays = []
-    for block in blocks:
+    for block in blocks(start, stop):
         low, high = max(start, block.first), min(stop, block.last)
         parts = [array[low - block.first : high - block.first] for array in load(block)]
         if (low, high) == (start, stop):
@@ -66,3 +68,26 @@ def read_blocks(
     for whole in found:
         whole.flags.writeable = False
     return found
+
+
+def _rows(
+    leaves: Sequence[LeafSpec],
+    blocks: Callable[[int, int], Iterator[SourceBlock]],
+    load: Callable[[SourceBlock], Arrays],
+    numbers: np.ndarray,
+) -> Arrays:
+    order = np.argsort(numbers, kind="stable")
+    ascending = numbers[order]
+    found: Arrays = []
+    done = 0
+    while done < len(numbers):
+        first = int(ascending[done])
+        block = next(blocks(first, first + 1))
+        end = int(ascending.searchsorted(block.last))
+        rows, places = ascending[done:end] - block.first, order[done:end]
+        parts = load(block)
+        found = found or [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
+        for whole, part in zip(found, parts, strict=True):
+            whole[places] = part[rows]
+        done = end
+    return found or [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources.array_source import ArraySource, from_arrays
-from beamjax.sources.padding import padded_rows
 from beamjax.sources.source_base import (
     Count,
     LeafSpec,
@@ -21,14 +20,11 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
-    check_range,
+    Which,
     describe_source,
+    take_members,
 )
-from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of, reads_ranges
-
-GAP_BYTES = 1 << 16
-"""Largest gap between members of a file, in bytes, that is read with them: a second read takes
-longer."""
+from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of
 
 
 class WrapperSource(DerivedSource):
@@ -74,18 +70,10 @@ class TakenSource(WrapperSource, RaggedMembers):
     def usual_rows(self) -> float:
         return self._source.usual_rows if isinstance(self._source, RaggedMembers) else 0.0
 
-    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
+    def rows_of(self, which: Which) -> np.ndarray | None:
         if not isinstance(self._source, RaggedMembers):
             return None
-        (numbers,) = self._numbers.read(start, stop)
-        numbers, places = np.unique(numbers, return_inverse=True)
-        parts = []
-        for run in self._runs(numbers):
-            rows = self._source.rows_of(int(run[0]), int(run[-1]) + 1)
-            if rows is None:
-                return None
-            parts.append(rows[run - run[0]])
-        return np.concatenate(parts)[places] if parts else None
+        return self._source.rows_of(*self._numbers._at(which))
 
     @property
     def indices(self) -> np.ndarray:
@@ -99,46 +87,17 @@ class TakenSource(WrapperSource, RaggedMembers):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        return self._taken(start, stop, short=False)
+    def _at(self, which: Which) -> list[np.ndarray]:
+        return take_members(self._source, *self._numbers._at(which))
 
-    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        return self._taken(start, stop, short=True)
-
-    def _taken(self, start: int, stop: int, short: bool) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        (numbers,) = self._numbers.read(start, stop)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self._source):
-            raise SourceError(
-                f"{self!r}: member {numbers.max()} was asked for, expected a number below "
-                f"{len(self._source)}; the source was changed after it was made."
-            )
-        numbers, places = np.unique(numbers, return_inverse=True)
-        read = self._source.read
-        if short and isinstance(self._source, RaggedMembers):
-            read = self._source.read_short
-        runs = [
-            [array[run - run[0]] for array in read(int(run[0]), int(run[-1]) + 1)]
-            for run in self._runs(numbers)
-        ]
-        if not runs:
-            return [array[:0] for array in read(0, 0)]
-        found = []
-        for parts in zip(*runs, strict=True):
-            # `read_short` pads the members of each run to a length of their own.
-            shape = max(array.shape[1:] for array in parts)
-            found.append(np.concatenate([padded_rows(array, shape) for array in parts])[places])
-        return found
-
-    def _runs(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
-        """Cuts ascending numbers at large gaps; the members of a run are read at once."""
-        member = max(sum(leaf.nbytes for leaf in self.leaves), 1)
-        gap = GAP_BYTES // member if reads_ranges(self._source) else 0
-        far = np.flatnonzero(np.diff(numbers) - 1 > gap) + 1
-        yield from (run for run in np.split(numbers, far) if len(run))
+    def _short(self, which: Which) -> list[np.ndarray]:
+        return take_members(ShortSource(self._source), *self._numbers._at(which))
 
     def __str__(self) -> str:
         return describe_source(self, f"of {self._source}")
+
+
+_NUMBER = LeafSpec((), np.dtype(np.int64))
 
 
 class RowsSource(TakenSource):
@@ -149,7 +108,7 @@ class RowsSource(TakenSource):
     def __init__(self, source: Source, rows: tuple[Count, ...]) -> None:
         self._source = source
         self._rows = rows
-        self._numbers = from_arrays(np.array(rows, np.int64))
+        self._numbers = ArraySource([np.array(rows, np.int64)], [_NUMBER], None)
 
 
 _ROWS: weakref.WeakValueDictionary[tuple[int, bytes], RowsSource] = weakref.WeakValueDictionary()
@@ -281,10 +240,12 @@ class GroupedSource(WrapperSource):
     def __len__(self) -> int:
         return len(self._source) // self._rows
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        arrays = self._source.read(start * self._rows, stop * self._rows)
-        return [_group(array, self._rows) for array in arrays]
+    def _at(self, which: Which) -> list[np.ndarray]:
+        if isinstance(which, slice):
+            rows: Which = slice(which.start * self._rows, which.stop * self._rows)
+        else:
+            rows = (which[:, None] * self._rows + np.arange(self._rows)).reshape(-1)
+        return [_group(array, self._rows) for array in self._source._at(rows)]
 
     def __str__(self) -> str:
         return describe_source(self, f"with {self._rows} rows each of {self._source}")
@@ -299,7 +260,7 @@ def _group(array: np.ndarray, rows: int) -> np.ndarray:
 
 
 class ShortSource(WrapperSource):
-    """A ragged source, the `read` of which is `read_short`: for passes with a body per bucket."""
+    """A ragged source that pads to buckets: for passes with a body per bucket."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -307,10 +268,9 @@ class ShortSource(WrapperSource):
     def origin(self, leaf: int, index: tuple[int, ...]) -> tuple[Source, int, tuple[int, ...]]:
         return self._source, leaf, index
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        if not isinstance(self._source, RaggedMembers):
-            return self._source.read(start, stop)
-        return self._source.read_short(start, stop)
+    def _at(self, which: Which) -> list[np.ndarray]:
+        source = self._source
+        return source._short(which) if isinstance(source, RaggedMembers) else source._at(which)
 
     def __str__(self) -> str:
         return str(self._source)
@@ -375,9 +335,8 @@ class ZippedSource(DerivedSource):
     def __len__(self) -> int:
         return len(self._sources[0])
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        return [array for source in self._sources for array in source.read(start, stop)]
+    def _at(self, which: Which) -> list[np.ndarray]:
+        return [array for source in self._sources for array in source._at(which)]
 
     def __str__(self) -> str:
         return describe_source(self, f"of {len(self._sources)} sources that are read together")

@@ -9,7 +9,7 @@ import numpy as np
 from beamjax._text import human_bytes
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
-from beamjax.sources.source_base import MASK, LeafSpec, Source
+from beamjax.sources.source_base import MASK, LeafSpec, Source, Which
 from beamjax.sources.source_kinds import RaggedMembers, buckets_of
 from beamjax.spans import count
 
@@ -157,15 +157,15 @@ def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
     counts = np.zeros(len(buckets))
     starts = range(0, n, shard_size)
     for k in np.unique(np.linspace(0, len(starts) - 1, SAMPLED_SHARDS).astype(int)):
-        lengths = _rows_of(source, starts[k], min(starts[k] + shard_size, n))
+        lengths = _rows_of(source, slice(starts[k], min(starts[k] + shard_size, n)))
         if lengths is None:
             return None
         counts[np.searchsorted(buckets, lengths.max())] += len(lengths)
     return counts / counts.sum()
 
 
-def _rows_of(source: Source, start: int, stop: int) -> np.ndarray | None:
-    return source.rows_of(start, stop) if isinstance(source, RaggedMembers) else None
+def _rows_of(source: Source, which: Which) -> np.ndarray | None:
+    return source.rows_of(which) if isinstance(source, RaggedMembers) else None
 
 
 def padding_text(source: Source, shard_size: int, short: bool) -> str:
@@ -175,7 +175,7 @@ def padding_text(source: Source, shard_size: int, short: bool) -> str:
     rows = padded = 0
     step = max(1, SCANNED // shard_size) * shard_size
     for start in range(0, n, step):
-        lengths = _rows_of(source, start, min(start + step, n))
+        lengths = _rows_of(source, slice(start, min(start + step, n)))
         if lengths is None:
             return ""
         firsts = np.arange(0, len(lengths), shard_size)

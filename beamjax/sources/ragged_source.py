@@ -18,9 +18,10 @@ from beamjax.sources.source_base import (
     PyTreeDef,
     Source,
     StreamSource,
-    check_range,
+    Which,
     describe_source,
     members_bytes,
+    take_members,
 )
 from beamjax.sources.source_kinds import DerivedSource, RaggedMembers, buckets_of
 
@@ -82,7 +83,7 @@ class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
         if leaf == self._mask_at:
             return self, leaf, index
         member, row, *rest = index
-        first = int(self._bounds(member, member + 1)[0])
+        first = int(self._bounds(np.array([member]))[0][0])
         return self._rows, leaf - (leaf > self._mask_at), (first + row, *rest)
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
@@ -96,35 +97,45 @@ class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
         place = numbers.index(at)
         return RaggedSource(rows, self._ends, self._buckets, place), numbers
 
-    def rows_of(self, start: int, stop: int) -> np.ndarray:
-        return np.diff(self._bounds(start, stop))
+    def rows_of(self, which: Which) -> np.ndarray:
+        starts, ends = self._bounds(which)
+        return ends - starts
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        ends = self._bounds(start, stop)
-        return self._padded(ends, self._buckets[-1])
+    def _at(self, which: Which) -> list[np.ndarray]:
+        return self._padded(*self._members(which), self._buckets[-1])
 
-    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        ends = self._bounds(start, stop)
-        longest = int(np.diff(ends).max(initial=0))
-        return self._padded(ends, next(rows for rows in self._buckets if rows >= longest))
+    def _short(self, which: Which) -> list[np.ndarray]:
+        rows, lengths = self._members(which)
+        longest = lengths.max(initial=0)
+        return self._padded(rows, lengths, next(b for b in self._buckets if b >= longest))
 
-    def _bounds(self, start: int, stop: int) -> np.ndarray:
-        """The first row of each member, and the end of the last one."""
-        check_range(self, start, stop)
-        (ends,) = self._ends.read(max(start - 1, 0), stop)
-        ends = ends if start else np.concatenate([[0], ends])
-        lengths = np.diff(ends)
-        wrong = np.flatnonzero((lengths < 0) | (lengths > self._buckets[-1]))
+    def _members(self, which: Which) -> tuple[list[np.ndarray], np.ndarray]:
+        """The rows of members, one after the other, and how many each member has."""
+        starts, ends = self._bounds(which)
+        lengths = ends - starts
+        if isinstance(which, slice):
+            first, last = (int(starts[0]), int(ends[-1])) if len(ends) else (0, 0)
+            return self._rows.read(first, last), lengths
+        # Each row's number within its member, plus the first row of the member.
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return take_members(self._rows, np.repeat(starts, lengths) + within), lengths
+
+    def _bounds(self, which: Which) -> tuple[np.ndarray, np.ndarray]:
+        """The first row of each member, and the end of its rows."""
+        members = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        (ends,) = self._ends._at(which)
+        (before,) = self._ends._at(np.maximum(members - 1, 0))
+        starts = np.where(members > 0, before, 0)
+        wrong = np.flatnonzero((ends < starts) | (ends - starts > self._buckets[-1]))
         if len(wrong):
             raise SourceError(
-                f"{self!r}: member {start + int(wrong[0])} has {int(lengths[wrong[0]])} rows, "
+                f"{self!r}: member {members[wrong[0]]} has {(ends - starts)[wrong[0]]} rows, "
                 f"expected 0 to {self._buckets[-1]}; the source was changed after it was made."
             )
-        return ends
+        return starts, ends
 
-    def _padded(self, ends: np.ndarray, length: int) -> list[np.ndarray]:
-        rows = self._rows.read(int(ends[0]), int(ends[-1]))
-        mask = np.arange(length) < np.diff(ends)[:, None]
+    def _padded(self, rows: list[np.ndarray], lengths: np.ndarray, length: int) -> list[np.ndarray]:
+        mask = np.arange(length) < lengths[:, None]
         arrays = []
         for leaf, found in zip(self._rows.leaves, rows, strict=True):
             array = np.zeros((*mask.shape, *leaf.shape), leaf.dtype)

@@ -18,11 +18,12 @@ from beamjax.sources.arrays.member_stacks import MemberStack, as_arrays
 from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
 from beamjax.sources.leaf_checks import member_leaves
 from beamjax.sources.source_base import (
+    ByIndex,
     Count,
     HoldsLeaves,
     Leaves,
     PyTreeDef,
-    check_range,
+    Which,
     describe_source,
     row_text,
 )
@@ -31,10 +32,8 @@ from beamjax.sources.source_kinds import FileSource
 CALLER = "from_random_access"
 
 
-class RandomAccessSource(HoldsLeaves, FileSource):
+class RandomAccessSource(HoldsLeaves, ByIndex, FileSource):
     """Members that an object returns one at a time; see `from_random_access`."""
-
-    by_member = True
 
     def __init__(
         self,
@@ -58,32 +57,32 @@ class RandomAccessSource(HoldsLeaves, FileSource):
     def __len__(self) -> int:
         return self._size
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        stack = MemberStack(self._leaves, self._treedef, stop - start, CALLER)
-        for index, member in self._members(start, stop):
-            stack.put(index - start, member, index)
+    def _at(self, which: Which) -> list[np.ndarray]:
+        chosen = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        stack = MemberStack(self._leaves, self._treedef, len(chosen), CALLER)
+        for place, (index, member) in enumerate(self._members(chosen.tolist())):
+            stack.put(place, member, index)
         return stack.arrays()
 
-    def _members(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        if start == stop:
+    def _members(self, numbers: list[int]) -> Iterator[tuple[int, Any]]:
+        if not numbers:
             return
         dataset = self._opened()
         several = getattr(dataset, "__getitems__", None)
         if several is None:
-            for index in range(start, stop):
+            for index in numbers:
                 where = f"member {index}"
                 get = functools.partial(operator.getitem, dataset, index)
                 yield index, _called(get, where)
             return
-        where = f"members {start} to {stop - 1}"
-        found = _called(lambda: list(several(list(range(start, stop)))), where)
-        if len(found) != stop - start:
+        where = f"members {numbers[0]} to {numbers[-1]}"
+        found = _called(lambda: list(several(numbers)), where)
+        if len(found) != len(numbers):
             raise SourceError(
                 f"{CALLER}, {where}: __getitems__ returns {len(found)} members, expected "
-                f"{stop - start}, one for each index in the list."
+                f"{len(numbers)}, one for each index in the list."
             )
-        yield from enumerate(found, start)
+        yield from zip(numbers, found, strict=True)
 
     def _opened(self) -> Any:
         if not isinstance(self._dataset, OpenedBy):

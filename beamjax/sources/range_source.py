@@ -9,15 +9,16 @@ import numpy as np
 from beamjax.errors import PlacementError, StructureError
 from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.sources.source_base import (
+    ByIndex,
     Count,
     HoldsLeaves,
     LeafSpec,
     PyTreeDef,
-    check_range,
+    Which,
 )
 
 
-class RangeSource(HoldsLeaves):
+class RangeSource(HoldsLeaves, ByIndex):
     """Member i is the number i; see `from_range`."""
 
     def __init__(self, size: Count, leaf: LeafSpec, treedef: PyTreeDef | None = None) -> None:
@@ -33,9 +34,9 @@ class RangeSource(HoldsLeaves):
     def __len__(self) -> int:
         return self._size
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        return [np.arange(start, stop, dtype=self._leaves[0].dtype)]
+    def _at(self, which: Which) -> list[np.ndarray]:
+        numbers = np.arange(which.start, which.stop) if isinstance(which, slice) else which
+        return [numbers.astype(self._leaves[0].dtype)]
 
 
 def from_range(n: int) -> RangeSource:

@@ -30,6 +30,9 @@ from beamjax.storage.dtypes import dtype_name
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
 
+Which: TypeAlias = "slice | np.ndarray"
+"""The members to read: a slice of a start and a stop, or numbers int64[k]."""
+
 MAX_VALUES = 2**48
 """Limit of the values of a member and of all counts in a spec; larger numbers are refused as
 damaged."""
@@ -151,6 +154,24 @@ class Source(abc.ABC):
             SourceError: the range is not within 0 to n, or the data has changed.
         """
 
+    def _at(self, which: Which) -> list[np.ndarray]:
+        """Members that a slice or numbers choose, as of an array; see `ByIndex`."""
+        if isinstance(which, slice):
+            return self.read(which.start, which.stop)
+        if not len(which):
+            return self.read(0, 0)
+        numbers, places = np.unique(which, return_inverse=True)
+        gap = self._gap_bytes // max(sum(leaf.nbytes for leaf in self.leaves), 1)
+        far = np.flatnonzero(np.diff(numbers) - 1 > gap) + 1
+        runs = [
+            [array[run - run[0]] for array in self.read(int(run[0]), int(run[-1]) + 1)]
+            for run in np.split(numbers, far)
+        ]
+        return [np.concatenate(parts)[places] for parts in zip(*runs, strict=True)]
+
+    _gap_bytes = 0
+    """Largest gap between members, in bytes, that is read with them: a second read takes longer."""
+
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
         """A source of the same members that reads at least these leaves, and fewer if it can.
 
@@ -238,6 +259,28 @@ def check_range(source: Source, start: int, stop: int) -> None:
             f"{source!r}: members {start} to {stop} were asked for, expected a range within 0 to "
             f"{len(source)}."
         )
+
+
+class ByIndex(Source):
+    """A source that reads any members together, not only consecutive ones."""
+
+    def read(self, start: int, stop: int) -> list[np.ndarray]:
+        check_range(self, start, stop)
+        return self._at(slice(start, stop))
+
+    @abc.abstractmethod
+    def _at(self, which: Which) -> list[np.ndarray]:
+        """Members that a slice of a start and a stop, or int64[k] in any order, choose."""
+
+
+def take_members(source: Source, numbers: np.ndarray) -> list[np.ndarray]:
+    """The members of these numbers, int64[k], in any order and some repeatedly."""
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(source):
+        raise SourceError(
+            f"{source!r}: members {numbers.min()} to {numbers.max()} were asked for, expected "
+            f"numbers from 0 to {len(source) - 1}; the source was changed after it was made."
+        )
+    return source._at(numbers)
 
 
 def members_bytes(source: Source) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from beamjax.sources.source_base import Source, StreamSource, row_text, spec_of
+from beamjax.sources.source_base import ByIndex, Source, StreamSource, Which, row_text, spec_of
 
 
 class FileSource(Source):
@@ -19,7 +19,6 @@ class FileSource(Source):
     # were written. In all other sources, integers that would wrap are refused.
     wraps = False
     block_bytes = 0  # bytes of members that are decoded to read any one of them
-    by_member = False  # each member is read by itself
 
     def identity(self) -> tuple[Any, list[str]]:
         """Describes what the members depend on, to detect a changed source."""
@@ -30,7 +29,7 @@ class FileSource(Source):
         return member_text(self, leaf, index)
 
 
-class DerivedSource(Source):
+class DerivedSource(ByIndex):
     """Members that are those of other sources, or made of them."""
 
     _parts: ClassVar[tuple[str, ...]]
@@ -61,7 +60,7 @@ class RaggedMembers(Source):
     @property
     @abc.abstractmethod
     def buckets(self) -> tuple[int, ...]:
-        """Numbers of rows to which `read_short` pads, ascending; empty if no leaf is ragged."""
+        """Numbers of rows to which `_short` pads, ascending; empty if no leaf is ragged."""
         # The last one is the number of rows in `leaves`.
 
     @property
@@ -69,13 +68,13 @@ class RaggedMembers(Source):
     def usual_rows(self) -> float:
         """The mean number of rows of ragged members; 0 if no leaf is ragged."""
 
-    def rows_of(self, start: int, stop: int) -> np.ndarray | None:
-        """Counts the rows of members without reading them: int[stop - start]; None if it can't."""
+    def rows_of(self, which: Which) -> np.ndarray | None:
+        """Counts the rows of members without reading them: int[k]; None if it can't."""
         return None
 
     @abc.abstractmethod
-    def read_short(self, start: int, stop: int) -> list[np.ndarray]:
-        """As `read`, but pads ragged leaves only to the first of `buckets` that is long enough."""
+    def _short(self, which: Which) -> list[np.ndarray]:
+        """As `_at`, but pads ragged leaves only to the first of `buckets` that is long enough."""
 
 
 def buckets_of(source: Source) -> tuple[int, ...]:
@@ -107,13 +106,6 @@ def block_bytes_of(source: Source) -> int:
     if isinstance(source, DerivedSource):
         return sum(map(block_bytes_of, source.inner))
     return source.block_bytes if isinstance(source, FileSource) else 0
-
-
-def reads_ranges(source: Source) -> bool:
-    """Whether members between those that are needed take less time to read than a second read."""
-    if isinstance(source, DerivedSource):
-        return all(map(reads_ranges, source.inner))
-    return isinstance(source, FileSource) and not source.by_member
 
 
 class FileStream(StreamSource):

@@ -34,7 +34,7 @@ from source_files import (
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
 from beamjax.sources import blocks, open_spec
-from beamjax.sources.source_base import spec_of
+from beamjax.sources.source_base import spec_of, take_members
 from beamjax.storage.schema import to_plain
 
 X = TREE["x"]
@@ -155,6 +155,7 @@ def test_what_changes_before_it_is_read(form, path):
     rewrite(path)
     for each in (source, open_spec(spec_of(source))):
         refused(SourceError, CHANGED, each.read, 0, N)
+        refused(SourceError, CHANGED, take_members, each, np.array([9, 2]))
     run(form.read(path))
     source = form.read(path)
     blocks.BLOCKS.clear()

@@ -15,10 +15,10 @@ from source_files import TREE, Batches, Members, N, assert_reads, part, refused
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, PlacementError, SourceError, StructureError
-from beamjax.sources import ArraySource, derived_sources
+from beamjax.sources import ArraySource, LeafSpec
 from beamjax.sources.derived_sources import ShortSource, ZippedSource, grouped
 from beamjax.sources.ragged_source import choose_buckets
-from beamjax.sources.source_base import members_bytes, open_spec, spec_of
+from beamjax.sources.source_base import members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.streams.spool import spilled
 
 OPTIONS = {"shard_size": 8}
@@ -273,47 +273,49 @@ def test_two_sources_are_read_together(runner):
 KEY = jax.random.key(7)
 
 
-class Watched(ArraySource):
-    """Remembers what is read."""
+@hypothesis.given(st.sets(st.integers(0, N - 1), min_size=1), st.integers(0, N), st.data())
+def test_any_ranges_of_any_members(members, start, data):
+    source = bj.take(TREE, data.draw(st.permutations(sorted(members))))
+    indices = sorted(members)
+    assert source.indices.tolist() == indices
+    start = min(start, len(source))
+    stop = data.draw(st.integers(start, len(source)))
+    assert_reads(source, {name: array[indices] for name, array in TREE.items()}, start, stop)
 
-    ranges = ()
+
+class Watched(bj.Source):
+    """A source of one's own, which remembers what is read."""
+
+    leaves = (LeafSpec((), np.dtype("int32")),)
+
+    def __init__(self, gap_bytes):
+        self.ranges, self._gap_bytes = [], gap_bytes
+
+    def __len__(self):
+        return N
 
     def read(self, start, stop):
-        self.ranges = (*self.ranges, (start, stop))
-        return super().read(start, stop)
+        self.ranges.append((start, stop))
+        return [np.arange(start, stop, dtype=np.int32)]
 
 
-@hypothesis.given(
-    st.sets(st.integers(0, N - 1), min_size=1), st.integers(0, 90), st.integers(0, N), st.data()
-)
-def test_any_ranges_of_any_members(members, gap, start, data):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(derived_sources, "GAP_BYTES", gap)
-        source = bj.take(TREE, data.draw(st.permutations(sorted(members))))
-        indices = sorted(members)
-        assert source.indices.tolist() == indices
-        start = min(start, len(source))
-        stop = data.draw(st.integers(start, len(source)))
-        taken = {name: array[indices] for name, array in TREE.items()}
-        assert_reads(source, taken, start, stop)
-
-
-def test_only_these_are_read_and_what_lies_between(monkeypatch):
-    for gap, start, ranges in [
-        (0, 0, ((3, 5), (9, 10), (20, 21))),
-        (4 * 29, 1, ((4, 10), (20, 21))),  # four members of 29 bytes
-        (4 * 29 - 1, 1, ((4, 5), (9, 10), (20, 21))),
+def test_only_these_are_read_and_what_lies_between():
+    for gap, ranges in [
+        (0, [(3, 5), (9, 10), (20, 21)]),
+        (4 * 4, [(3, 10), (20, 21)]),  # four members of four bytes
+        (4 * 4 - 1, [(3, 5), (9, 10), (20, 21)]),
     ]:
-        source = bj.from_arrays(TREE)
-        source.__class__ = Watched
-        with monkeypatch.context() as patch:
-            patch.setattr(derived_sources, "GAP_BYTES", gap)
-            patch.setattr(derived_sources, "reads_ranges", lambda source: True)  # a file
-            bj.take(source, [3, 4, 9, 20]).read(start, 4)
+        source = Watched(gap)
+        numbers = np.array([20, 4, 3, 9, 4])
+        assert_same_bits(take_members(source, numbers), [numbers.astype(np.int32)])
         assert source.ranges == ranges
-    source.ranges = ()
-    bj.take(source, [3, 4, 5, 9]).read(0, 4)  # nothing between, of arrays
-    assert source.ranges == ((3, 6), (9, 10))
+
+
+def test_a_number_out_of_range_is_refused():
+    source = bj.from_arrays(TREE)
+    for numbers in ([-1, 3], [3, N]):
+        message = f"members {min(numbers)} to {max(numbers)} were asked for"
+        refused(SourceError, message, take_members, source, np.array(numbers))
 
 
 def test_a_sample_is_of_distinct_members_all_equally_likely():
@@ -394,7 +396,7 @@ def test_members_are_padded_to_the_first_bucket_that_holds_them(tmp_path):
                 longest = LENGTHS[start:stop].max(initial=0)
                 bucket = next(bucket for bucket in (2, 5, 13) if bucket >= longest)
                 expected = [array[start:stop, :bucket] for array in padded(13).values()]
-                assert_same_bits(source.read_short(start, stop), expected)
+                assert_same_bits(ShortSource(source).read(start, stop), expected)
 
 
 def test_rows_that_are_no_dict_and_typed_keys():
@@ -470,9 +472,13 @@ def test_some_of_ragged_members():
     source = bj.from_ragged(ROWS["x"], LENGTHS, buckets=[2, 5, 12])
     taken = bj.take(source, [1, 0, 4, 5])
     assert taken.buckets == (2, 5, 12)
-    assert taken.rows_of(1, 4).tolist() == [LENGTHS[i] for i in (1, 4, 5)]
-    assert bj.take(TREE, [3, 1]).rows_of(0, 2) is None
-    mask, found = taken.read_short(0, 2)
+    for which in (slice(1, 4), np.arange(1, 4)):
+        assert taken.rows_of(which).tolist() == [LENGTHS[i] for i in (1, 4, 5)]
+    assert bj.take(TREE, [3, 1]).rows_of(slice(0, 2)) is None
+    again = bj.take(taken, [0, 3])
+    assert_same_bits(ShortSource(again).read(0, 1), ShortSource(source).read(0, 1))
+    assert_same_bits(again.read(1, 2), source.read(5, 6))
+    mask, found = ShortSource(taken).read(0, 2)
     assert found.shape == (2, 5, 2)
     assert mask.sum(axis=1).tolist() == [3, 0]
     whole = source.read(0, 7)[1][[0, 1, 4, 5]]

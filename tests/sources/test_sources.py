@@ -35,7 +35,7 @@ from streams import Numbers, stream
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources import LeafSpec, blocks, from_arrays, open_spec, source_base
-from beamjax.sources.source_base import members_bytes, spec_of
+from beamjax.sources.source_base import members_bytes, spec_of, take_members
 from beamjax.sources.source_kinds import buckets_of
 from beamjax.sources.streams.spool import spilled
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name
@@ -71,6 +71,15 @@ def test_every_range_is_that_of_the_arrays(given):
         message = f"members {start} to {stop} were asked for"
         refused(SourceError, message, source.read, start, stop)
     assert f"{N} members of" in repr(source)
+
+
+def test_rows_by_index_are_those_of_the_arrays(given):
+    source, tree = given
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    draw = np.random.default_rng(0).integers
+    for numbers in ([], [N - 1], [7, 3, 3, 0, N - 1], range(N), draw(0, N, 100)):
+        numbers = np.array(numbers, np.int64)
+        assert_same_bits(take_members(source, numbers), [leaf[numbers] for leaf in leaves])
 
 
 def test_specs_and_pickles_open_to_the_same_members(given, tmp_path):

@@ -29,7 +29,8 @@ from source_files import (
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
 from beamjax.sources import blocks
-from beamjax.sources.source_base import open_spec, spec_of
+from beamjax.sources.derived_sources import ShortSource
+from beamjax.sources.source_base import open_spec, spec_of, take_members
 from beamjax.sources.tables import arrow_files, parquet_files
 from beamjax.storage.shared_cache import nbytes
 
@@ -198,7 +199,7 @@ def test_lists_of_any_length(end, tmp_path):
         for start, stop in ((0, 20), (5, 9), (10, 11), (4, 6), (3, 3)):
             for short in (False, True):
                 mask, numbers, tokens, vectors = (
-                    source.read_short if short else source.read)(start, stop)  # fmt: skip
+                    ShortSource(source).read if short else source.read)(start, stop)  # fmt: skip
                 longest = max(map(len, LISTS[start:stop]), default=0)
                 rows = next(b for b in (2, 4, 5) if b >= longest) if short else 5
                 assert tokens.shape == (stop - start, rows)
@@ -337,6 +338,8 @@ def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
     for start, stop in zip(ends[::2], ends[1::2], strict=True):
         start, stop = sorted((start, stop))
         assert_reads(source, [WORD, X], start, stop)
+    numbers = np.array(ends) % 100
+    assert_same_bits(take_members(source, numbers), [WORD[numbers], X[numbers]])
 
 
 def test_threads_read_pieces_here_and_at_a_url(pieces, tmp_path, monkeypatch):
@@ -357,6 +360,8 @@ def test_errors_in_pieces_name_the_row(pieces, tmp_path):
     source = bj.from_parquet(path)
     where = r"row group 1, row 17 of it \(row 77 of the file\): found a list of length 1"
     refused(SourceError, where, source.read, 75, 80)
+    refused(SourceError, where, take_members, source, np.array([80, 77, 3]))
+    assert_same_bits(take_members(source, np.array([78, 3, 76, 78])), [np.array([rows[0]] * 4)])
     pq.write_table(pa.table({"x": pa.array(rows[:70])}), path)
     refused(SourceError, "the file was changed", source.read, 75, 80)
 

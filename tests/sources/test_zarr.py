@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from hypothesis import strategies as st
 from source_files import TREE, N, assert_reads, refused
 
@@ -19,7 +20,7 @@ import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
 from beamjax.sources import blocks
 from beamjax.sources.arrays import zarr_source
-from beamjax.sources.source_base import open_spec, spec_of
+from beamjax.sources.source_base import open_spec, spec_of, take_members
 
 zarr = pytest.importorskip(
     "zarr", reason="ZARR IS NOT TESTED: pip install -e '.[zarr]'", exc_type=ImportError
@@ -64,10 +65,14 @@ def save(path, array, chunks, version=3, **more):
     ],
     ids=str,
 )
-def test_chunks_and_shards(how, tmp_path):
+def test_chunks_and_shards(how, tmp_path, monkeypatch):
     source = bj.from_zarr(save(tmp_path / "x", X, **how))
     for start, stop in [(0, N), (3, 9), (4, 8), (5, 6), (8, N), (N, N)]:
         assert_reads(source, X, start, stop)
+    numbers = np.array([9, 2, N - 1, 9, 3])
+    for nbytes in (1 << 16, 0):  # all at once, and by cached chunks
+        monkeypatch.setattr(zarr_source, "_SMALL_CHUNK_BYTES", nbytes)
+        assert_same_bits(take_members(source, numbers), [X[numbers]])
 
 
 def test_what_is_not_stored_is_the_fill_value(version, tmp_path):
@@ -133,7 +138,7 @@ def test_chunks_are_decoded_once_and_whole_ones_not_kept(tmp_path, monkeypatch):
 
     def noted(*args):
         with lock:
-            read.append(args[-2:])
+            read.append((args[-1].start, args[-1].stop))
         return original(*args)
 
     monkeypatch.setattr(zarr_source, "_rows", noted)

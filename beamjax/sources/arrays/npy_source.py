@@ -39,13 +39,14 @@ from beamjax.sources.leaf_checks import (
     native_view,
 )
 from beamjax.sources.source_base import (
+    ByIndex,
     Count,
     HoldsLeaves,
     LeafSpec,
     Leaves,
     PyTreeDef,
     Source,
-    check_range,
+    Which,
     cuts_at,
     describe_source,
     first_of,
@@ -55,7 +56,7 @@ from beamjax.sources.source_base import (
 from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.dtypes import FLOAT0
 from beamjax.storage.files import local_path, read
-from beamjax.storage.shared_cache import SharedCache
+from beamjax.storage.shared_cache import Arrays, SharedCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ArrayFile:
         return restored(array, leaf.dtype)
 
 
-class NpySource(HoldsLeaves, FileSource):
+class NpySource(HoldsLeaves, ByIndex, FileSource):
     """Memory-mapped arrays: for each leaf one, or several that are concatenated."""
 
     def __init__(
@@ -133,18 +134,17 @@ class NpySource(HoldsLeaves, FileSource):
     def __len__(self) -> int:
         return int(self._ends[0][-1])
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
+    def _at(self, which: Which) -> list[np.ndarray]:
         found, checked = [], set[str]()
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
             if len(files) == 1:  # The usual case; small reads take half the time without blocks.
-                found.append(files[0].array(leaf, checked)[start:stop])
+                found.append(files[0].array(leaf, checked)[which])
                 continue
 
-            def load(block: SourceBlock, files: Any = files, leaf: Any = leaf) -> list[np.ndarray]:
+            def load(block: SourceBlock, files: Any = files, leaf: Any = leaf) -> Arrays:
                 return [files[block.number].array(leaf, checked)]
 
-            found += read_blocks([leaf], blocks_of(ends, start, stop), load, start, stop)
+            found += read_blocks([leaf], functools.partial(blocks_of, ends), load, which)
         return found
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:

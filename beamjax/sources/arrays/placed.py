@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,12 +19,14 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.sources.arrays import data_files
 from beamjax.sources.arrays.npy_source import map_file, restored, storable, stored_dtype, unmap
+from beamjax.sources.blocks import SourceBlock, read_blocks
 from beamjax.sources.source_base import (
+    ByIndex,
     Count,
     LeafSpec,
     Positive,
     PyTreeDef,
-    check_range,
+    Which,
     describe_source,
     spec_of,
 )
@@ -34,7 +36,7 @@ from beamjax.storage import files, trust
 MANIFEST = "placed.json"
 
 
-class MemberFiles(FileSource):
+class MemberFiles(ByIndex, FileSource):
     """One placed value in files that are named after the members in them."""
 
     suffix: ClassVar[str]
@@ -102,21 +104,21 @@ class MemberFiles(FileSource):
                 f"same files in {self.folder}, and were none removed while the job ran?"
             )
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
-        arrays = []
+    def _at(self, which: Which) -> list[np.ndarray]:
+        return read_blocks([self.leaf], self._blocks, self._load, which)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[SourceBlock]:
         while start < stop:
+            # Files may overlap: the one with the latest start is read.
             at = bisect.bisect_right(self.parts, start, key=lambda part: part[0]) - 1
             first, count = self.parts[at] if at >= 0 else (0, 0)
-            end = min(stop, first + count)
-            if end <= start:
+            if first + count <= start:
                 raise SourceError(f"{self!r}: found member {start} in no file")
-            arrays.append(self._members(first, count)[start - first : end - first])
-            start = end
-        if len(arrays) == 1:
-            return arrays
-        none = np.empty((0, *self.leaf.shape), self.leaf.dtype)
-        return [np.concatenate(arrays) if arrays else none]
+            yield SourceBlock(at, 0, first, first + count)
+            start = first + count
+
+    def _load(self, block: SourceBlock) -> list[np.ndarray]:
+        return [self._members(block.first, block.last - block.first)]
 
     def identity(self) -> tuple[Any, list[str]]:
         spec = spec_of(self) | {"folder": None, "stem": None}

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.cf_packing import Packing, packing_of, packing_text
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
-from beamjax.sources.blocks import BLOCKS
+from beamjax.sources.blocks import BLOCKS, SourceBlock, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,
@@ -28,6 +28,7 @@ from beamjax.sources.leaf_checks import (
     native_view,
 )
 from beamjax.sources.source_base import (
+    ByIndex,
     Count,
     HoldsLeaves,
     LeafSpec,
@@ -35,7 +36,7 @@ from beamjax.sources.source_base import (
     Positive,
     PyTreeDef,
     Source,
-    check_range,
+    Which,
     describe_source,
     first_of,
     row_text,
@@ -45,6 +46,8 @@ from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.shared_cache import SharedCache
 
 _EXPECTED = "an array or a group of Zarr"
+_SMALL_CHUNK_BYTES = 1 << 16
+"""Bytes of chunks that are read by index together, and not cached: they take little to decode."""
 _METADATA = ("zarr.json", ".zarray")
 """Files with the metadata of an array, in the formats 3 and 2."""
 
@@ -104,9 +107,9 @@ class ChunkFiles:
         sizes = (math.ceil(n / c) for n, c in zip(opened.shape, _stored(opened), strict=True))
         return cls(folder, newest, count >= math.prod(sizes))
 
-    def check(self, opened: Any, start: int, stop: int) -> None:
-        """Raises SourceError if chunks with members of a range have changed, or are gone."""
-        for path in self._paths(opened, start, stop):
+    def check(self, opened: Any, places: Iterable[int]) -> None:
+        """Raises SourceError if chunks at these places along axis 0 have changed, or are gone."""
+        for path in self._paths(opened, places):
             try:
                 written = os.stat(path).st_mtime_ns
             except FileNotFoundError:
@@ -124,11 +127,9 @@ class ChunkFiles:
                     f"{self.newest}; the file was changed after the source was made from it."
                 )
 
-    def _paths(self, opened: Any, start: int, stop: int) -> Iterator[str]:
-        chunks = _stored(opened)
-        ranges = [range(math.ceil(n / c)) for n, c in zip(opened.shape, chunks, strict=True)]
-        ranges[0] = range(start // chunks[0], math.ceil(stop / chunks[0]))
-        for place in itertools.product(*ranges):
+    def _paths(self, opened: Any, places: Iterable[int]) -> Iterator[str]:
+        sizes = zip(opened.shape[1:], _stored(opened)[1:], strict=True)
+        for place in itertools.product(places, *(range(math.ceil(n / c)) for n, c in sizes)):
             yield os.path.join(self.folder, opened.metadata.encode_chunk_key(place))
 
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ def chunk_files(store: str, name: str, opened: Any) -> ChunkFiles | None:
     return ChunkFiles.look(folder, opened) if known else None
 
 
-class ZarrSource(HoldsLeaves, FileSource):
+class ZarrSource(HoldsLeaves, ByIndex, FileSource):
     """Zarr arrays, read by chunks; see `from_zarr`."""
 
     def __init__(
@@ -180,10 +181,11 @@ class ZarrSource(HoldsLeaves, FileSource):
     def __len__(self) -> int:
         return self._size
 
-    def read(self, start: int, stop: int) -> list[np.ndarray]:
-        check_range(self, start, stop)
+    def _at(self, which: Which) -> list[np.ndarray]:
         pairs = zip(self._arrays, self._leaves, strict=True)
-        return [self._read(array, leaf, start, stop) for array, leaf in pairs]
+        if isinstance(which, slice):
+            return [self._range(array, leaf, which.start, which.stop) for array, leaf in pairs]
+        return [self._rows(array, leaf, which) for array, leaf in pairs]
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
         if len(leaves) == len(self._leaves):
@@ -191,14 +193,15 @@ class ZarrSource(HoldsLeaves, FileSource):
         arrays = tuple(self._arrays[i] for i in leaves)
         return ZarrSource(arrays, tuple(self._leaves[i] for i in leaves), self._size), leaves
 
-    def _read(self, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
+    def _range(self, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
         opened = self._opened(array, leaf)
         if array.chunks is not None:
-            array.chunks.check(opened, start, stop)
+            size = _stored(opened)[0]
+            array.chunks.check(opened, range(start // size, math.ceil(stop / size)))
         parts = []
         for low, high, whole in _spans(start, stop, array.rows, self._size):
             if whole:
-                parts.append(_rows(opened, array, leaf, low, high))
+                parts.append(_rows(opened, array, leaf, slice(low, high)))
                 continue
             first = low // array.rows * array.rows
             chunk = self._chunk(opened, array, leaf, first)
@@ -207,10 +210,24 @@ class ZarrSource(HoldsLeaves, FileSource):
         found.flags.writeable = False
         return found
 
+    def _rows(self, array: ZarrArray, leaf: LeafSpec, numbers: np.ndarray) -> np.ndarray:
+        opened = self._opened(array, leaf)
+        if array.chunks is not None:
+            array.chunks.check(opened, np.unique(numbers // _stored(opened)[0]).tolist())
+        if array.rows * leaf.nbytes <= _SMALL_CHUNK_BYTES:
+            return _rows(opened, array, leaf, numbers)
+
+        def blocks(start: int, stop: int) -> Iterator[SourceBlock]:
+            for first in range(start // array.rows * array.rows, stop, array.rows):
+                yield SourceBlock(0, 0, first, min(first + array.rows, self._size))
+
+        load = lambda block: [self._chunk(opened, array, leaf, block.first)]
+        return read_blocks([leaf], blocks, load, numbers)[0]
+
     def _chunk(self, opened: Any, array: ZarrArray, leaf: LeafSpec, first: int) -> np.ndarray:
         """The chunk that begins with member `first`, which other shards may need too."""
         last = min(first + array.rows, self._size)
-        load = lambda: [_rows(opened, array, leaf, first, last)]
+        load = lambda: [_rows(opened, array, leaf, slice(first, last))]
         return BLOCKS.get((array, first), load, array)[0]
 
     def _opened(self, array: ZarrArray, leaf: LeafSpec) -> Any:
@@ -260,9 +277,10 @@ def _spans(start: int, stop: int, rows: int, size: int) -> Iterator[tuple[int, i
         yield high, stop, False
 
 
-def _rows(opened: Any, array: ZarrArray, leaf: LeafSpec, start: int, stop: int) -> np.ndarray:
-    with _readable(array.store, f"members {start} to {stop - 1} of the array {array.name!r}"):
-        stored = native_view(np.asarray(opened[start:stop]))
+def _rows(opened: Any, array: ZarrArray, leaf: LeafSpec, which: Which) -> np.ndarray:
+    text = f"{which.start} to {which.stop - 1}" if isinstance(which, slice) else f"{which}"
+    with _readable(array.store, f"members {text} of the array {array.name!r}"):
+        stored = native_view(np.asarray(opened.oindex[which]))
     return stored if array.packing is None else array.packing.unpacked(stored, leaf.dtype)
 
 

@@ -104,6 +104,8 @@ class TFRecordSource(_Examples, FileSource):
     def cuts(self) -> Mapping[int, str]:
         return cuts_at([(file.path, count) for file, count in self._files])
 
+    _gap_bytes = 1 << 16
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

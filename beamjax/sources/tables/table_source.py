@@ -19,12 +19,13 @@ from beamjax.sources.blocks import BLOCKS, SourceBlock, blocks_of, ends_of, read
 from beamjax.sources.source_base import (
     MASK,
     MAX_VALUES,
+    ByIndex,
     HoldsLeaves,
     LeafSpec,
     Positive,
     PyTreeDef,
     Source,
-    check_range,
+    Which,
     cuts_at,
     describe_source,
     first_of,
@@ -59,7 +60,7 @@ class Column:
     kind: str = ""  # for CSV, its type, as pyarrow writes it
 
 
-class TableSource(HoldsLeaves, FileSource, RaggedMembers):
+class TableSource(HoldsLeaves, ByIndex, FileSource, RaggedMembers):
     """Rows of tables; see `from_parquet`, `from_arrow` and `from_csv`."""
 
     def __init__(
@@ -168,17 +169,18 @@ class TableSource(HoldsLeaves, FileSource, RaggedMembers):
 
     # --- reading
 
-    def read(self, start: int, stop: int) -> Arrays:
-        check_range(self, start, stop)
+    def _at(self, which: Which) -> Arrays:
         try:
-            blocks = self._blocks(start, stop)
-            return read_blocks(self._leaves, blocks, self._block, start, stop)
-        except RowError:  # The bad row may be outside of the range: decode only the range.
+            return read_blocks(self._leaves, self._blocks, self._block, which)
+        except RowError:  # The bad row may be none of these: decode only these.
+            if not isinstance(which, slice):
+                return Source._at(self, which)
+            start, stop = which.start, which.stop
             parts = [self._decode(block, start, stop) for block in self._blocks(start, stop)]
             return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
-    def read_short(self, start: int, stop: int) -> Arrays:
-        arrays = self.read(start, stop)
+    def _short(self, which: Which) -> Arrays:
+        arrays = self._at(which)
         if not self._buckets:
             return arrays
         lengths = arrays[self._mask].sum(axis=1)
