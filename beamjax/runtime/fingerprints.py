@@ -22,9 +22,9 @@ from beamjax.plan.steps import Body, Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources import ArraySource, Source
 from beamjax.sources.arrays.data_files import FileHashes
+from beamjax.sources.arrays.npy_writing import blocks_in_order
 from beamjax.sources.source_base import spec_of
 from beamjax.sources.source_kinds import DerivedSource, FileSource, buckets_of
-from beamjax.sources.streams.spool import blocks_in_order
 
 Fingerprint = dict[str, str]
 """Short texts or hashes, by names that messages use."""

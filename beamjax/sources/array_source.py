@@ -5,17 +5,14 @@ Reading needs no JAX, so that a worker can read ahead before JAX has started.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from beamjax.errors import SourceError
-from beamjax.sources.arrays.npy_source import NpySource, storable, written_source
+from beamjax.sources.arrays.npy_source import NpySource
+from beamjax.sources.arrays.npy_writing import blocks_in_order, write_members
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -82,23 +79,7 @@ class ArraySource(HoldsLeaves, ByIndex):
         Raises:
             SourceError: a file cannot be written.
         """
-        folder, name = Path(folder).absolute(), uuid.uuid4().hex
-        files: list[str] = []
-        for index, (array, leaf) in enumerate(zip(self._arrays, self._leaves, strict=True)):
-            path = folder / f"{name}-{index:03d}.npy"
-            try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                np.save(path, storable(array), allow_pickle=False)
-            except OSError as error:
-                for file in (*files, str(path)):
-                    with contextlib.suppress(OSError):
-                        os.unlink(file)
-                raise SourceError(
-                    f"{path}: cannot write {array.nbytes} bytes of the source's leaf "
-                    f"{leaf.path or 'itself'} ({error})."
-                ) from error
-            files.append(str(path))
-        return written_source(files, self._leaves, len(self), self._treedef)
+        return write_members(self, blocks_in_order(self), folder)
 
 
 def from_arrays(tree: Any) -> ArraySource:
