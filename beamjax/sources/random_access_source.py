@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.sources.arrays.member_stacks import MemberStack, as_arrays
 from beamjax.sources.dataset_openers import OpenedBy, is_opener, opener_name
 from beamjax.sources.leaf_checks import member_leaves
+from beamjax.sources.member_values import as_arrays, leaf_array
 from beamjax.sources.source_base import (
     ByIndex,
     Count,
@@ -58,11 +58,43 @@ class RandomAccessSource(HoldsLeaves, ByIndex, FileSource):
         return self._size
 
     def _at(self, which: Which) -> list[np.ndarray]:
+        import jax
+
+        arrays: list[np.ndarray] = []
+        treedef = self._treedef  # None if only the paths of the leaves are known
         chosen = np.arange(which.start, which.stop) if isinstance(which, slice) else which
-        stack = MemberStack(self._leaves, self._treedef, len(chosen), CALLER)
         for place, (index, member) in enumerate(self._members(chosen.tolist())):
-            stack.put(place, member, index)
-        return stack.arrays()
+            values, own = jax.tree_util.tree_flatten(member)
+            if treedef is None or own != treedef:
+                self._check_tree(member, treedef, index)
+                treedef = own
+            try:
+                pairs = zip(values, self._leaves, strict=True)
+                converted = [leaf_array(value, leaf) for value, leaf in pairs]
+            except StructureError as error:
+                raise SourceError(
+                    f"{CALLER}, member {index}: {error} as in the first member."
+                ) from error
+            # Allocated only after the first member was checked: a damaged spec can't cause a large
+            # allocation.
+            arrays = arrays or self._empty(len(chosen))
+            for array, value in zip(arrays, converted, strict=True):
+                array[place] = value
+        return arrays or self._empty(len(chosen))
+
+    def _empty(self, count: int) -> list[np.ndarray]:
+        return [np.empty((count, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+
+    def _check_tree(self, member: Any, expected: PyTreeDef | None, index: int) -> None:
+        import jax
+
+        found = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(member)]
+        paths = [leaf.path for leaf in self._leaves]
+        if expected is not None or found != paths:
+            raise SourceError(
+                f"{CALLER}, member {index}: found a tree with the leaves {found}, expected "
+                f"{paths}; every member has the tree of the first one."
+            )
 
     def _members(self, numbers: list[int]) -> Iterator[tuple[int, Any]]:
         if not numbers:

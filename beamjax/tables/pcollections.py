@@ -21,7 +21,7 @@ from beamjax.sources.arrays.part_files import (
     written_parts,
 )
 from beamjax.sources.leaf_checks import member_leaves
-from beamjax.sources.streams.one_member import MemberType
+from beamjax.sources.member_values import MemberType
 from beamjax.storage import files, locks
 
 

@@ -26,8 +26,8 @@ from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.pipelines.worker.worker_errors import transform_errors
 from beamjax.sources.arrays.part_files import number_of_parts, write_part
+from beamjax.sources.member_values import MemberType, shown
 from beamjax.sources.source_base import MAX_VALUES
-from beamjax.sources.streams.one_member import MemberType, shown
 from beamjax.storage import files
 
 ENCODE, COUNT, ASSIGN, WRITE = "Encode members", "Count members", "Assign parts", "Write parts"

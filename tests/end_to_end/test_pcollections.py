@@ -170,6 +170,10 @@ def test_dtypes_that_files_do_not_know_and_keys(tmp_path):
         )
 
     assert_close(bj.run(draws, data), jax.jit(draws)((keys, values, np.arange(5))), 1e-6)
+    like, other = (jax.random.key(0, impl=impl) for impl in ("rbg", "unsafe_rbg"))  # of one shape
+    rows = lambda p: p | beam.Create([0]) | beam.Map(lambda _: other)
+    with pytest.raises(StructureError, match=r"found key<urbg>\[\] as a member, expected .*rbg"):
+        bj.from_beam(rows, like=like, folder=tmp_path / "keys")
 
 
 # --- the folder stands for the data
@@ -240,8 +244,9 @@ def test_elements_that_are_no_members(tmp_path):
         ("text", r"found the element 'text', expected the tree"),
         ({"x": X[0][:2], "i": 1}, r"found float32\[2\] as leaf \['x'\], expected float32"),
         ({"x": X[0].astype(float), "i": 1}, r"found float64\[3\] as leaf \['x'\]"),
-        ({"x": X[0], "i": 1.5}, r"found float64\[\] as leaf \['i'\], expected int32"),
-        ({"x": X[0], "i": 2**31}, r"found 2147483648, which int32 can't hold, as leaf"),
+        ({"x": X[0], "i": 1.5}, r"found float 1.5 as leaf \['i'\], expected int32"),
+        ({"x": X[0], "i": 2**31}, r"found int 2147483648 as leaf \['i'\], expected int32"),
+        ({"x": [1, 2, "c"], "i": 1}, r"found <U21\[3\] as leaf \['x'\]"),
         ({"x": X[0], "i": "3"}, r"found str '3' as leaf \['i'\]"),
         ({"x": X[0], "i": None}, r"found NoneType None as leaf|expected the tree"),
         ({"x": [[1.0], [1.0, 2.0]], "i": 1}, r"found lists of unequal lengths"),
