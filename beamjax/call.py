@@ -107,14 +107,15 @@ def check_runner(runner: Any) -> None:
     """Checks that a runner exists; imports Beam only for one that beamjax does not know."""
     if runner == LOCAL:
         return
-    from beamjax.pipelines.runners.runner_table import NAMES, short
+    from beamjax.pipelines.runners.runner_table import OTHER, short, spec_of
 
-    if runner in (*NAMES, "FnApiRunner"):
-        return
     if isinstance(runner, str):
-        known = {short(name): name for name in (LOCAL, *NAMES)}
-        if short(runner) in known:
-            raise OptionsError(f"runner: found {runner!r}, expected {known[short(runner)]!r}")
+        spec = spec_of(runner)
+        if spec is not OTHER and runner in (spec.name, spec.class_name):
+            return
+        expected = LOCAL if short(runner) == LOCAL else spec.name
+        if expected:
+            raise OptionsError(f"runner: found {runner!r}, expected {expected!r}")
     from beamjax.pipelines.runners.connect import make_runner
 
     make_runner(runner)

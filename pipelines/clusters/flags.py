@@ -46,9 +46,9 @@ class QuickOptions(PipelineOptions):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuickOptions:
         """A copy with values of its own. Each pipeline makes one."""
-        made = QuickOptions(list(self._flags or ()))
-        made._all_options = copy.deepcopy(self._all_options, memo)
-        return made
+        options = QuickOptions(list(self._flags or ()))
+        options._all_options = copy.deepcopy(self._all_options, memo)
+        return options
 
     def view_as(self, cls: Any) -> Any:
         """As in `PipelineOptions`."""
@@ -68,18 +68,18 @@ class QuickOptions(PipelineOptions):
         known = _answers(tuple(self._flags or ()))
         # The options of classes that are imported later are found as well.
         key = repr((args, sorted(kwargs.items()), len(PipelineOptions.__subclasses__())))
-        values, found = known.get(key, (None, {}))
+        values, answer = known.get(key, (None, {}))
         if values != self._all_options:
-            found = super().get_all_options(*args, **kwargs)
-            known[key] = copy.deepcopy(self._all_options), found
-        return {name: self._all_options.get(name, value) for name, value in found.items()}
+            answer = super().get_all_options(*args, **kwargs)
+            known[key] = copy.deepcopy(self._all_options), answer
+        return {name: self._all_options.get(name, value) for name, value in answer.items()}
 
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(cls: type[PipelineOptions], flags: tuple[str, ...]) -> argparse.Namespace:
     """The values of the options of a class, with their defaults."""
-    found: argparse.Namespace = cls(list(flags))._visible_options
-    return found
+    values: argparse.Namespace = cls(list(flags))._visible_options
+    return values
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,13 +12,13 @@ import json
 import os
 import socket
 import sys
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from beamjax.pipelines.clusters import guard, jars, processes
+from beamjax.pipelines.clusters.flink_rest import NO_ANSWER, FlinkRest
 from beamjax.pipelines.clusters.processes import LOOPBACK
 from beamjax.storage import files, locks, trust
 from beamjax.storage.schema import parse_json
@@ -60,6 +60,11 @@ class Cluster:
     rest_port: int  # of Flink's REST API and dashboard
     pool_port: int  # of each pool
     pools: tuple[str, ...]  # the address of the pool of each task manager, or one for all
+
+    @property
+    def rest(self) -> FlinkRest:
+        """Flink's REST API."""
+        return FlinkRest(f"http://{LOOPBACK}:{self.rest_port}")
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -119,12 +124,10 @@ def incomplete(cluster: Cluster) -> str | None:
 
 def registered(cluster: Cluster) -> frozenset[str]:
     """The ids of the task managers that are registered at the job manager."""
-    # Without the proxy of the environment, which may not reach this machine.
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    address = f"http://localhost:{cluster.rest_port}/taskmanagers"
-    troubles = (OSError, ValueError, KeyError, TypeError)
-    with contextlib.suppress(*troubles), direct.open(address, timeout=5) as answer:
-        return frozenset(one["id"] for one in json.load(answer)["taskmanagers"])
+    with contextlib.suppress(*NO_ANSWER):
+        return frozenset(
+            manager["id"] for manager in cluster.rest.ask("taskmanagers")["taskmanagers"]
+        )
     return frozenset()
 
 
@@ -152,16 +155,16 @@ def commands(folder: Path, cluster: Cluster) -> dict[str, list[str]]:
     def java(heap: int, front: Path, *arguments: str) -> list[str]:
         return guard.guarded(jars.java(heap, [front, classpath], *arguments))
 
-    found = {}
+    servers = {}
     for number, host in enumerate(cluster.pools):
         pool = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool"]
         pool += [f"--host={host}", f"--port={cluster.pool_port}", f"--supervisor={os.getpid()}"]
-        found[f"workers-{number}"] = pool
+        servers[f"workers-{number}"] = pool
     entry = "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint"
-    found[JOB_MANAGER] = java(512, loopback, entry, f"--configDir={configuration}")
+    servers[JOB_MANAGER] = java(512, loopback, entry, f"--configDir={configuration}")
     for number in range(cluster.settings.taskmanagers):
         arguments = _task_manager(folder, cluster, number, configuration)
-        found[f"taskmanager-{number}"] = java(cluster.settings.heap, loopback, *arguments)
+        servers[f"taskmanager-{number}"] = java(cluster.settings.heap, loopback, *arguments)
     arguments = jars.job_server(
         "flink.FlinkJobServerDriver",
         (cluster.job_port, artifact_port),
@@ -169,8 +172,8 @@ def commands(folder: Path, cluster: Cluster) -> dict[str, list[str]]:
         f"--flink-master=localhost:{cluster.rest_port}",
         f"--flink-conf-dir={configuration}",
     )
-    found[JOB_SERVER] = java(512, job_server, *arguments)
-    return found
+    servers[JOB_SERVER] = java(512, job_server, *arguments)
+    return servers
 
 
 def _task_manager(folder: Path, cluster: Cluster, number: int, configuration: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import time
 import urllib.error
@@ -20,7 +21,7 @@ from beamjax.errors import OptionsError, WorkerError
 from beamjax.pipelines import own_user
 from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
 from beamjax.pipelines.clusters.flags import ClusterOptions
-from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
+from beamjax.pipelines.clusters.flink_rest import NO_ANSWER, FlinkRest
 from beamjax.pipelines.clusters.processes import listens
 
 VERSION = "1.16"
@@ -42,13 +43,13 @@ def connected(options: PipelineOptions) -> PipelineOptions:
     # 4. that of the cluster in the default folder, if it runs;
     # 5. one that is started with a Flink inside of it.
     flink = options.view_as(FlinkRunnerOptions)
-    given = options.get_all_options(drop_default=True)
-    if job_servers.names_one(options, "flink") or _asks_for_version(options):
+    values = options.get_all_options(drop_default=True)
+    if jars.names_job_server(values, "flink") or _asks_for_version(options):
         if (rest := rest_of(options)) is not None:
             options = _checked(rest, options, None, owns_strategy=False)
         return options
     named = options.view_as(ClusterOptions).flink_cluster
-    if named is not None or "flink_master" not in given:
+    if named is not None or "flink_master" not in values:
         folder = Path(named).absolute() if named else flink_cluster.default_folder()
         cluster = flink_cluster.read(folder)
         if cluster is not None:
@@ -56,8 +57,8 @@ def connected(options: PipelineOptions) -> PipelineOptions:
             # If the launcher is killed, Flink would continue, though no process reads the results.
             for port in (cluster.job_port, cluster.rest_port):
                 own_user.check_listener(f"{processes.LOOPBACK}:{port}")
-            address = f"http://{processes.LOOPBACK}:{cluster.rest_port}"
-            flags = {"job_name": guard.watched(address, os.getpid()), **cluster.flags}
+            name = guard.watched(cluster.rest.address, os.getpid())
+            flags = {"job_name": name, **cluster.flags}
             return job_servers.with_defaults(options, **flags, flink_cluster=str(folder))
         if named is not None:
             raise OptionsError(
@@ -85,11 +86,7 @@ def rest_of(options: PipelineOptions) -> FlinkRest | None:
     folder = options.view_as(ClusterOptions).flink_cluster
     if folder:
         cluster = flink_cluster.read(folder)
-        return (
-            None
-            if cluster is None
-            else FlinkRest(f"http://{processes.LOOPBACK}:{cluster.rest_port}")
-        )
+        return None if cluster is None else cluster.rest
     master = str(options.view_as(FlinkRunnerOptions).flink_master)
     if master in flink_cluster.EMBEDDED or ":" not in master:
         return None
@@ -109,7 +106,7 @@ def is_running(options: PipelineOptions) -> bool:
     rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
     try:
         return bool(rest is not None and name and rest.running(name))
-    except (OSError, ValueError, KeyError, TypeError):
+    except NO_ANSWER:
         return False
 
 
@@ -121,7 +118,7 @@ def wait(options: PipelineOptions) -> None:
         while rest.running(name):
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         state, reason = rest.end(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except NO_ANSWER as error:
         raise RuntimeError(f"Flink at {rest.address} does not answer: {error}") from error
     if state != "FINISHED":
         raise RuntimeError(f"the job {name} of Flink ended as {state}: {reason}")
@@ -139,15 +136,20 @@ def cancel(options: PipelineOptions) -> None:
                 "with the option flink_master, its end is checked", name or "", endpoint,
             )  # fmt: skip
         return
+    end = time.monotonic() + _SECONDS_TO_GO
     try:
-        left = rest.cancel(name, _SECONDS_TO_GO)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        # At first there may be none: a job server goes on to submit a job after a cancellation.
+        while (left := rest.cancel(jobs := rest.named(name))) or not jobs:
+            if time.monotonic() > end:
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    except NO_ANSWER as error:
         _LOG.warning("can't cancel the job %s at %s: %s", name, rest.address, error)
         return
     for job in left:
         _LOG.warning(
             "the job %s at %s still runs; cancel it in Flink's dashboard",
-            job, rest.address,
+            job["jid"], rest.address,
         )  # fmt: skip
 
 
@@ -165,6 +167,31 @@ def gone(options: PipelineOptions) -> WorkerError | None:
             "start it again, and run again"
         )
     return None
+
+
+_REFUSED = re.compile(
+    r"(?:Connection refused|UnknownHostException)[^\n]*?([\w.-]+(?:/[\d.]+)?:\d+)"
+)
+_NO_SLOTS = "NoResourceAvailableException"
+
+
+def reason_of(failures: list[tuple[int, str]], pool: str, attempts: int) -> str | None:
+    """Why a job does not get on, if its failures show it; None if they don't."""
+    refusals = {}
+    for moment, text in failures:
+        refused = _REFUSED.search(text)
+        # By the port alone: each task manager writes the name of the host in its own way.
+        if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
+            refusals[moment] = refused[0]
+        if _NO_SLOTS in text:
+            return "Flink has no slots for it: other jobs have them, or task managers are gone"
+    if len(refusals) < attempts:  # the pool may just be restarted
+        return None
+    return (
+        f"a task manager can't reach its pool of workers at {pool} ({refusals[max(refusals)]}); "
+        "start one on its host with `python -m beamjax.pipelines.clusters.worker_pool`, with the "
+        "host and port of environment_config"
+    )
 
 
 class Progress:
@@ -192,21 +219,73 @@ class Progress:
         try:
             failures = self._rest.failures(self._name)
             reason = reason_of(failures, self._pool, self._attempts)
-        except (OSError, ValueError, KeyError, TypeError):
+        except NO_ANSWER:
             # The job manager is restarted, or the job has just ended.
             return gone(self._flags) if now - self._answered > self.SECONDS_OF_SILENCE else None
         self._answered = now
         return None if reason is None else WorkerError(reason)
 
 
+def check(
+    rest: FlinkRest, version: str | None, parallelism: int | None, owns_strategy: bool
+) -> list[str]:
+    """Raises OptionsError if pipelines can't run on a cluster; returns doubts for the log."""
+    # `version` is what the job server needs, such as "1.16", None for a job server of others;
+    # `owns_strategy` says that the job server sets a restart strategy of its own.
+    where = f"flink_master: {rest.address}"
+    try:
+        actual = rest.ask("config")["flink-version"]
+        overview = rest.ask("overview")
+        settings = {entry["key"]: entry["value"] for entry in rest.ask("jobmanager/config")}
+    except NO_ANSWER as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise OptionsError(
+            f"{where} does not answer as Flink ({reason}); expected the host and port of the REST "
+            "API of a job manager (rest.address and rest.port in its configuration)"
+        ) from error
+    if version is not None and not actual.startswith(f"{version}."):
+        raise OptionsError(
+            f"{where} is Flink {actual}, but the job server that beamjax starts is for Flink "
+            f"{version}; add flink_version={actual.rpartition('.')[0]!r}, with which Beam fetches "
+            "its own job server, or name one with job_endpoint"
+        )
+    order = settings.get("classloader.resolve-order", "child-first")
+    if version is not None and order != "parent-first":
+        raise OptionsError(
+            f"{where} has classloader.resolve-order {order}, expected parent-first: Beam's jars "
+            "are in Flink's lib, not sent with each pipeline"
+        )
+    slots, free = overview["slots-total"], overview["slots-available"]
+    wanted = parallelism or 1
+    if slots < wanted:
+        raise OptionsError(
+            f"{where} has {slots} slots on {overview['taskmanagers']} task managers, expected at "
+            f"least {wanted} (option parallelism)"
+        )
+    doubts = []
+    if free < wanted:
+        names = ", ".join(f"{job['name']} ({job['jid']})" for job in rest.running())
+        doubts.append(
+            f"{where} has {free} free slots of {slots}, and this run needs {wanted}: it waits for "
+            f"{names}"
+        )
+    strategy = settings.get("restart-strategy", settings.get("restart-strategy.type", "none"))
+    if not owns_strategy and strategy in ("none", "off", "disable"):
+        doubts.append(
+            f"{where} has no restart-strategy, so one worker that dies ends the pipeline; set "
+            "fixed-delay in the configuration of the job server or the job manager"
+        )
+    return doubts
+
+
 def _checked(
     rest: FlinkRest, options: PipelineOptions, version: str | None, owns_strategy: bool
 ) -> PipelineOptions:
     """Options with defaults for a cluster, which has been checked."""
-    given = options.get_all_options(drop_default=True)
-    parallelism = given.get("parallelism")
+    values = options.get_all_options(drop_default=True)
+    parallelism = values.get("parallelism")
     doubts = check(rest, version, parallelism, owns_strategy)
-    pool = str(given.get("environment_config", POOL))
+    pool = str(values.get("environment_config", POOL))
     host, _, port = pool.rpartition(":")
     # Those at a loopback address are on the hosts of the task managers.
     if port.isdigit() and host not in ("localhost", "127.0.0.1") and not listens(host, int(port)):
@@ -218,7 +297,7 @@ def _checked(
         "execution_mode_for_batch": "BATCH_FORCED",
         "parallelism": rest.ask("overview")["slots-total"],
     }
-    if "environment_type" not in given:
+    if "environment_type" not in values:
         defaults |= {"environment_type": "EXTERNAL", "environment_config": POOL}
     return job_servers.with_defaults(options, **defaults)
 

@@ -20,14 +20,11 @@ from beamjax.pipelines.clusters.flink_cluster import (
     incomplete,
 )
 from beamjax.pipelines.clusters.processes import ServerProcess
-from beamjax.pipelines.clusters.worker_pool import READY
+from beamjax.pipelines.clusters.worker_pool import READY, RESTART_SECONDS
 from beamjax.storage import locks, trust
 
 _SECONDS_TO_START = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_TO_RESTART = 1.0
-"""Seconds before a server that ended is started again, so that one that can't start does not use up
-a core."""
 _SECONDS_TO_LOCK = 2.0
 """Longer than a launcher that looks for a cluster holds the lock of a folder."""
 _LOG = logging.getLogger("beamjax")
@@ -58,7 +55,7 @@ class Supervisor:
                 if server.name in (JOB_MANAGER, JOB_SERVER):
                     self._failure = _ended(self.folder, server)
                     self._over.set()
-                elif not self._over.wait(_SECONDS_TO_RESTART):
+                elif not self._over.wait(RESTART_SECONDS):
                     _LOG.warning("%s ended; starting another one", server.name)
                     server.start_again()
 
@@ -68,11 +65,7 @@ class Supervisor:
         # The job server first, so that no job is submitted; the job manager last.
         others = [name for name in self.servers if name not in (JOB_MANAGER, JOB_SERVER)]
         for names in ([JOB_SERVER], others, [JOB_MANAGER]):
-            stopped = [self.servers[name] for name in names if name in self.servers]
-            for server in stopped:
-                server.terminate()
-            for server in stopped:
-                server.wait()
+            processes.stop(*(self.servers[name] for name in names if name in self.servers))
 
 
 @contextlib.contextmanager
@@ -106,7 +99,7 @@ def running(folder: Path | str, settings: Settings | None = None) -> Iterator[Su
 def _start(supervisor: Supervisor) -> None:
     folder, servers = supervisor.folder, supervisor.servers
     for name, command in flink_cluster.commands(folder, supervisor.cluster).items():
-        servers[name] = processes.start(name, command, folder)
+        servers[name] = ServerProcess(command, folder / f"{name}.log")
     end = time.monotonic() + _SECONDS_TO_START
     while (lacks := _lacks(supervisor)) is not None:
         for server in servers.values():

@@ -1,8 +1,8 @@
 """Ends what a launcher has started in other processes if the launcher is killed.
 
-A killed launcher can't clean up, so this file runs as a process beside it. It runs a job server and
-stops it, or it cancels the pipelines on a Flink cluster, which would otherwise hold slots for
-results that no process reads. It imports the standard library only, to start quickly.
+A killed launcher can't clean up, so a process beside it does. This file, as a program, runs a job
+server and stops it; it imports the standard library only, to start quickly. `flink_rest.py` cancels
+pipelines on a Flink cluster, which would otherwise hold slots for results that no process reads.
 """
 
 from __future__ import annotations
@@ -10,35 +10,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
 PREFIX = "beamjax-"
 """The beginning of the names of all pipelines that are cancelled."""
-_SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_NOTICE = 0.05
 """Seconds until a guard notices a signal; the exit of each launcher with a job server waits."""
 _SECONDS_TO_STOP = 5
-_SECONDS_TO_ARRIVE = 30
-"""Seconds after the end of a launcher in which its last pipeline may still reach the cluster."""
-_ENDED = ("FINISHED", "FAILED", "CANCELED", "CANCELLING")
+_WATCH = str(Path(__file__).with_name("flink_rest.py"))
+"""The program that cancels pipelines; not imported, as this file runs without beamjax."""
 
 
 def guarded(command: list[str], folder: str = "") -> list[str]:
     """A command that runs another one, and stops it when the process that starts it ends."""
     # `folder` is removed when the command has been stopped. The launcher can't always do this: an
     # interrupt may end its exit handlers.
-    return [sys.executable, "-I", "-S", __file__, "run", folder, *command]
+    return [sys.executable, "-I", "-S", __file__, folder, *command]
 
 
 def run(command: list[str], folder: str = "") -> int:
@@ -55,11 +50,11 @@ def run(command: list[str], folder: str = "") -> int:
     child = subprocess.Popen(command)
     # A process whose parent ends gets another parent.
     while not stopping and os.getppid() == parent:
-        try:
-            # The folder stays: the launcher reads the log in it.
-            return child.wait(_SECONDS_TO_NOTICE)
-        except subprocess.TimeoutExpired:
-            continue
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = child.wait(_SECONDS_TO_NOTICE)
+            # The signal may have reached the command first, as they are in one process group.
+            if not stopping:
+                return status  # The folder stays: the launcher reads the log in it.
     child.terminate()
     try:
         return child.wait(_SECONDS_TO_STOP)
@@ -77,7 +72,7 @@ def watched(address: str, launcher: int) -> str:
     # `launcher` is the pid of this process. It is in the key of the cache, since a forked process
     # needs a guard of its own.
     name = f"{PREFIX}{launcher}-{uuid.uuid4().hex[:12]}"
-    command = [sys.executable, "-I", "-S", __file__, "cancel", str(launcher), address, name]
+    command = [sys.executable, "-I", "-S", _WATCH, str(launcher), address, name]
     # In a session of its own, Ctrl-C does not reach it: the launcher cancels its pipelines itself.
     watch = subprocess.Popen(
         command,
@@ -112,26 +107,5 @@ def _stop(watch: subprocess.Popen[bytes], launcher: int) -> None:
         watch.wait()
 
 
-def cancel(launcher: int, address: str, name: str) -> None:
-    """Waits until a launcher, the parent of this process, ends; then cancels its pipelines."""
-    while os.getppid() == launcher:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    end = time.monotonic() + _SECONDS_TO_ARRIVE
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            for job in _ask(f"{address}/jobs/overview")["jobs"]:
-                if job["name"].startswith(name) and job["state"] not in _ENDED:
-                    _ask(f"{address}/jobs/{job['jid']}?mode=cancel", "PATCH")
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def _ask(address: str, method: str = "GET") -> Any:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(urllib.request.Request(address, method=method), timeout=5) as answer:
-        return json.load(answer)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
-        sys.exit(run(sys.argv[3:], sys.argv[2]))
-    cancel(int(sys.argv[2]), *sys.argv[3:])
+    sys.exit(run(sys.argv[2:], sys.argv[1]))

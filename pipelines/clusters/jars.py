@@ -6,8 +6,9 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from beamjax._text import listed
 from beamjax.errors import OptionsError
@@ -60,11 +61,11 @@ def _check(fetched: Path, hashes: Path) -> None:
     """Refuses jars of other names or contents than those in a list of `sha256sum`."""
     lines = [line.split() for line in hashes.read_text(encoding="utf-8").splitlines()]
     expected = {name: digest for digest, name in lines}
-    found = {}
+    actual = {}
     for path in fetched.iterdir():
         with open(path, "rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    other = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+            actual[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    other = sorted(n for n in {*expected, *actual} if expected.get(n) != actual.get(n))
     if other:
         raise OptionsError(
             f"{fetched}: found {len(other)} jars that are missing, unknown or of other contents "
@@ -79,12 +80,20 @@ def own_classes(jars: Path, *names: str) -> Path:
     with locks.locked(jars.parent):
         if not folder.exists():
             purpose = f"the servers of Beam ({', '.join(names)})"
-            made = jars.parent / "compiled"
-            shutil.rmtree(made, ignore_errors=True)
+            compiled = jars.parent / "compiled"
+            shutil.rmtree(compiled, ignore_errors=True)
             javac = processes.require("javac", purpose)
-            command = [javac, "-nowarn", "-cp", f"{jars}/*", "-d", str(made), *map(str, sources)]
+            command = [
+                javac,
+                "-nowarn",
+                "-cp",
+                f"{jars}/*",
+                "-d",
+                str(compiled),
+                *map(str, sources),
+            ]
             processes.run(command, purpose)
-            os.replace(made, folder)
+            os.replace(compiled, folder)
     return folder
 
 
@@ -93,6 +102,12 @@ def java(heap: int, classes: list[Path], *arguments: str) -> list[str]:
     entries = [str(path / "*") if path.name == "jars" else str(path) for path in classes]
     program = processes.require("java", "runner")
     return [program, *JAVA_OPTIONS, f"-Xmx{heap}m", "-cp", os.pathsep.join(entries), *arguments]
+
+
+def names_job_server(flags: Mapping[str, Any], runner: str) -> bool:
+    """Whether Beam's options for a runner, "flink" or "spark", name a job server already."""
+    names = ("job_endpoint", f"{runner}_job_server_jar", f"{runner}_submit_uber_jar")
+    return any(flags.get(name) for name in names)
 
 
 def job_server(driver: str, ports: Sequence[int], folder: Path, *arguments: str) -> list[str]:

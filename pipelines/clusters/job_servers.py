@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +16,23 @@ from apache_beam.options.pipeline_options import DebugOptions, PipelineOptions, 
 from beamjax.errors import OptionsError
 from beamjax.pipelines import own_user
 from beamjax.pipelines.clusters import guard, jars, processes
+from beamjax.pipelines.clusters.processes import ServerProcess
 from beamjax.storage import temporary
 
 _SECONDS_TO_START = 90.0
 _SECONDS_TO_ANSWER = 60.0
 _ATTEMPTS = 3
-_HEAP = 1024  # MiB of the Java heap of a job server
+_HEAP_MIB = 1024  # of the Java heap of a job server
 
 
-@dataclass
-class JobServer:
-    """A job server that is a child of this process."""
+class JobServer(ServerProcess):
+    """A job server that this process uses alone, with a folder of its own."""
 
-    endpoint: str
-    process: subprocess.Popen[bytes]  # its guard, which stops it if this process is killed
-    folder: Path  # of its log and its temporary files
-    owner: int  # the pid of the process that started it; forked processes must not stop it
-
-    @property
-    def log(self) -> Path:
-        """The path of its log."""
-        return self.folder / "log"
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs, as a child of this process."""
-        return self.owner == os.getpid() and self.process.poll() is None
+    def __init__(self, command: list[str], folder: Path, endpoint: str):
+        self.folder = folder  # of its log and its temporary files
+        self.endpoint = endpoint
+        # The guard stops it, and removes the folder, if this process is killed.
+        super().__init__(guard.guarded(command, str(folder)), folder / "log")
 
     @property
     def listens(self) -> bool:
@@ -71,11 +60,9 @@ class JobServer:
 
     def stop(self) -> None:
         """Stops it and removes its folder."""
-        if self.owner != os.getpid():
-            return
-        self.process.terminate()
-        self.process.wait()
-        temporary.remove(str(self.folder))
+        if self.owner == os.getpid():
+            processes.stop(self)
+            temporary.remove(str(self.folder))
 
 
 _servers: dict[Any, JobServer] = {}
@@ -86,24 +73,17 @@ def serve(name: str, key: Any, command: Callable[[list[int], Path], list[str]]) 
     """The job server of this process for a key. It is started if there is none or it has ended."""
     # `command` gets three free ports, at the first of which the server takes jobs, and a folder.
     with _lock:
-        found = _servers.get(key)
-        if found is None or not found.answers():
-            if found is not None:
-                found.stop()
-            _servers[key] = found = _start(name, command)
-        return found
+        server = _servers.get(key)
+        if server is None or not server.answers():
+            if server is not None:
+                server.stop()
+            _servers[key] = server = _start(name, command)
+        return server
 
 
 def is_own(endpoint: str) -> bool:
     """Whether a job server of this process takes jobs at an address."""
     return any(server.endpoint == endpoint for server in list(_servers.values()))
-
-
-def names_one(options: PipelineOptions, runner: str) -> bool:
-    """Whether Beam's options for a runner, "flink" or "spark", name a job server already."""
-    given = options.get_all_options(drop_default=True)
-    names = ("job_endpoint", f"{runner}_job_server_jar", f"{runner}_submit_uber_jar")
-    return any(given.get(name) for name in names)
 
 
 def connected_to_java(
@@ -124,7 +104,7 @@ def connected_to_java(
 
     def command(ports: list[int], folder: Path) -> list[str]:
         called = jars.job_server(driver, ports, folder, *arguments)
-        return jars.java(_HEAP, [loopback, classpath], *java_options, *called)
+        return jars.java(_HEAP_MIB, [loopback, classpath], *java_options, *called)
 
     server = serve(name, (name, *arguments), command)
     return with_defaults(options, job_endpoint=server.endpoint)
@@ -139,14 +119,14 @@ def stop_all() -> None:
 
 def with_defaults(options: PipelineOptions, **defaults: Any) -> PipelineOptions:
     """Options with defaults for those that are not given. Beam need not know their names."""
-    given = options.get_all_options(drop_default=True, retain_unknown_options=True)
-    return PipelineOptions.from_dictionary({**defaults, **given})
+    flags = options.get_all_options(drop_default=True, retain_unknown_options=True)
+    return PipelineOptions.from_dictionary({**defaults, **flags})
 
 
 def loops_back(options: PipelineOptions) -> bool:
     """Whether workers are threads of the process that launches the pipeline."""
-    found = options.view_as(PortableOptions).environment_type
-    return found == "LOOPBACK" and not _process_workers(options)
+    kind = options.view_as(PortableOptions).environment_type
+    return kind == "LOOPBACK" and not _process_workers(options)
 
 
 def _process_workers(options: PipelineOptions) -> bool:
@@ -160,16 +140,8 @@ def _start(name: str, command: Callable[[list[int], Path], list[str]]) -> JobSer
         folder = Path(temporary.new_name(None, name.lower()))
         temporary.make(str(folder))
         ports = processes.free_ports(3)
-        with open(folder / "log", "wb") as log:
-            # In a session of its own, Ctrl-C does not reach it: this process stops it when it ends.
-            process = subprocess.Popen(
-                guard.guarded(command(ports, folder), str(folder)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        server = JobServer(f"{processes.LOOPBACK}:{ports[0]}", process, folder, os.getpid())
+        endpoint = f"{processes.LOOPBACK}:{ports[0]}"
+        server = JobServer(command(ports, folder), folder, endpoint)
         atexit.register(server.stop)  # before the wait, which the end of this process may interrupt
         try:
             if _ready(server):

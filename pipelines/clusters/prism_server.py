@@ -78,34 +78,36 @@ def connected(options: PipelineOptions) -> PipelineOptions:
 def locate(options: PipelineOptions | None = None) -> str:
     """The path of Prism: the one that the options name, or one that beamjax builds."""
     options = PipelineOptions([]) if options is None else options
-    given = options.view_as(PrismRunnerOptions)
-    location = given.prism_location
-    if not location and not given.prism_beam_version_override:
+    prism = options.view_as(PrismRunnerOptions)
+    location = prism.prism_location
+    if not location and not prism.prism_beam_version_override:
         if processes.find("go") is None and not is_installed():
             raise OptionsError(
                 f"runner: found no Prism at {installed()}, and there is no Go to build it; {ADVICE}"
                 f"{_on_path()}"
             )
         return install()
-    found = shutil.which(location) if location and os.path.basename(location) == location else None
-    if found and not os.path.exists(location):  # a program on PATH; Beam would expect a path
-        return found
+    program = (
+        shutil.which(location) if location and os.path.basename(location) == location else None
+    )
+    if program and not os.path.exists(location):  # a program on PATH; Beam would expect a path
+        return program
     try:
         return _by_beam(options)
     except Exception as error:  # file systems and the network raise errors of many types
         raise OptionsError(
-            f"prism_location: found {given.prism_location!r}, which can't be used ({error}); "
+            f"prism_location: found {prism.prism_location!r}, which can't be used ({error}); "
             f"{ADVICE}"
         ) from error
 
 
 def _on_path() -> str:
     """A sentence about a Prism on `PATH`, which is not used by default; "" if there is none."""
-    found = shutil.which("prism")
-    if found is None:
+    program = shutil.which("prism")
+    if program is None:
         return ""
     return (
-        f". Also found {found} on PATH, which is used only with options="
+        f". Also found {program} on PATH, which is used only with options="
         "{'prism_location': 'prism'}: it may be of another version of Beam, and may listen at all "
         "addresses"
     )

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from beamjax.errors import OptionsError
@@ -20,64 +19,58 @@ LOOPBACK = "127.0.0.1"
 _SECONDS_TO_STOP = 10.0
 
 
-@dataclass
 class ServerProcess:
-    """A server that this process has started, and that ends with this process."""
+    """A server that this process has started, and that must end when this process ends."""
 
-    name: str  # the stem of its log
-    command: tuple[str, ...]
-    folder: Path  # of its log
-    process: subprocess.Popen[bytes]  # leads its process group
+    def __init__(self, command: Sequence[str], log: Path):
+        self.command = list(command)
+        self.log = log  # the file with its output
+        self.owner = os.getpid()  # forked processes must not stop it
+        self.process = self._started()
 
     @property
-    def log(self) -> Path:
-        """The file with its output."""
-        return self.folder / f"{self.name}.log"
+    def name(self) -> str:
+        """The stem of its log."""
+        return self.log.stem
 
     @property
     def alive(self) -> bool:
-        """Whether the server still runs."""
-        return self.process.poll() is None
-
-    def terminate(self) -> None:
-        """Asks the server and its process group to end."""
-        self._signal(signal.SIGTERM)
-
-    def wait(self) -> None:
-        """Waits until the server ends; kills its process group if it takes too long."""
-        try:
-            self.process.wait(_SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self.process.wait()
+        """Whether the server still runs, as a child of this process."""
+        return self.owner == os.getpid() and self.process.poll() is None
 
     def start_again(self) -> None:
         """Starts the server again after it ended; renames its old log to `*.log.old`."""
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.log, f"{self.log}.old")
-        self.process = _start(self.command, self.log)
+        self.process = self._started()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _started(self) -> subprocess.Popen[bytes]:
+        with open(self.log, "wb") as output:
+            # In a session of its own, Ctrl-C does not reach it: this process stops it in order.
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the server and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
-def start(name: str, command: Sequence[str], folder: Path) -> ServerProcess:
-    """Starts a server, with its log in a folder. The command must end when this process ends."""
-    process = _start(command, folder / f"{name}.log")
-    return ServerProcess(name, tuple(command), folder, process)
-
-
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with open(log, "wb") as output:
-        # In a session of its own, Ctrl-C does not reach it: this process stops it in order.
-        return subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+def stop(*servers: ServerProcess) -> None:
+    """Asks servers to end, and waits; kills the process groups of those that take too long."""
+    for server in servers:
+        server.signal(signal.SIGTERM)
+    for server in servers:
+        try:
+            server.process.wait(_SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            server.signal(signal.SIGKILL)
+            server.process.wait()
 
 
 def tail(path: Path, lines: int = 15) -> str:
@@ -122,10 +115,10 @@ def can_listen(host: str, port: int = 0) -> bool:
 def is_here(host: str) -> bool:
     """Whether a host is this machine; True for a name that is not known."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True  # What connects to it says so.
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind((address[0], 0))
             return True
@@ -165,9 +158,9 @@ def find(tool: str) -> str | None:
     """The path of a program on `PATH`, or in `$JAVA_HOME` if it is one of Java's."""
     home = os.environ.get("JAVA_HOME")
     if home and tool.startswith("java"):
-        found = shutil.which(os.path.join(home, "bin", tool))
-        if found:
-            return found
+        program = shutil.which(os.path.join(home, "bin", tool))
+        if program:
+            return program
     return shutil.which(tool)
 
 
@@ -179,10 +172,10 @@ def missing(*tools: str) -> str:
 
 def require(tool: str, purpose: str) -> str:
     """The path of a program; OptionsError with what to install if it is not there."""
-    found = find(tool)
-    if found is None:
+    program = find(tool)
+    if program is None:
         raise OptionsError(f"{purpose}: found no `{tool}` on PATH; install {_HELP[tool]}")
-    return found
+    return program
 
 
 def run(

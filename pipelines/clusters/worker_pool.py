@@ -17,89 +17,89 @@ import time
 import traceback
 from typing import Any
 
+import grpc
+
 from beamjax import _beam_compat
+from beamjax.pipelines import own_user
 
 READY = "workers at"
 """The beginning of the line in the log which says that workers can start."""
 RESTART_SECONDS = 1.0
-"""Seconds before a pool that died is started again, so that one that can't start does not use up a
-core."""
+"""Seconds before a pool or another server that ended is started again, so that one that can't start
+does not use up a core."""
 _STATE_CACHE_BYTES = 64 * 2**20
 _LOG = logging.getLogger("beamjax")
+
+
+class _Pool:
+    """The service of `BeamFnExternalWorkerPool`."""
+
+    def __init__(self, loaded: threading.Event) -> None:
+        self._loaded = loaded
+        self._workers: dict[tuple[str, str], Any] = {}
+        self._lock = threading.Lock()
+
+    def StartWorker(self, request: Any, context: Any) -> Any:
+        self._loaded.wait()
+        response = _beam_compat.beam_fn_api_pb2.StartWorkerResponse
+        try:
+            worker = _beam_compat.SdkHarness(
+                request.control_endpoint.url,
+                worker_id=request.worker_id,
+                state_cache_size=_STATE_CACHE_BYTES,
+                data_buffer_time_limit_ms=-1,
+            )
+            key = context.peer(), request.worker_id
+            with self._lock:
+                before = self._workers.get(key)
+                self._workers[key] = worker
+            if before is not None:
+                _beam_compat.end_worker(before)
+            threading.Thread(target=self._run, args=(key, worker), daemon=True).start()
+            return response()
+        except Exception:
+            return response(error=traceback.format_exc())
+
+    def StopWorker(self, request: Any, context: Any) -> Any:
+        with self._lock:
+            worker = self._workers.pop((context.peer(), request.worker_id), None)
+        if worker is not None:
+            _beam_compat.end_worker(worker)
+        return _beam_compat.beam_fn_api_pb2.StopWorkerResponse()
+
+    def _run(self, key: tuple[str, str], worker: Any) -> None:
+        """Runs a worker until it is stopped, or the connection to its runner ends."""
+        # A runner that connects again is another peer, which can't stop it with `StopWorker`. So
+        # the worker has to clean up itself.
+        try:
+            worker.run()
+        except Exception as error:
+            # As text: a log record with the error itself would keep its frames, and so the worker,
+            # alive.
+            _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
+            _beam_compat.end_worker(worker)
+            _beam_compat.close_worker(worker)
+        finally:
+            _beam_compat.close_control_channel(worker)
+            with self._lock:
+                if self._workers.get(key) is worker:
+                    del self._workers[key]
 
 
 def serve(host: str, port: int, loaded: threading.Event) -> Any:
     """Starts a pool in this process and returns its server; requests wait until `loaded` is set."""
     # Clients of this user, and on other machines that reach the address, can run any code in this
     # process.
-    import grpc
-
-    from beamjax.pipelines import own_user
-
-    api: Any = _beam_compat.beam_fn_api_pb2
-    services: Any = _beam_compat.beam_fn_api_pb2_grpc
-    servicer: Any = services.BeamFnExternalWorkerPoolServicer
-
-    class Pool(servicer):
-        def __init__(self) -> None:
-            self.workers: dict[tuple[str, str], Any] = {}
-            self.lock = threading.Lock()
-
-        def StartWorker(self, request: Any, context: Any) -> Any:
-            loaded.wait()
-            try:
-                worker = _beam_compat.SdkHarness(
-                    request.control_endpoint.url,
-                    worker_id=request.worker_id,
-                    state_cache_size=_STATE_CACHE_BYTES,
-                    data_buffer_time_limit_ms=-1,
-                )
-                key = context.peer(), request.worker_id
-                with self.lock:
-                    before = self.workers.get(key)
-                    self.workers[key] = worker
-                if before is not None:
-                    _beam_compat.end_worker(before)
-                threading.Thread(target=self.run, args=(key, worker), daemon=True).start()
-                return api.StartWorkerResponse()
-            except Exception:
-                return api.StartWorkerResponse(error=traceback.format_exc())
-
-        def StopWorker(self, request: Any, context: Any) -> Any:
-            with self.lock:
-                worker = self.workers.pop((context.peer(), request.worker_id), None)
-            if worker is not None:
-                _beam_compat.end_worker(worker)
-            return api.StopWorkerResponse()
-
-        def run(self, key: tuple[str, str], worker: Any) -> None:
-            """Runs a worker until it is stopped, or the connection to its runner ends."""
-            # A runner that connects again is another peer, which can't stop it with `StopWorker`.
-            # So the worker has to clean up itself.
-            try:
-                worker.run()
-            except Exception as error:
-                # As text: a log record with the error itself would keep its frames, and so the
-                # worker, alive.
-                _LOG.warning("the worker %s of %s ended: %s", *reversed(key), str(error))
-                _beam_compat.end_worker(worker)
-                _beam_compat.close_worker(worker)
-            finally:
-                _beam_compat.close_control_channel(worker)
-                with self.lock:
-                    if self.workers.get(key) is worker:
-                        del self.workers[key]
-
     options = [
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
     own = own_user.OwnUserOnly()
-    server = grpc.server(
-        _beam_compat.shared_unbounded_instance(), options=options, interceptors=[own]
-    )
-    services.add_BeamFnExternalWorkerPoolServicer_to_server(Pool(), server)
+    threads = _beam_compat.shared_unbounded_instance()
+    server = grpc.server(threads, options=options, interceptors=[own])
+    services = _beam_compat.beam_fn_api_pb2_grpc
+    services.add_BeamFnExternalWorkerPoolServicer_to_server(_Pool(loaded), server)
     own.ports.add(server.add_insecure_port(f"{host}:{port}"))
     server.start()
     return server
@@ -110,8 +110,7 @@ def supervise(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "beamjax.pipelines.clusters.worker_pool", *arguments]
     command.append(f"--supervisor={os.getpid()}")
     while True:
-        child = subprocess.Popen(command)
-        status = child.wait()
+        status = subprocess.call(command)
         print(f"the pool ended with status {status}; starting another one", flush=True)
         time.sleep(RESTART_SECONDS)
 

@@ -115,9 +115,9 @@ def _flags_of(options: Options) -> PipelineOptions:
 
 def _check_stores(flags: PipelineOptions) -> None:
     """Raises OptionsError for addresses and keys that workers would not get."""
-    given = flags.view_as(S3Options).get_all_options(drop_default=True)
+    values = flags.view_as(S3Options).get_all_options(drop_default=True)
     for name, variable in _S3_VARIABLES.items():
-        if name in given:
+        if name in values:
             raise OptionsError(
                 f"{name}: found in the options of a run, but keys do not travel with a pipeline; "
                 f"set {variable} in the environment of this process, and of each pool of workers "
@@ -131,12 +131,12 @@ def _check_folder(runner: Any, options: Options, flags: PipelineOptions) -> None
         return
     if not isinstance(runner, PortableRunner) or loops_back(flags):
         return
-    given = flags.get_all_options(drop_default=True)
+    values = flags.get_all_options(drop_default=True)
     for name in ("job_endpoint", "flink_master"):
-        host = str(given.get(name, "")).rpartition("://")[2].rpartition(":")[0]
+        host = str(values.get(name, "")).rpartition("://")[2].rpartition(":")[0]
         if host and not processes.is_here(host):
             raise OptionsError(
-                f"work_folder: found none, but {name}={given[name]!r} is another host; expected a "
+                f"work_folder: found none, but {name}={values[name]!r} is another host; expected a "
                 "path or URL that this process and all workers can write and read"
             )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from beamjax.errors import WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.runners.spec import Look, RunnerSpec, names_job_server, number
+from beamjax.pipelines.runners.spec import Look, RunnerSpec, number
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -30,10 +30,10 @@ class Flink(RunnerSpec):
 
     def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
         """Those of a task manager with slots, or of Flink in a job server."""
-        if names_job_server(flags, "flink"):
-            return False, 1
-        from beamjax.pipelines.clusters import flink_cluster
+        from beamjax.pipelines.clusters import flink_cluster, jars
 
+        if jars.names_job_server(flags, "flink"):
+            return False, 1
         master = flags.get("flink_master")
         if master is None or flags.get("flink_cluster"):
             folder = flags.get("flink_cluster") or flink_cluster.default_folder()

@@ -95,9 +95,3 @@ def number(flags: Mapping[str, Any], name: str, default: int) -> int:
     """A flag as a number, or the default; Beam refuses other text later."""
     text = str(flags.get(name, default))
     return int(text) if text.isdigit() else default
-
-
-def names_job_server(flags: Mapping[str, Any], name: str) -> bool:
-    """Whether options name a job server."""
-    names = ("job_endpoint", f"{name}_job_server_jar", f"{name}_submit_uber_jar")
-    return any(flags.get(flag) for flag in names)

@@ -33,11 +33,11 @@ def check_flags(flags: Sequence[str], runner: str, others: Sequence[str] = ()) -
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            found = PipelineOptions(list(flags)).get_all_options(retain_unknown_options=True)
+            values = PipelineOptions(list(flags)).get_all_options(retain_unknown_options=True)
     except SystemExit:
         reason = complaint.getvalue().strip().rpartition("error: ")[2]
         raise OptionsError(f"options: Beam does not take these flags: {reason}") from None
-    for name in found.keys() - known.keys():
+    for name in values.keys() - known.keys():
         close = hint(name, [*OWN, *known, *others], 0.6 if complete else _SLIP)
         if complete or close:
             more = "" if complete else (

@@ -47,7 +47,7 @@ def commands(folder, cluster):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setattr(flink_cluster, "commands", commands)
-    monkeypatch.setattr(flink_supervisor, "_SECONDS_TO_RESTART", 0.05)
+    monkeypatch.setattr(flink_supervisor, "RESTART_SECONDS", 0.05)
 
 
 def start_and_stop(folder):

@@ -13,8 +13,9 @@ from apache_beam.runners.portability.flink_runner import FlinkRunner
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import parse_options
 from beamjax.pipelines import launch
-from beamjax.pipelines.clusters import flink_jobs, flink_rest, processes
-from beamjax.pipelines.clusters.flink_rest import FlinkRest, check, reason_of
+from beamjax.pipelines.clusters import flink_jobs, processes
+from beamjax.pipelines.clusters.flink_jobs import check, reason_of
+from beamjax.pipelines.clusters.flink_rest import FlinkRest
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.worker.worker_errors import PipelineError
 
@@ -127,7 +128,7 @@ def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
 
 
 def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(flink_jobs, "_SECONDS_BETWEEN_LOOKS", 0.01)
     jobs = [job(1), job(2, "other"), job(3), job(4, state="FAILED")]
     cluster.answers["/jobs/overview"]["jobs"] = jobs
     options = PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"])
@@ -154,7 +155,7 @@ def test_an_end_that_can_not_be_checked_is_a_warning(monkeypatch, caplog):
 
 def test_a_job_that_arrives_after_its_cancellation_is_cancelled(cluster, monkeypatch):
     """A job server goes on to submit a pipeline after its launcher was interrupted."""
-    monkeypatch.setattr(flink_rest, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(flink_jobs, "_SECONDS_BETWEEN_LOOKS", 0.01)
     cluster.answers["/jobs/overview"]["jobs"] = jobs = [job(2, "other")]
     late = threading.Timer(0.2, lambda: jobs.append(job(1)))
     late.start()

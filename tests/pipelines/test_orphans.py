@@ -132,7 +132,7 @@ def test_what_is_forked_has_pipelines_of_its_own(monkeypatch):
         assert first == again != guard.watched("http://x", 12)
     finally:
         guard.watched.cache_clear()
-    assert [command[5] for command in started] == ["11", "12"]
+    assert [command[4] for command in started] == ["11", "12"]
 
 
 STARTING = """

@@ -179,17 +179,21 @@ def test_which_clients_are_served(peer, row, expected, tmp_path, monkeypatch):
 
 @NEEDS_ROOT
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
-def test_a_port_that_another_user_has_taken(host):
+def test_a_port_that_another_user_has_taken(host, tmp_path):
     (port,) = processes.free_ports(1)
-    with taken(host, port) as other:
+    with taken(host, port):
         where = f"[::1]:{port}" if ":" in host else f"localhost:{port}"
         with pytest.raises(OptionsError, match=f"found a server of user {NOBODY}, expected"):
             check_listener(where)
         check_listener("localhost:1")
         if ":" not in host:
-            server = job_servers.JobServer(f"127.0.0.1:{port}", other, None, os.getpid())
-            with pytest.raises(OptionsError, match=f"found a server of user {NOBODY}"):
-                server.answers()
+            sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+            server = job_servers.JobServer(sleep, tmp_path, f"127.0.0.1:{port}")
+            try:
+                with pytest.raises(OptionsError, match=f"found a server of user {NOBODY}"):
+                    server.answers()
+            finally:
+                processes.stop(server)
 
 
 @NEEDS_ROOT

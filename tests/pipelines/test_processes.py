@@ -22,13 +22,8 @@ child.wait()
 """
 
 
-def stop(server):
-    server.terminate()
-    server.wait()
-
-
 def test_a_server_is_started_again_with_the_same_command(tmp_path):
-    server = processes.start("sleeper", SLEEP, tmp_path)
+    server = processes.ServerProcess(SLEEP, tmp_path / "sleeper.log")
     try:
         assert server.alive
         assert os.getsid(server.process.pid) == server.process.pid
@@ -42,17 +37,17 @@ def test_a_server_is_started_again_with_the_same_command(tmp_path):
         assert processes.wait_until(lambda: "here" in processes.tail(server.log), 20)
         assert (tmp_path / "sleeper.log.old").read_text() == "its last words"
     finally:
-        stop(server)
+        processes.stop(server)
     assert not server.alive
-    stop(server)
+    processes.stop(server)
 
 
 def test_a_server_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_SECONDS_TO_STOP", 0.2)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    server = processes.start("deaf", [*SLEEP[:2], deaf + SLEEP[2]], tmp_path)
+    server = processes.ServerProcess([*SLEEP[:2], deaf + SLEEP[2]], tmp_path / "deaf.log")
     assert processes.wait_until(lambda: "here" in processes.tail(server.log), 20)
-    stop(server)
+    processes.stop(server)
     assert server.process.returncode == -signal.SIGKILL
 
 
@@ -61,19 +56,21 @@ def test_what_a_server_gets(tmp_path, monkeypatch):
     told = "import os, signal, sys; print(sys.stdin.read() == '', os.environ['BEAMJAX_TOLD'], "
     told += "signal.getsignal(signal.SIGPIPE), file=sys.stderr)"
     command = [sys.executable, "-c", told]
-    server = processes.start("told", command, tmp_path)
+    server = processes.ServerProcess(command, tmp_path / "told.log")
     assert processes.wait_until(lambda: not server.alive, 20)
     plain = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert server.log.read_text() == plain.stderr
     with pytest.raises(FileNotFoundError):
-        processes.start("none", ["/no/such/command"], tmp_path)
+        processes.ServerProcess(["/no/such/command"], tmp_path / "none.log")
 
 
 def test_what_a_process_starts_ends_with_it(tmp_path):
-    server = processes.start("parent", [sys.executable, "-c", PARENT, *SLEEP[1:]], tmp_path)
+    server = processes.ServerProcess(
+        [sys.executable, "-c", PARENT, *SLEEP[1:]], tmp_path / "parent.log"
+    )
     assert processes.wait_until(lambda: "here" in server.log.read_text(), 20)
     child = int(server.log.read_text().split()[0])
-    stop(server)
+    processes.stop(server)
     assert processes.wait_until(lambda: not process_ids.started(child), 10)
 
 
@@ -94,7 +91,7 @@ def test_logs_and_ports(tmp_path):
 def guarded(tmp_path, folder=""):
     """A process whose child is a guard of a sleeping process; and the pid of that."""
     command = [sys.executable, "-c", PARENT, *guard.guarded(SLEEP, folder)[1:]]
-    launcher = processes.start("launcher", command, tmp_path)
+    launcher = processes.ServerProcess(command, tmp_path / "launcher.log")
     assert processes.wait_until(lambda: "here" in launcher.log.read_text(), 20)
     of_guard = int(launcher.log.read_text().split()[0])
     found = subprocess.run(
@@ -124,7 +121,7 @@ def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
         assert processes.wait_until(lambda: not process_ids.started(server), 10)
         assert processes.wait_until(lambda: not folder.exists(), 10)
     finally:
-        stop(launcher)
+        processes.stop(launcher)
 
 
 # --- job servers
