@@ -103,7 +103,6 @@ class Spans:
     """Adds spans up, from any thread."""
 
     def __init__(self, traces: bool = False, ranges: bool = False, watch: Watch | None = None):
-        self.traces = traces  # whether to collect single spans
         # Whether to collect the ranges of shards, which may be computed again elsewhere.
         self.ranges = ranges
         self.watch = watch  # sees each span
@@ -111,7 +110,8 @@ class Spans:
         self.lock = threading.Lock()
         self.sums: dict[str, dict[str, float]] = {}
         self.shards: dict[str, list[Range]] = {}
-        self.spans = Thinned[Span](MAX_SPANS)
+        # Single spans, if they are collected.
+        self.spans = Thinned[Span](MAX_SPANS) if traces else None
         self.step = ""
         self.began: float | None = None
 
@@ -122,8 +122,9 @@ class Spans:
             for step, ranges in work.shards.items() if self.ranges else ():
                 # Joins the ranges of shards that were computed out of order, or again.
                 self.shards[step] = merged([*self.shards.get(step, ()), *ranges])
-            for span in work.spans if self.traces else ():
-                self.spans.add(span)
+            if self.spans is not None:
+                for span in work.spans:
+                    self.spans.add(span)
             self.step = work.step or self.step
             if work.began is not None:
                 self.began = min(work.began, self.began or work.began)
@@ -133,14 +134,15 @@ class Spans:
         with self.lock:
             sums = {step: dict(sums) for step, sums in self.sums.items()}
             shards = {step: tuple(ranges) for step, ranges in self.shards.items()}
-            return Work(sums, shards, self.spans.entries, self.step, self.began)
+            spans = () if self.spans is None else self.spans.entries
+            return Work(sums, shards, spans, self.step, self.began)
 
     def take(self) -> Work:
         """The sum since the last call."""
         found = self.work()
         with self.lock:
             self.sums, self.shards = {}, {}
-            self.spans = Thinned(MAX_SPANS)
+            self.spans = None if self.spans is None else Thinned(MAX_SPANS)
         return found
 
 
@@ -187,9 +189,13 @@ class timed:
         _here.span = self._outer
         self.seconds = own = seconds  # without compilations
         if inner:
-            self.compiling = compiling = min(inner.get("compile", 0.0), seconds)
-            self.seconds = seconds - compiling
-            transfer = min(inner.get("transfer", 0.0), self.seconds)
+            compiling = min(inner.get("compile", 0.0), seconds)
+            transfer = min(inner.get("transfer", 0.0), seconds - compiling)
+            if compiling and kind == "compute":
+                # The first call of a body counts as compilation as a whole: JAX reports tracing,
+                # lowering and compiling, but a first call also loads libraries.
+                compiling = seconds - transfer
+            self.compiling, self.seconds = compiling, seconds - compiling
             inner["compile"], inner["transfer"], own = compiling, transfer, self.seconds - transfer
         if self.nbytes:
             inner[_BYTES[kind]] = self.nbytes
@@ -208,19 +214,18 @@ class timed:
                     _extend(spans.shards.setdefault(step, []), shard.index)
             if spans.began is None:
                 spans.began = _EPOCH + self.start
-            if spans.traces:
-                self._trace(seconds)
+            if spans.spans is not None:
+                self._trace(spans.spans, seconds)
         if spans.watch is not None:
             spans.watch.end(self, error)
 
-    def _trace(self, seconds: float) -> None:
+    def _trace(self, trace: Thinned[Span], seconds: float) -> None:
         """Adds the span to a trace. A long compilation is shown at its beginning."""
         shard = None if self.shard is None else self.shard.index
         start, seconds = round(_EPOCH + self.start, 6), round(seconds, 6)
-        add = self.spans.spans.add
-        add(Span(self.step, shard, self.kind, start, seconds, self.nbytes))
+        trace.add(Span(self.step, shard, self.kind, start, seconds, self.nbytes))
         if self.compiling >= _SHOWN_SECONDS:
-            add(Span(self.step, shard, "compile", start, round(self.compiling, 6), 0))
+            trace.add(Span(self.step, shard, "compile", start, round(self.compiling, 6), 0))
 
 
 class _Local(threading.local):
@@ -237,14 +242,6 @@ def count(name: str, amount: float = 1) -> None:
     span = _here.span
     if span is not None:
         span.inner[name] = span.inner.get(name, 0) + amount
-
-
-def book_first_call(began: float) -> None:
-    """Books a call of a body since `began` as compilation, if JAX has compiled in it."""
-    # JAX reports tracing, lowering and compiling, but a first call also loads libraries.
-    span = _here.span
-    if span is not None and "compile" in span.inner:
-        span.inner["compile"] = max(span.inner["compile"], time.perf_counter() - began)
 
 
 class transferring(contextlib.ContextDecorator):

@@ -32,7 +32,7 @@ from beamjax.bodies.transfers import from_device
 from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan.steps import Body, Plan, Server, ValueType
-from beamjax.spans import book_first_call, count, loaded_from_disk
+from beamjax.spans import count, loaded_from_disk
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -297,10 +297,7 @@ def run_server(
     call = load_body(step.body, plan.bodies[step.body], device=device)
     try:
         with with_x64(plan.x64), on_device(device):
-            began = time.perf_counter()
-            found = call(*(known[name] for name in step.inputs))
-            book_first_call(began)
-            outs = from_device(found)
+            outs = from_device(call(*(known[name] for name in step.inputs)))
     except Exception as error:
         failed = WorkerError(f"step {step.name!r}: {described(error)}")
         failed.failure = Failure(step.name)

@@ -13,7 +13,7 @@ from beamjax.options import Options
 from beamjax.telemetry.messages import SOON_SECONDS
 from beamjax.telemetry.progress import Progress, Totals, in_words
 
-EVERY = 10.0
+LINE_SECONDS = 10.0
 """Seconds between two lines of progress."""
 NOTEBOOK_COLUMNS = 140
 """Width of the bar in a notebook, in characters."""
@@ -66,7 +66,7 @@ class Lines:
     def update(self, progress: Progress) -> None:
         """Prints the progress, if the last line is old enough."""
         self._progress = progress
-        if time.monotonic() - self._last >= EVERY:
+        if time.monotonic() - self._last >= LINE_SECONDS:
             self._last = time.monotonic()
             self._print(progress)
 

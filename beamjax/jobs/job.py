@@ -35,7 +35,7 @@ from beamjax.telemetry.messages import SELDOM_SECONDS
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 
-POLL = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two reads of the state of a job, while a caller waits for it."""
 
 
@@ -124,7 +124,7 @@ class Job:
           The state; `RUNNING` if the job has not ended within the timeout.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        pause = POLL * self._folder.slowness
+        pause = POLL_SECONDS * self._folder.slowness
         while (state := self.state) is JobState.RUNNING:
             left = pause if end is None else min(pause, end - time.monotonic())
             if left <= 0:

@@ -41,11 +41,11 @@ from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
 
-LOOK = 0.5
+LOOK_SECONDS = 0.5
 """Seconds between two reads of the records of workers."""
-SOON = (0.03, 0.05, 0.1, 0.2)
+FIRST_PAUSES_SECONDS = (0.03, 0.05, 0.1, 0.2)
 """Seconds between the first samples, so that the report of a short run has some."""
-FIRST, SLOWEST = 1.0, 30.0
+SHORTEST_SECONDS, LONGEST_SECONDS = 1.0, 30.0
 """Shortest and longest time between two records of the history of a run, in seconds."""
 MAX_WARNINGS = 100
 """Largest number of warnings in a report."""
@@ -74,7 +74,7 @@ class Recording:
         self._samples.add(self._last)
         self._curves: tuple[Curve, ...] = ()
         self._heard = _Heard()
-        self._written = -FIRST
+        self._written = -SHORTEST_SECONDS
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -101,11 +101,11 @@ class Recording:
 
     def _watch(self) -> None:
         if self._reports:  # so that a short run has samples, too
-            for pause in SOON:
+            for pause in FIRST_PAUSES_SECONDS:
                 if self._over.wait(pause):
                     return
                 self._sample(self._monitor.progress())
-        while not self._over.wait(LOOK * self._folder.slowness):
+        while not self._over.wait(LOOK_SECONDS * self._folder.slowness):
             self._look()
 
     def _look(self) -> None:
@@ -124,7 +124,10 @@ class Recording:
         """Adds a sample, and writes the history if the last record is old enough."""
         self._last = sample(progress)
         self._samples.add(self._last)
-        pause = min(max(FIRST, progress.seconds / 50), SLOWEST) * self._folder.slowness
+        pause = (
+            min(max(SHORTEST_SECONDS, progress.seconds / 50), LONGEST_SECONDS)
+            * self._folder.slowness
+        )
         if progress.seconds - self._written >= pause:
             self._written = progress.seconds
             self._write()
@@ -160,8 +163,8 @@ class Recording:
 def sample(progress: Progress) -> tuple[float, ...]:
     """The numbers of a sample, in the order of `COLUMNS`."""
     done = progress.done
-    found = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
-    return tuple(round(value, 4) for value in found)
+    values = [getattr(done if hasattr(done, name) else progress, name) for name in COLUMNS]
+    return tuple(round(value, 4) for value in values)
 
 
 def columns(samples: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -210,27 +213,27 @@ def save_report(folder: JobFolder, options: Options) -> None:
 def shown_options(options: Options) -> dict[str, str]:
     """Returns the options that differ from their defaults, as text without secrets."""
     usual = {f.name: f.default for f in fields(Options)}
-    found = {name: getattr(options, name) for name in OWN}
-    texts = {name: str(value) for name, value in found.items() if value != usual[name]}
+    values = {name: getattr(options, name) for name in OWN}
+    texts = {name: str(value) for name, value in values.items() if value != usual[name]}
     texts |= {name: str(value) for name, value in beam_flags(options.beam).items()}
     return {k: "(not shown)" if _SECRET.search(k) else v for k, v in texts.items()}
 
 
 def machine() -> dict[str, str]:
     """Returns versions, and the machine of this process."""
-    found = {"beamjax": __version__, "python": platform.python_version()}
+    facts = {"beamjax": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    found["system"] = platform.platform()
-    found["host"] = platform.node()
-    found["processors"] = str(os.cpu_count())
+            facts[package] = importlib.metadata.version(package)
+    facts["system"] = platform.platform()
+    facts["host"] = platform.node()
+    facts["processors"] = str(os.cpu_count())
     if nbytes := machine_bytes():
-        found["memory"] = f"{nbytes / 2**30:.1f} GiB"
+        facts["memory"] = f"{nbytes / 2**30:.1f} GiB"
     with contextlib.suppress(Exception):
         devices = jax.devices()
-        found["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
-    return found
+        facts["devices"] = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    return facts
 
 
 def curves(plan: Plan, result: Any) -> Iterator[Curve]:

@@ -118,8 +118,8 @@ class Report(Setup, History):
     @property
     def started(self) -> str:
         """The local time at which the run began."""
-        found = datetime.datetime.fromtimestamp(self.began).astimezone()
-        return found.isoformat(sep=" ", timespec="seconds")
+        moment = datetime.datetime.fromtimestamp(self.began).astimezone()
+        return moment.isoformat(sep=" ", timespec="seconds")
 
     @property
     def reasons(self) -> Mapping[tuple[str, str, str], int]:

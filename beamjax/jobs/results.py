@@ -68,19 +68,19 @@ def read_result(folder: JobFolder, like: Any = None) -> Any:
             f"{folder.path}: found no result of the job, which is done; it was removed, or "
             "could not be stored"
         )
-    found = from_plain(_ResultRecord, record, path)
+    result = from_plain(_ResultRecord, record, path)
     if like is not None:
-        treedef = treedefs.like(like, len(found.types))
+        treedef = treedefs.like(like, len(result.types))
     else:
-        treedef = treedefs.tree_from_json(found.tree, path)
-    if treedef.num_leaves != len(found.types):
+        treedef = treedefs.tree_from_json(result.tree, path)
+    if treedef.num_leaves != len(result.types):
         raise ArrayFormatError(
-            f"{path}: found a tree of {treedef.num_leaves} leaves, expected {len(found.types)}, "
+            f"{path}: found a tree of {treedef.num_leaves} leaves, expected {len(result.types)}, "
             "one for each type"
         )
-    kinds = enumerate(found.types)
+    kinds = enumerate(result.types)
     leaves = [
-        _leaf(folder.leaf(number, found.run), kind, found.x64, path) for number, kind in kinds
+        _leaf(folder.leaf(number, result.run), kind, result.x64, path) for number, kind in kinds
     ]
     return jax.tree_util.tree_unflatten(treedef, leaves)
 

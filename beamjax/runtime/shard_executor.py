@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from beamjax.runtime.failing_members import (
 )
 from beamjax.runtime.inputs import Reader
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
-from beamjax.spans import book_first_call, count
+from beamjax.spans import count
 from beamjax.storage import buffers
 
 
@@ -196,9 +195,7 @@ class ShardExecutor:
                     return from_device(self._on_client(device, call, [first, *heads], arrays))
             inputs = to_device(arrays, self.device) if self.copies else arrays
             with self._turn:
-                began = time.perf_counter()
                 outs = call(first, *heads, *self._broadcasts, *inputs)
-                book_first_call(began)
                 if self.copies:
                     jax.block_until_ready(outs)
             return from_device(outs)
@@ -212,19 +209,15 @@ class ShardExecutor:
     ) -> Sequence[jax.Array]:
         """Calls the body on a device of another CPU client than that of `self.device`, or on it."""
         args = *heads, *self._broadcasts, *arrays
-        began = time.perf_counter()
         if device is self.device:
             outs: Sequence[jax.Array] = call(*args)
-            book_first_call(began)
             return outs
         if device not in self._elsewhere:
             served = map(np.asarray, self._broadcasts)  # in the memory that they have
             self._elsewhere[device] = [_compat.device_array(x, device) for x in served]
         moved = loaded_elsewhere(call, args, device)
         with on_device(device):
-            outs = moved(*heads, *self._elsewhere[device], *arrays)
-        book_first_call(began)
-        return outs
+            return moved(*heads, *self._elsewhere[device], *arrays)
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""

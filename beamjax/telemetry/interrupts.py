@@ -13,6 +13,7 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import math
 import os
 import queue
@@ -67,8 +68,7 @@ class Work(Generic[T]):
         say: Callable[[], None] | None = None,
     ) -> T:
         """Runs the job, and returns its result or raises its error; see `wait`."""
-        self._begin()
-        if _is_main():
+        if self._begin():
             self.wait(every, function, say)
         else:  # which no signal interrupts
             fulfil(self.outcome, function)
@@ -107,10 +107,17 @@ class Work(Generic[T]):
         with contextlib.suppress(Exception):
             self._abandon()
 
-    def _begin(self) -> None:
-        _install()
+    def _begin(self) -> bool:
+        """Registers the job; returns whether this is the main thread, which gets the signals."""
+        global _owner
+        is_main = _is_main()
+        # Users may have a handler of their own.
+        if is_main and not _terminated and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _handle)
+            _owner = os.getpid()
         _running[self.outcome] = self
         self.outcome.add_done_callback(self._ended)
+        return is_main
 
     def _ended(self, outcome: Outcome) -> None:
         _running.pop(outcome, None)
@@ -175,7 +182,7 @@ def in_thread(
     except IndexError:
         jobs = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(jobs,), name="beamjax job", daemon=True).start()
-    jobs.put(lambda: context.run(fulfil, outcome, call))
+    jobs.put(functools.partial(context.run, fulfil, outcome, call))
     return outcome
 
 
@@ -202,14 +209,6 @@ def restore() -> None:
     """Restores the default handler of SIGTERM, if this is the main thread and no job runs."""
     if not _running and _is_main() and signal.getsignal(signal.SIGTERM) is _handle:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _install() -> None:
-    """Installs the handler, if this is the main thread and the user has none."""
-    global _owner
-    if _is_main() and not _terminated and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _handle)
-        _owner = os.getpid()
 
 
 def _is_main() -> bool:

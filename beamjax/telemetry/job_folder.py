@@ -41,7 +41,7 @@ from beamjax.telemetry.progress import Progress
 
 FORMAT = 1
 """Version of the layout of a folder."""
-SILENCE = 60.0
+SILENCE_SECONDS = 60.0
 """Seconds without progress after which a launching process on another machine counts as lost."""
 _RECORDS = "records"
 _DROPPED = "dropped.arrays"
@@ -164,13 +164,13 @@ class JobFolder:
 
     def describe(self) -> JobRecord:
         """The record that `begin` wrote."""
-        found = self.read("job")
-        if found is None:
+        values = self.read("job")
+        if values is None:
             raise JobError(
                 f"{self.path}: found no job; expected a folder that a run had as job_folder, or "
                 "job.folder"
             )
-        record = from_plain(JobRecord, found, self.record_path("job"))
+        record = from_plain(JobRecord, values, self.record_path("job"))
         name, runner = printable(record.name), printable(record.runner)
         return replace(record, name=name, runner=runner)
 
@@ -188,8 +188,8 @@ class JobFolder:
         record = self.read("state")
         if record is None:
             return "none", None
-        found = from_plain(_State, record, self.record_path("state"))
-        return found.state, None if found.error is None else dict(found.error)
+        state = from_plain(_State, record, self.record_path("state"))
+        return state.state, None if state.error is None else dict(state.error)
 
     def _launcher_lives(self) -> bool:
         record = self.describe()
@@ -197,7 +197,7 @@ class JobFolder:
         if alive is not None:
             return alive
         progress = self.read("progress") or {}
-        return time.time() - float(progress.get("time", record.time)) < SILENCE
+        return time.time() - float(progress.get("time", record.time)) < SILENCE_SECONDS
 
     def write_state(self, state: str, error: BaseException | None = None) -> None:
         """Writes the state of the job, and the error if it failed."""
@@ -212,9 +212,9 @@ class JobFolder:
 
     def progress(self) -> Progress:
         """The last recorded progress of the job; empty if there is none."""
-        found = self.read("progress")
+        record = self.read("progress")
         path = self.record_path("progress")
-        return Progress() if found is None else from_plain(Progress, found, path)
+        return Progress() if record is None else from_plain(Progress, record, path)
 
     def write_dropped(self, dropped: Sequence[Dropped]) -> None:
         """Writes the members that were dropped so far."""
@@ -244,15 +244,15 @@ class JobFolder:
     def workers(self, pipeline: str) -> dict[str, Work]:
         """The work in a pipeline by worker, from the oldest record; without unreadable records."""
         folder = files.join(self.path, _RECORDS)
-        found = {}
+        timed = {}
         for name in self._worker_files(pipeline):
             path = files.join(folder, name)
             worker = name.removeprefix(f"{pipeline}.").removesuffix(records.SUFFIX)
             with contextlib.suppress(Exception):
                 record = records.decode(files.read(path), path)
                 work = from_plain(Work, record["work"], path)
-                found[worker] = float(record["time"]), work
-        ordered = sorted(found.items(), key=lambda item: item[1][0])
+                timed[worker] = float(record["time"]), work
+        ordered = sorted(timed.items(), key=lambda item: item[1][0])
         return {worker: work for worker, (_, work) in ordered}
 
     def forget_workers(self, pipeline: str) -> None:

@@ -49,7 +49,8 @@ class Monitor:
         self._time, self._began = time.time(), time.monotonic()
         self._rounds = 0
         self._resumed: list[Step] = []
-        self._trace = Thinned[tuple[str, Span]](MAX_SPANS)
+        # Single spans of workers, with their workers; see `spans`.
+        self._trace = None if folder is None else Thinned[tuple[str, Span]](MAX_SPANS)
         self._workers: set[str] = set()
         self._pipeline: str | None = None
         self._lock = threading.Lock()
@@ -61,8 +62,9 @@ class Monitor:
         with self._lock:
             self._workers.add(worker)
             self.spans.add(replace(work, sums=_by_step(work.sums), spans=()))
-            for span in work.spans:
-                self._trace.add((worker, span))
+            if self._trace is not None:
+                for span in work.spans:
+                    self._trace.add((worker, span))
 
     def tick(self) -> None:
         """Raises `JobCancelledError` if the job was cancelled."""
@@ -101,14 +103,14 @@ class Monitor:
         with self._lock:
             was_mixed = self.provenance.is_mixed
             self.provenance |= provenance
-            found = self.provenance
-        if found.is_mixed and not was_mixed:
-            _log.warning("%s", found.mixture())
+            merged = self.provenance
+        if merged.is_mixed and not was_mixed:
+            _log.warning("%s", merged.mixture())
 
-    def drop(self, found: Sequence[Dropped], sizes: Mapping[str, int]) -> None:
+    def drop(self, dropped: Sequence[Dropped], sizes: Mapping[str, int]) -> None:
         """Records dropped members; see `DeadLetters.add`."""
-        if found:
-            self.letters.add(found, sizes)
+        if dropped:
+            self.letters.add(dropped, sizes)
             if self.folder is not None:
                 self.folder.write_dropped(self.letters.dropped)
 
@@ -127,18 +129,19 @@ class Monitor:
         self.tick()
 
     def _fold(self, name: str) -> None:
-        found = self._read(name)
+        works = self._read(name)
         with self._lock:
             self._pipeline = None
-            self._workers.update(found)
-            began = [work.began for work in found.values() if work.began is not None]
-            sums = folded(found.values(), self._plan)
-            last = _last_step(found.values())
+            self._workers.update(works)
+            began = [work.began for work in works.values() if work.began is not None]
+            sums = folded(works.values(), self._plan)
+            last = _last_step(works.values())
             self.spans.add(Work(sums, step=last, began=min(began, default=None)))
-            spans = [(worker, span) for worker, work in found.items() for span in work.spans]
-            for entry in sorted(spans, key=lambda entry: entry[1].start):
-                self._trace.add(entry)
-        if found and self.folder is not None:
+            if self._trace is not None:
+                spans = [(worker, span) for worker, work in works.items() for span in work.spans]
+                for entry in sorted(spans, key=lambda entry: entry[1].start):
+                    self._trace.add(entry)
+        if works and self.folder is not None:
             self.folder.forget_workers(name)
 
     def _read(self, pipeline: str | None) -> dict[str, Work]:
@@ -171,20 +174,20 @@ class Monitor:
         """Spans of this process, and of workers whose pipelines have ended, with their workers."""
         here = [(HERE, span) for span in self.spans.work().spans]
         with self._lock:
-            return (*here, *self._trace.entries)
+            return (*here, *(() if self._trace is None else self._trace.entries))
 
     def progress(self) -> Progress:
         """The progress of the job."""
         with self._lock:
             name = self._pipeline
-        found = self._read(name)
+        others = self._read(name)
         with self._lock:
             own = self.spans.work()
             if name != self._pipeline:  # the pipeline ended meanwhile and is counted already
-                found = {}
-            works = [own, *found.values()]
+                others = {}
+            works = [own, *others.values()]
             sums = _by_step(own.sums)
-            add_sums(sums, folded(found.values(), self._plan))
+            add_sums(sums, folded(others.values(), self._plan))
             whole, resumed = self._expected, expected(self._plan, self._resumed)
             seconds = time.monotonic() - self._began
             began = min((work.began for work in works if work.began is not None), default=math.inf)
@@ -197,7 +200,7 @@ class Monitor:
                 rounds_resumed=resumed.rounds_total or 0,
                 dropped=len(self.letters),
                 step=_last_step(works),
-                workers=len(self._workers | found.keys()),
+                workers=len(self._workers | others.keys()),
                 seconds=seconds,
                 planning=self._planning,
                 starting=min(max(began - self._time, 0.0), seconds),
@@ -210,10 +213,10 @@ def _last_step(works: Iterable[Work]) -> str:
 
 def _by_step(sums: Mapping[str, Mapping[str, float]]) -> Sums:
     """Sums of all rounds and branches by the name of the step in the plan."""
-    found: Sums = {}
+    total: Sums = {}
     for step, amounts in sums.items():
-        add_sums(found, {step_name(step): amounts})
-    return found
+        add_sums(total, {step_name(step): amounts})
+    return total
 
 
 def _less(whole: int | None, part: int | None) -> int | None:

@@ -26,8 +26,8 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
     pid = process.get("pid")
     if type(pid) is not int or pid < 1:
         return False
-    found = started(pid)
-    return found is not None and process.get("started") == found
+    start = started(pid)
+    return start is not None and process.get("started") == start
 
 
 def descends(pid: int) -> bool:

@@ -78,9 +78,9 @@ class Totals:
         total: Sums = {"": {}}
         for amounts in sums:
             add_sums(total, {"": amounts})
-        found = total[""]
-        counts: Any = {name: int(found.get(name, 0)) for name in cls.__annotations__}
-        return cls(**(counts | {kind: float(found.get(kind, 0.0)) for kind in KINDS}))
+        amounts_of = total[""]
+        counts: Any = {name: int(amounts_of.get(name, 0)) for name in cls.__annotations__}
+        return cls(**(counts | {kind: float(amounts_of.get(kind, 0.0)) for kind in KINDS}))
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,16 +165,16 @@ def expected(plan: Plan, steps: Iterable[Step]) -> Progress:
 
 def _placements(steps: Iterable[Step]) -> set[str]:
     """The placements over which these steps pass."""
-    found: set[str] = set()
+    placements: set[str] = set()
     for step in steps:
         match step:
             case Map(placement=placement):
-                found.add(placement)
+                placements.add(placement)
             case Loop(block=block):
-                found |= _placements(block.steps)
+                placements |= _placements(block.steps)
             case Branch(blocks=blocks):
-                found = found.union(*(_placements(block.steps) for block in blocks))
-    return found
+                placements = placements.union(*(_placements(block.steps) for block in blocks))
+    return placements
 
 
 _Counts = tuple[int | None, int | None]
@@ -186,19 +186,19 @@ def _expected(plan: Plan, steps: Iterable[Step]) -> _Counts:
     for step in steps:
         match step:
             case Map(placement=placement):
-                found: _Counts = (plan.shards(placement).count, 0)
+                counts: _Counts = (plan.shards(placement).count, 0)
             case Loop(rounds=None):
-                found = (None, None)
+                counts = (None, None)
             case Loop(rounds=int(rounds), block=block):
                 shards, inner = _expected(plan, block.steps)
-                found = _times(rounds, shards), _times(rounds, inner, 1)
+                counts = _times(rounds, shards), _times(rounds, inner, 1)
             case Branch(blocks=blocks):
                 ways = [_expected(plan, block.steps) for block in blocks]
                 shards, inner = (_alike(way[i] for way in ways) for i in range(2))
-                found = shards, inner
+                counts = shards, inner
             case _:
                 continue
-        shards, inner = (_plus(a, b) for a, b in zip(total, found, strict=True))
+        shards, inner = (_plus(a, b) for a, b in zip(total, counts, strict=True))
         total = shards, inner
     return total
 
@@ -212,8 +212,8 @@ def _times(rounds: int, each: int | None, more: int = 0) -> int | None:
 
 
 def _alike(counts: Iterable[int | None]) -> int | None:
-    found = set(counts)
-    return found.pop() if len(found) == 1 else None
+    distinct = set(counts)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 # --- what was done
@@ -233,22 +233,22 @@ def folded(works: Iterable[Work], plan: Plan) -> Sums:
         for step, more in work.shards.items():
             ranges[step] += more
     placements = {step.name: step.placement for step in walk(plan.steps) if isinstance(step, Map)}
-    for step, found in ranges.items():
+    for step, done in ranges.items():
         if step in placements:
-            sums[step] = sums.get(step, {}) | _counted(plan.shards(placements[step]), found)
+            sums[step] = sums.get(step, {}) | _counted(plan.shards(placements[step]), done)
     return sums
 
 
 def _counted(shards: Shards, ranges: Iterable[Range]) -> dict[str, float]:
-    found: dict[str, float] = dict.fromkeys(("members", "shards", "retries"), 0)
+    counts: dict[str, float] = dict.fromkeys(("members", "shards", "retries"), 0)
     for start, stop, times in merged(ranges):
         if stop > len(shards):  # a record of another plan
             continue
         first, last = (next(shards.between(index, index + 1)) for index in (start, stop - 1))
-        found["members"] += last.start + last.count - first.start
-        found["shards"] += stop - start
-        found["retries"] += (times - 1) * (stop - start)
-    return found
+        counts["members"] += last.start + last.count - first.start
+        counts["shards"] += stop - start
+        counts["retries"] += (times - 1) * (stop - start)
+    return counts
 
 
 def in_words(progress: Progress) -> str:

@@ -120,11 +120,13 @@ class Watchdog:
             "`error.failure.traceback` shows where it was. If it only needs longer, give a larger "
             "shard_timeout, or a smaller shard_size"
         )
-        found = placed_error(self.steps.get(step_name(span.step)), span.step, span.shard, timed_out)
+        placed = placed_error(
+            self.steps.get(step_name(span.step)), span.step, span.shard, timed_out
+        )
         stacks = "\n".join(filter(None, map(_stack, (*others, span))))
-        if found.failure is not None:
-            found.failure = replace(found.failure, traceback=stacks, time=time.time())
-        return found
+        if placed.failure is not None:
+            placed.failure = replace(placed.failure, traceback=stacks, time=time.time())
+        return placed
 
 
 def _entry(span: timed) -> WorkEntry:
@@ -224,10 +226,10 @@ def _look() -> None:
 def _report(watchdog: Watchdog, late: timed, spans: Sequence[timed]) -> None:
     """Records the error of work that is late, or of user code that it may wait for through JAX."""
     suspects = [span for span in spans if watchdog.is_late(span, 0.5)]
-    found = next(filter(_in_user_code, suspects), late)
-    others = [span for span in suspects if span is not found]
-    watchdog.note_late(watchdog.error(found, others))
+    culprit = next(filter(_in_user_code, suspects), late)
+    others = [span for span in suspects if span is not culprit]
+    watchdog.note_late(watchdog.error(culprit, others))
     # Raises an error in the thread when it next runs Python; C code is not interrupted.
-    if id(found) in _watched:
+    if id(culprit) in _watched:
         error = ctypes.py_object(JobCancelledError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(found.thread), error)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(culprit.thread), error)

@@ -102,8 +102,8 @@ def read_file(path: str) -> WorkingProcess | None:
     if len(data) != _FILE_BYTES or not _is_process(process):
         return None
     slots = (data[at : at + _SLOT_BYTES] for at in range(_HEADER_BYTES, _FILE_BYTES, _SLOT_BYTES))
-    found = (_read_slot(slot.rstrip(b"\0"), path) for slot in slots if slot[0])
-    entries = sorted((entry for entry in found if entry), key=lambda entry: entry.since)
+    entries_read = (_read_slot(slot.rstrip(b"\0"), path) for slot in slots if slot[0])
+    entries = sorted((entry for entry in entries_read if entry), key=lambda entry: entry.since)
     return WorkingProcess(process, bool(data[_LEFT_AT]), tuple(entries))
 
 

@@ -36,7 +36,6 @@ from beamjax.spans import (
     Span,
     Spans,
     Work,
-    book_first_call,
     count,
     merged,
     timed,
@@ -218,6 +217,7 @@ def test_what_was_done_in_the_end(fn, members, done, runner):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_steps_on_the_server_and_merges_are_timed(runner, monkeypatch):
+    bj.run(served, X, runner=runner, options={"shard_size": 8})  # first calls are compilation
     slow(monkeypatch, "run_server", 0.3, evaluate, passes, workers, combiners)
     for name in ("finish_buffer", "finish_tree"):
         slow(monkeypatch, name, 0.3, evaluate, passes, workers, combiners)
@@ -300,11 +300,9 @@ def test_a_first_call_is_compilation():
     function = jax.jit(lambda x: x * 3.5)
     for _ in range(2):
         with timed(spans, "step", "compute"):
-            began = time.perf_counter()
             function(np.float32(1))
             if not spans.work().sums:
                 time.sleep(slow_import)
-            book_first_call(began)
     found = Totals.of(spans.work().sums.values())
     assert found.compile >= slow_import > found.compute
 
@@ -345,7 +343,7 @@ def test_a_warm_local_call_spends_few_calls_on_spans():
     finally:
         sys.setprofile(None)
     assert calls["rest"] > 100
-    assert calls["spans"] <= 45  # for two passes, of about 440 calls
+    assert calls["spans"] <= calls.total() / 10
 
 
 # --- records in the folder
@@ -448,6 +446,7 @@ def test_a_pipeline_has_metrics_by_the_names_of_its_steps(monkeypatch):
     assert [len(times[f"{step}/read_ms"]) for step in steps] == [1, 1]
     assert [len(times[f"{step}/merge_ms"]) for step in steps] == [2, 2]
 
+    metrics(served)  # first calls are compilation
     slow(monkeypatch, "run_server", 0.1, workers)
     for name in ("finish_buffer", "finish_tree"):
         slow(monkeypatch, name, 0.1, combiners)
