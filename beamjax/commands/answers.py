@@ -60,8 +60,8 @@ def answers(work: Callable[..., Answer], refused: int = WRONG) -> Callable[..., 
             status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else status
             answer = Answer({"error": error_data(error)}, "", status)
         if as_json:
-            found = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
-            echo(json.dumps(_strict(found), indent=1))
+            data = {"ok": answer.status == DONE, **answer.data, "warnings": collected}
+            echo(json.dumps(_strict(data), indent=1))
         elif answer.text:
             echo(answer.text)
         click.get_current_context().exit(answer.status)
@@ -154,16 +154,16 @@ def _error_text(error: BaseException, full: bool) -> str:
 
 def user_frames(error: BaseException) -> list[str]:
     """The lines of a traceback without frames of beamjax, installed packages and Python."""
-    found = traceback.TracebackException.from_exception(error)
-    part: traceback.TracebackException | None = found
+    shown = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = shown
     while part is not None:
         frames = [frame for frame in part.stack if _is_users(frame.filename)]
         part.stack = traceback.StackSummary.from_list(frames)
         # Leaves out JAX's note that it removed frames of its own.
         part.__notes__ = [n for n in part.__notes__ or () if "removed its internal frames" not in n]
         part = part.__cause__
-    found.__context__ = None
-    return list(found.format())
+    shown.__context__ = None
+    return list(shown.format())
 
 
 def _is_users(file: str) -> bool:

@@ -89,13 +89,13 @@ def call_command(work: Callable[..., Answer]) -> click.Command:
 
 def parsed(command: click.Command, argv: Sequence[str]) -> dict[str, Any]:
     """The parameters of a command line, for the function that the command wraps."""
-    found = command.make_context(argv[0], list(argv[1:])).params
-    return {name: value for name, value in found.items() if name not in FLAGS}
+    values = command.make_context(argv[0], list(argv[1:])).params
+    return {name: value for name, value in values.items() if name not in FLAGS}
 
 
 def _parameters() -> list[click.Parameter]:
     arg = "An argument of the function, by the name of its parameter."
-    found: list[click.Parameter] = [
+    parameters: list[click.Parameter] = [
         click.Argument(["target"], type=click.Path()),
         click.Argument(["rest"], nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF BEAM]..."),
         click.Option(["--arg"], multiple=True, metavar="NAME=VALUE", help=arg),
@@ -105,8 +105,8 @@ def _parameters() -> list[click.Parameter]:
         settings: dict[str, Any] = {"type": kind, "metavar": "PATH" if rule.is_path else "X"}
         if rule.choices:
             settings = {"type": click.Choice(rule.choices)}
-        found.append(click.Option([f"--{name}"], help=summaries()[name], **settings))
-    return found
+        parameters.append(click.Option([f"--{name}"], help=summaries()[name], **settings))
+    return parameters
 
 
 def runner_option(**settings: Any) -> Callable[[Any], Any]:
@@ -132,12 +132,12 @@ class Invocation:
         from beamjax.commands.arguments import read_value
 
         if self.texts is None:
-            found = self.target(**self.flags)
-            if isinstance(found, tuple) and found and callable(found[0]):
-                return found[0], found[1:]
+            call = self.target(**self.flags)
+            if isinstance(call, tuple) and call and callable(call[0]):
+                return call[0], call[1:]
             raise OptionsError(
                 f"{_name(self.target)}: without --arg, it was called as a job, and it returned "
-                f"{found!r:.80}; expected a tuple of a function and its arguments"
+                f"{call!r:.80}; expected a tuple of a function and its arguments"
             )
         values = {name: read_value(text, f"--arg {name}") for name, text in self.texts.items()}
         bound = inspect.signature(self.target).bind_partial(**values)
@@ -156,13 +156,13 @@ class Invocation:
         big = {f"args[{i}]": i for i, value in enumerate(args) if _is_big_file(value)}
         if not big or any(isinstance(value, beamjax.StreamSource) for value in args):
             return fn, args
-        found = list(args)
+        values = list(args)
         for spec in plan_for(flatten_call(fn, args), self.options).plan.inputs:
             placed = spec.placed is not None or spec.views
             if spec.path in big and placed and spec.server is None and spec.axis == 0:
                 number = big[spec.path]
-                found[number] = beamjax.from_npy(found[number].filename)
-        return fn, tuple(found)
+                values[number] = beamjax.from_npy(values[number].filename)
+        return fn, tuple(values)
 
 
 @dataclass(frozen=True)
@@ -209,22 +209,22 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise OptionsError(f"--arg {text}: expected name=value")
-        if name in found:
-            raise OptionsError(f"--arg {name}: found twice: {found[name]!r} and {value!r}")
-        found[name] = value
-    return found
+        if name in values:
+            raise OptionsError(f"--arg {name}: found twice: {values[name]!r} and {value!r}")
+        values[name] = value
+    return values
 
 
 def _split_flags(
     words: Sequence[str], parameters: Mapping[str, inspect.Parameter]
 ) -> tuple[dict[str, Any], Any]:
     """Splits words into the values of flags for parameters of a job, and flags for Beam."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     beam: list[str] = []
     for flag, text, taken in split_flags(words):
         if not flag:
@@ -234,10 +234,10 @@ def _split_flags(
             )
         name = flag.replace("-", "_")
         if name in parameters:
-            given[name] = flag_value(parameters[name], text)
+            values[name] = flag_value(parameters[name], text)
         else:
             beam += taken
-    return given, tuple(beam)
+    return values, tuple(beam)
 
 
 def flag_value(parameter: inspect.Parameter, text: str) -> Any:
@@ -312,24 +312,24 @@ def find_target(text: str) -> Callable[..., Any]:
     # The folder of a file, or the current one for a module, is put on `sys.path`, as `python` does.
     # Functions of a file travel to workers by value, as those of a script do.
     where, _, attributes = text.partition(":")
-    found: Any = _load_file(where) if where.endswith(".py") or os.sep in where else _import(where)
+    target: Any = _load_file(where) if where.endswith(".py") or os.sep in where else _import(where)
     for name in attributes.split("."):
-        names = functions_of(found)
-        if not callable(getattr(found, name, None)):
-            there = type(getattr(found, name)).__name__ if hasattr(found, name) else repr(name)
+        names = functions_of(target)
+        if not callable(getattr(target, name, None)):
+            there = type(getattr(target, name)).__name__ if hasattr(target, name) else repr(name)
             raise OptionsError(
                 f"{text}: found {there if name else 'no name'} after the colon, expected "
                 f"{EXPECTED}; functions there: {listed(names)}{hint(name, names)}"
             )
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target
 
 
 def functions_of(holder: Any) -> list[str]:
     """Names of the public functions that a module defines, or if there are none, of its imports."""
-    found = [n for n in dir(holder) if not n.startswith("_") and callable(getattr(holder, n))]
+    names = [n for n in dir(holder) if not n.startswith("_") and callable(getattr(holder, n))]
     home = getattr(holder, "__name__", None)
-    return [n for n in found if getattr(getattr(holder, n), "__module__", "") == home] or found
+    return [n for n in names if getattr(getattr(holder, n), "__module__", "") == home] or names
 
 
 def _import(name: str) -> ModuleType:

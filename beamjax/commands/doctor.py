@@ -17,7 +17,7 @@ import click
 from beamjax._version import __version__
 from beamjax.commands.answers import DONE, FAILED, Answer, answers, echo
 from beamjax.options.rules import PLATFORMS
-from beamjax.pipelines.runners.runner_table import NAMES
+from beamjax.pipelines.runners import runner_table
 
 OK, WARNING, MISSING, ABSENT = "ok", "warning", "failed", "absent"
 """Statuses of a check: every run needs what is `MISSING`; only some runs need what is `ABSENT`."""
@@ -27,8 +27,8 @@ FREE_BYTES = 2**30
 """Free space of a folder below which `doctor` warns, in bytes."""
 REQUIRED = {"gpu": ("cuda", "rocm")} | {name: (name,) for name in PLATFORMS}
 """The values of `--require-platform`, and the platforms that each means."""
-RUNNERS = NAMES[1:]
-"""Runners that need more than the packages of beamjax."""
+RUNNERS = tuple(spec.name for spec in runner_table.RUNNERS if not spec.in_this_process)
+"""Runners that may need more than the packages of beamjax."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Finding:
 
     def __str__(self) -> str:
         mark = {OK: "ok", WARNING: "warning", MISSING: "FAILED", ABSENT: "-"}[self.status]
-        found = self.found.replace("\n", f"\n{'':9}")
-        line = f"{mark:7}  {self.name}: {found}"
+        text = self.found.replace("\n", f"\n{'':9}")
+        line = f"{mark:7}  {self.name}: {text}"
         return f"{line}\n{'':9}-> {self.remedy}" if self.remedy else line
 
 
@@ -116,9 +116,9 @@ def check_packages() -> Iterator[Finding]:
                 except importlib.metadata.PackageNotFoundError:
                     version = None
                 if version is None or not requirement.specifier.contains(version, prereleases=True):
-                    found = f"{version or 'not installed'}, {name} needs {requirement}"
+                    text = f"{version or 'not installed'}, {name} needs {requirement}"
                     remedy = f"pip install '{requirement}'"
-                    yield Finding(requirement.name, MISSING, found, remedy)
+                    yield Finding(requirement.name, MISSING, text, remedy)
     yield Finding("beamjax", OK, __version__)
 
 
@@ -154,8 +154,8 @@ def probe_body() -> None:
 
     x = jax.ShapeDtypeStruct((8, 8), np.float32)
     key, exported = export_body("probe", lambda x: [x @ x], [x], [default_platform()])
-    (found,) = load_body(key, exported)(np.ones((8, 8), np.float32))
-    np.testing.assert_array_equal(found, np.full((8, 8), 8, np.float32))
+    (product,) = load_body(key, exported)(np.ones((8, 8), np.float32))
+    np.testing.assert_array_equal(product, np.full((8, 8), 8, np.float32))
 
 
 def probe_run() -> None:
@@ -165,8 +165,8 @@ def probe_run() -> None:
     import beamjax as bj
 
     mean = bj.program(members=20)(lambda x: bj.reduce_mean(bj.map_fn(lambda v: v * 2, x)))
-    found = bj.run(mean, np.arange(20, dtype=np.float32), options={"shard_size": 8})
-    np.testing.assert_array_equal(found, 19)
+    result = bj.run(mean, np.arange(20, dtype=np.float32), options={"shard_size": 8})
+    np.testing.assert_array_equal(result, 19)
 
 
 PROBES: dict[str, tuple[Callable[[], None], str]] = {
@@ -215,9 +215,7 @@ def check_folder(folder: str, label: str) -> Finding:
 
 def check_runner(name: str, required: bool) -> Finding:
     """Whether this machine can start a Beam runner, or submit jobs to it."""
-    from beamjax.pipelines.runners.runner_table import spec_of
-
-    remedy = spec_of(name).missing()
+    remedy = runner_table.spec_of(name).missing()
     if not remedy:
         return Finding(name, OK, "can be used")
     return Finding(name, MISSING if required else ABSENT, "can't be used", remedy)

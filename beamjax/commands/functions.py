@@ -16,7 +16,8 @@ from beamjax.commands.calls import Command, Invocation, call_command, runner_opt
 from beamjax.errors import BeamjaxError, OptionsError, SourceError, VerificationError
 
 if TYPE_CHECKING:
-    pass
+    from beamjax.jobs.job import Job
+    from beamjax.options import Options
 
 one_runner = runner_option(
     default="DirectRunner", show_default=True, help="'local' for this process, or a Beam runner."
@@ -34,47 +35,69 @@ def run(call: Invocation, runner: str, out: str | None) -> Answer:
     """Run a function in this process or on a Beam runner."""
     from beamjax.commands import output
     from beamjax.execution import launch
-    from beamjax.storage.schema import to_plain
     from beamjax.telemetry import interrupts
-    from beamjax.telemetry.job_folder import JobFolder
 
-    options = call.options
-    output.check_out(out, options.keep)
-    if options.keep and out and options.results_folder is None:
-        options = replace(options, results_folder=os.path.abspath(out))
-    if options.progress is None and sys.stderr.isatty():
-        options = replace(options, progress=True)
+    output.check_out(out, call.options.keep)
+    options = _with_defaults(call.options, out)
     fn, args = call.load_for_workers()
     begin = time.monotonic()
     job = launch(fn, *args, runner=runner, options=options)
     try:
-        if options.job_folder is not None:
-            # `jobs resume` and `jobs replay` use it; its paths are relative to the current folder.
-            command = Command(tuple(call.argv), os.getcwd())
-            JobFolder(options.job_folder).write("command", to_plain(command))
+        _write_command(call, options.job_folder)
         result = job.result()
     except BeamjaxError as error:
         if error.run is not None:
-            folder = options.job_folder
-            add = "" if folder else ", add --job_folder=FOLDER; then"
-            replay = f"beamjax jobs replay {shlex.quote(folder) if folder else 'FOLDER'} --pdb"
-            error.replay_hint = f"To debug it as Python{add}: {replay}"
+            error.replay_hint = _replay_hint(options.job_folder)
         raise
     except KeyboardInterrupt as error:
         interrupts.exit_with(INTERRUPTED)
         click.echo("beamjax: interrupted", err=True)
-        found = {"error": error_data(error), "state": job.state.value}
-        return Answer({**found, "job_folder": options.job_folder}, status=INTERRUPTED)
+        data = {"error": error_data(error), "state": job.state.value}
+        return Answer({**data, "job_folder": options.job_folder}, status=INTERRUPTED)
     seconds = time.monotonic() - begin
     if out:
         output.write_out(result, out)
+    return _run_answer(job, result, seconds, out, options.job_folder)
+
+
+def _with_defaults(options: Options, out: str | None) -> Options:
+    """The options with what the command line adds: a folder for results, and a bar."""
+    if options.keep and out and options.results_folder is None:
+        options = replace(options, results_folder=os.path.abspath(out))
+    if options.progress is None and sys.stderr.isatty():
+        options = replace(options, progress=True)
+    return options
+
+
+def _write_command(call: Invocation, folder: str | None) -> None:
+    """Writes the command line to the folder of the job, for `jobs resume` and `jobs replay`."""
+    from beamjax.storage.schema import to_plain
+    from beamjax.telemetry.job_folder import JobFolder
+
+    if folder is not None:
+        # Its paths are relative to the current folder.
+        command = Command(tuple(call.argv), os.getcwd())
+        JobFolder(folder).write("command", to_plain(command))
+
+
+def _replay_hint(folder: str | None) -> str:
+    add = "" if folder else ", add --job_folder=FOLDER; then"
+    replay = f"beamjax jobs replay {shlex.quote(folder) if folder else 'FOLDER'} --pdb"
+    return f"To debug it as Python{add}: {replay}"
+
+
+def _run_answer(
+    job: Job, result: Any, seconds: float, out: str | None, folder: str | None
+) -> Answer:
+    from beamjax.commands import output
+
     data = {
         "program": job.name,
         "runner": job.runner,
         "seconds": seconds,
         "result": output.result_data(result),
         "out": out,
-        "job_folder": options.job_folder,
+        "job_folder": folder,
         "progress": job.progress().to_json(),
         "dropped": [vars(dropped) for dropped in job.dropped],
     }
@@ -126,14 +149,14 @@ def explain(call: Invocation, runner: str, stage: str, mermaid: bool, html: str 
     from beamjax import explanation
 
     fn, args = call.load_for_workers() if stage == "plan" else call.load()
-    found = explanation.explain(fn, *args, stage=stage, runner=runner, options=call.options)
+    shown = explanation.explain(fn, *args, stage=stage, runner=runner, options=call.options)
     if html:
-        save_page(found, html)
-    data: dict[str, object] = {"stage": found.stage}
-    data |= {"plan": found.to_json()} if stage == "plan" else {"text": found.text}
+        save_page(shown, html)
+    data: dict[str, object] = {"stage": shown.stage}
+    data |= {"plan": shown.to_json()} if stage == "plan" else {"text": shown.text}
     if mermaid:
-        return Answer({**data, "mermaid": found.to_mermaid()}, found.to_mermaid())
-    return Answer(data, f"written to {html}" if html else found.text)
+        return Answer({**data, "mermaid": shown.to_mermaid()}, shown.to_mermaid())
+    return Answer(data, f"written to {html}" if html else shown.text)
 
 
 def save_page(page: Any, path: str) -> None:

@@ -52,22 +52,22 @@ def list_jobs(folder: str) -> Answer:
         )
     if not os.path.isdir(folder):
         raise OptionsError(f"{folder}: found no such folder, expected one with folders of jobs")
-    found = []
+    summaries = []
     for path in _folders(folder):
         try:
             trust.check_folder(path, "jobs list")
             place = JobFolder(path)
-            found.append(_summary(place, place.progress()))
+            summaries.append(_summary(place, place.progress()))
         except BeamjaxError as error:
             state = "not trusted" if isinstance(error, OptionsError) else "damaged"
-            found.append({"folder": path, "state": state, "error": str(error)})
-    found.sort(key=lambda job: (job.get("started") or "", job["folder"]))
+            summaries.append({"folder": path, "state": state, "error": str(error)})
+    summaries.sort(key=lambda job: (job.get("started") or "", job["folder"]))
     rows = [("JOB", "STATE", "PROGRAM", "RUNNER", "STARTED", "PROGRESS")]
-    for job in found:
+    for job in summaries:
         shown = [job.get(name, "-") for name in ("state", "program", "runner", "started", "done")]
         rows.append((os.path.basename(job["folder"]), *shown))
     lines = aligned([tuple(map(printable, row)) for row in rows])
-    return Answer({"jobs": found}, "\n".join(lines) if found else f"no jobs in {folder}")
+    return Answer({"jobs": summaries}, "\n".join(lines) if summaries else f"no jobs in {folder}")
 
 
 def _folders(root: str) -> list[str]:
@@ -139,33 +139,35 @@ def show(job: str, html: str | None) -> Answer:
 
     folder = find_job(job)
     progress = folder.progress()
-    found = _summary(folder, progress)
-    found["dropped"] = len(folder.dropped())
+    summary = _summary(folder, progress)
+    summary["dropped"] = len(folder.dropped())
     command = read_command(folder)
-    found["command"] = None if command is None else ["beamjax", *command.argv]
-    process = found["process"]
-    rows = [(name, str(found[name])) for name in ("folder", "state", "program", "runner")]
-    rows.append(("started", f"{found['started']} by {process.get('pid')} on {process.get('host')}"))
-    rows.append(("progress", found["done"]))
-    if made := made_in_words(progress.done):
-        rows.append(("loaded", made))
-    if found["dropped"]:
-        rows.append(("dropped", f"{found['dropped']} members"))
+    summary["command"] = None if command is None else ["beamjax", *command.argv]
+    process = summary["process"]
+    rows = [(name, str(summary[name])) for name in ("folder", "state", "program", "runner")]
+    rows.append(
+        ("started", f"{summary['started']} by {process.get('pid')} on {process.get('host')}")
+    )
+    rows.append(("progress", summary["done"]))
+    if loaded := made_in_words(progress.done):
+        rows.append(("loaded", loaded))
+    if summary["dropped"]:
+        rows.append(("dropped", f"{summary['dropped']} members"))
     if command is not None:
-        rows.append(("command", shlex.join(found["command"])))
-    if found["error"] is not None:
-        rows.append(("error", "{type}: {message}".format_map(found["error"])))
+        rows.append(("command", shlex.join(summary["command"])))
+    if summary["error"] is not None:
+        rows.append(("error", "{type}: {message}".format_map(summary["error"])))
     if html:
         save_page(read_report(folder), html)
         rows.append(("page", html))
     # The message of an error may have several lines, and comes last.
     lines = aligned([(name, printable(text, lines=name == "error")) for name, text in rows])
-    if found["state"] == "done":
-        lines += _add_result(folder, found)
-    return Answer({"job": found}, "\n".join(lines))
+    if summary["state"] == "done":
+        lines += _add_result(folder, summary)
+    return Answer({"job": summary}, "\n".join(lines))
 
 
-def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
+def _add_result(folder: JobFolder, summary: dict[str, Any]) -> list[str]:
     """Adds the result of a job to `found`; returns its text."""
     from beamjax.commands.output import result_data, result_text
     from beamjax.jobs.results import read_result
@@ -173,9 +175,9 @@ def _add_result(folder: JobFolder, found: dict[str, Any]) -> list[str]:
     try:
         result = read_result(folder)
     except BeamjaxError as error:
-        found["result"] = {"error": str(error)}
+        summary["result"] = {"error": str(error)}
         return [f"the result: {error}"]
-    found["result"] = result_data(result)
+    summary["result"] = result_data(result)
     return [result_text(result)]
 
 
@@ -193,14 +195,14 @@ def cancel(job: str, timeout: float) -> Answer:
     """Cancel JOB, and wait until it has ended."""
     from beamjax.jobs.job import Job, JobState
 
-    found = Job(find_job(job))
-    found.cancel()
-    state = found.wait(timeout)
-    text = f"{found.folder}: {state.value}"
+    handle = Job(find_job(job))
+    handle.cancel()
+    state = handle.wait(timeout)
+    text = f"{handle.folder}: {state.value}"
     if state is JobState.RUNNING:
         text += f" after {timeout:g} s; it ends when its workers have finished their shards"
     status = FAILED if state is JobState.RUNNING else DONE
-    return Answer({"folder": found.folder, "state": state.value}, text, status)
+    return Answer({"folder": handle.folder, "state": state.value}, text, status)
 
 
 # --- resume and replay
@@ -243,22 +245,22 @@ def replay(job: str, debug: bool, **chosen: Any) -> Answer:
     call = make_call(parsed(run, _enter(folder)))
     fn, args = call.load_for_workers()
     try:
-        found = replaying.replay(folder.path, fn, *args, **chosen, options=call.options)
+        result = replaying.replay(folder.path, fn, *args, **chosen, options=call.options)
     except BeamjaxError:
         raise
     except Exception as error:
         if debug:
             pdb.post_mortem(error.__traceback__)
         raise
-    return Answer({"result": result_data(found)}, result_text(found))
+    return Answer({"result": result_data(result)}, result_text(result))
 
 
 def read_command(folder: JobFolder) -> Command | None:
     """The command line that started a job; None if another process called beamjax."""
     from beamjax.storage.schema import from_plain
 
-    found = folder.read("command")
-    return None if found is None else from_plain(Command, found, folder.record_path("command"))
+    record = folder.read("command")
+    return None if record is None else from_plain(Command, record, folder.record_path("command"))
 
 
 def _enter(folder: JobFolder) -> list[str]:

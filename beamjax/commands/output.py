@@ -30,7 +30,7 @@ def named_leaves(result: Any) -> Iterator[tuple[str, str, Any]]:
 
 def result_data(result: Any) -> list[dict[str, Any]]:
     """The name, dtype and shape of each leaf as JSON values, with its elements if they are few."""
-    found = []
+    leaves = []
     for _, name, leaf in named_leaves(result):
         facts: dict[str, Any] = {"name": name}
         if isinstance(leaf, KeyedTable):
@@ -42,8 +42,8 @@ def result_data(result: Any) -> list[dict[str, Any]]:
             elif leaf.size <= SMALL:
                 array = plain(leaf)
                 facts["value"] = (array.astype(str) if array.dtype.kind == "c" else array).tolist()
-        found.append(facts)
-    return found
+        leaves.append(facts)
+    return leaves
 
 
 def result_text(result: Any) -> str:
