@@ -29,7 +29,10 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 PROGRAMS = """
 import json, os, sys
-os.sched_setaffinity(0, json.loads(sys.argv[1]))
+cores, pretended = json.loads(sys.argv[1])
+os.sched_setaffinity(0, cores)
+if pretended:  # threads and clients for so many cores, though there are fewer
+    os.sched_getaffinity, os.cpu_count = lambda _: set(range(pretended)), lambda: pretended
 import jax, jax.numpy as jnp, numpy as np
 import beamjax as bj
 
@@ -74,6 +77,7 @@ cases = {
     "members": (members, normal(3, 160, 160)),
     "server": (on_the_server, normal(9, 4096, 160)),
     "rounds": (rounds, w, normal(3, 2048, 64)),
+    "shards": (loss, w, normal(256, 512, 64)),
 }
 both = [("local", {"member_loop": "loop"}), ("DirectRunner", {"member_loop": "loop"})]
 ways = [("local", {"member_loop": "vmap"}), ("local", {"member_loop": "vmap", "xla_threads": 3})]
@@ -98,13 +102,16 @@ class Rows:
 svd = program(lambda x: bj.reduce_sum(bj.map_fn(lambda x: jnp.linalg.svd(x)[1], x)))
 bj.run(svd, bj.from_random_access(Rows()), runner="local", options={"shard_size": 8})
 print(json.dumps([before, during[-1], threads()]))
+
+from beamjax.runtime.ordered_pool import usual_threads
+print(json.dumps(usual_threads()))
 """
 
 
-def started(cores):
+def started(cores, pretended=0):
     """A process that computes on these cores alone."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, "-c", PROGRAMS, json.dumps(cores)]
+    command = [sys.executable, "-c", PROGRAMS, json.dumps([cores, pretended])]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
@@ -117,8 +124,11 @@ def printed(process):
 
 @pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
 def test_the_number_of_cores_does_not_show_in_the_bits():
-    (*one, _), (*several, threads) = map(printed, [started(CORES[:1]), started(CORES)])
-    assert [a[:3] for a, b in zip(one, several, strict=True) if a != b] == []
+    processes = started(CORES[:1]), started(CORES), started(CORES, 16)
+    (*one, _, _), (*several, threads, _), (*many, _, count) = map(printed, processes)
+    assert count == 16
+    for others in (several, many):
+        assert [a[:3] for a, b in zip(one, others, strict=True) if a != b] == []
     of = {(name, runner, *options.values()): leaves for name, runner, options, leaves in one}
     on_beam = [key for key in of if key[1] == "DirectRunner"]
     assert [key for key in on_beam if of[key] != of[key[0], "local", *key[2:]]] == []
