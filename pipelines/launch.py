@@ -98,7 +98,7 @@ class Launcher:
         connection = self.connection
         look = lost_workers.Look(store, plan.steps, not connection.spec.replaces_workers)
         end = lost_workers.end_pipeline if connection.shared else lost_workers.end_workers
-        progress = connection.spec.progress(pipeline.options)
+        progress = connection.spec.job(pipeline.options).look()
         run_pipeline(pipeline, [self.monitor.tick, look, progress], functools.partial(end, store))
 
     def outputs(
@@ -241,21 +241,21 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
 
 
 def _run_to_its_end(pipeline: beam.Pipeline, result: Any, looks: Sequence[Look]) -> None:
-    spec, outcome = spec_of(pipeline.runner), interrupts.in_thread(result.wait_until_finish)
+    job = spec_of(pipeline.runner).job(pipeline.options)
+    outcome = interrupts.in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]
     try:
         _watch(outcome, looks)
-        if outcome.exception() and spec.goes_on(pipeline.options):
+        if outcome.exception() and job.goes_on():
             # The job server is gone, but the job goes on without it.
-            outcome = interrupts.in_thread(functools.partial(spec.wait, pipeline.options))
+            outcome = interrupts.in_thread(job.wait)
             _watch(outcome, looks)
         if error := outcome.exception():
-            raise spec.gone(pipeline.options) or PipelineError(str(error)) from error
+            raise job.gone() or PipelineError(str(error)) from error
     except BaseException:
         # Workers must not continue after the run has failed. The threads are for runners that do
         # not answer any more.
-        cancel_jobs = functools.partial(spec.cancel, pipeline.options)
-        cancels = [interrupts.in_thread(cancel) for cancel in (result.cancel, cancel_jobs)]
+        cancels = [interrupts.in_thread(cancel) for cancel in (result.cancel, job.cancel)]
         wait(cancels, _SECONDS_TO_CANCEL)
         raise
 

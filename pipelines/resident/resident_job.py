@@ -198,7 +198,7 @@ class ResidentJob:
 
     def _reason(self, pipeline: beam.Pipeline) -> Callable[[], BeamjaxError | None]:
         """A look for the reason why no worker joins. Once one has, the others can do without it."""
-        progress = self.connection.spec.progress(pipeline.options, attempts=2)
+        progress = self.connection.spec.job(pipeline.options).look(attempts=2)
 
         def look() -> BeamjaxError | None:
             if self._pool is None or self._pool.has_had_workers:

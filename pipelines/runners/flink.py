@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from beamjax.errors import WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.runners.spec import Look, RunnerSpec, number
+from beamjax.pipelines.runners.spec import RunnerSpec, RunningJob, number
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
@@ -24,9 +23,9 @@ class Flink(RunnerSpec):
     def connect(
         self, options: Options, flags: PipelineOptions, dry: bool = False
     ) -> tuple[Options, PipelineOptions]:
-        from beamjax.pipelines.clusters import flink_jobs
+        from beamjax.pipelines.clusters.flink_server import connected
 
-        return options, flink_jobs.connected(flags)
+        return options, connected(flags)
 
     def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
         """Those of a task manager with slots, or of Flink in a job server."""
@@ -50,31 +49,11 @@ class Flink(RunnerSpec):
         return processes.missing("java", "mvn")
 
     def begin(self, flags: PipelineOptions) -> None:
-        from beamjax.pipelines.clusters import flink_jobs
+        from beamjax.pipelines.runners.flink_job import rename
 
-        flink_jobs.rename(flags)
+        rename(flags)
 
-    def progress(self, flags: PipelineOptions, attempts: int = 3) -> Look:
-        from beamjax.pipelines.clusters import flink_jobs
+    def job(self, flags: PipelineOptions) -> RunningJob:
+        from beamjax.pipelines.runners.flink_job import FlinkJob
 
-        return flink_jobs.Progress(flags, attempts)
-
-    def goes_on(self, flags: PipelineOptions) -> bool:
-        from beamjax.pipelines.clusters import flink_jobs
-
-        return flink_jobs.is_running(flags)
-
-    def wait(self, flags: PipelineOptions) -> None:
-        from beamjax.pipelines.clusters import flink_jobs
-
-        flink_jobs.wait(flags)
-
-    def gone(self, flags: PipelineOptions) -> WorkerError | None:
-        from beamjax.pipelines.clusters import flink_jobs
-
-        return flink_jobs.gone(flags)
-
-    def cancel(self, flags: PipelineOptions) -> None:
-        from beamjax.pipelines.clusters import flink_jobs
-
-        flink_jobs.cancel(flags)
+        return FlinkJob(flags)

@@ -15,6 +15,28 @@ Look = Callable[[], BeamjaxError | None]
 """Checks a running pipeline; returns or raises an error if the pipeline must end."""
 
 
+class RunningJob:
+    """The job of a running pipeline, as its runner knows it. This class asks no runner."""
+
+    def look(self, attempts: int = 3) -> Look:
+        """Looks why the job does not get on; a worker is unreachable after so many failures."""
+        return lambda: None
+
+    def goes_on(self) -> bool:
+        """Whether the job goes on though its job server is gone."""
+        return False
+
+    def wait(self) -> None:
+        """Waits for the end of a job that goes on; RuntimeError if it fails."""
+
+    def gone(self) -> BeamjaxError | None:
+        """The error of a cluster that does not answer any more, after the pipeline failed."""
+        return None
+
+    def cancel(self) -> None:
+        """Ends the job, if Beam's own cancellation may leave it running; warns if it goes on."""
+
+
 class RunnerSpec:
     """What beamjax knows of a Beam runner. This class serves any runner, cautiously."""
 
@@ -67,28 +89,12 @@ class RunnerSpec:
         """What this machine lacks to use the runner, and what to do; "" if nothing."""
         return ""
 
-    # --- a running pipeline
-
     def begin(self, flags: PipelineOptions) -> None:
         """Prepares the options of a new pipeline."""
 
-    def progress(self, flags: PipelineOptions, attempts: int = 3) -> Look:
-        """Looks why a pipeline does not get on; a worker is unreachable after so many failures."""
-        return lambda: None
-
-    def goes_on(self, flags: PipelineOptions) -> bool:
-        """Whether the job of a pipeline goes on though its job server is gone."""
-        return False
-
-    def wait(self, flags: PipelineOptions) -> None:
-        """Waits for the end of a job that goes on; RuntimeError if it fails."""
-
-    def gone(self, flags: PipelineOptions) -> BeamjaxError | None:
-        """The error of a cluster that does not answer any more, after a pipeline failed."""
-        return None
-
-    def cancel(self, flags: PipelineOptions) -> None:
-        """Ends the job of a pipeline, if Beam's own cancellation may leave it running."""
+    def job(self, flags: PipelineOptions) -> RunningJob:
+        """The job of a pipeline with these options that runs."""
+        return RunningJob()
 
 
 def number(flags: Mapping[str, Any], name: str, default: int) -> int:

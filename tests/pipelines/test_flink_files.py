@@ -12,14 +12,14 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import (
     flink_cluster,
-    flink_jobs,
+    flink_server,
     guard,
     jars,
     job_servers,
     processes,
 )
 from beamjax.pipelines.clusters.flink_cluster import Cluster, Settings
-from beamjax.pipelines.clusters.flink_jobs import connected
+from beamjax.pipelines.clusters.flink_server import connected
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker" / "flink"
@@ -194,7 +194,7 @@ def test_where_jobs_go(given, runs, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(flink_cluster, "default_folder", lambda: tmp_path / "default")
     monkeypatch.setattr(flink_cluster, "read", lambda folder: CLUSTER if folder in there else None)
     monkeypatch.setattr(guard, "watched", lambda address, pid: "a-name")
-    monkeypatch.setattr(flink_jobs, "_checked", lambda rest, options, *args, **kwargs: options)
+    monkeypatch.setattr(flink_server, "_checked", lambda rest, options, *args, **kwargs: options)
     monkeypatch.setattr(
         job_servers,
         "connected_to_java",

@@ -13,10 +13,12 @@ from apache_beam.runners.portability.flink_runner import FlinkRunner
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.options import parse_options
 from beamjax.pipelines import launch
-from beamjax.pipelines.clusters import flink_jobs, processes
-from beamjax.pipelines.clusters.flink_jobs import check, reason_of
+from beamjax.pipelines.clusters import flink_server, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest
+from beamjax.pipelines.clusters.flink_server import check
+from beamjax.pipelines.runners import flink_job
 from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.runners.flink_job import FlinkJob, reason_of
 from beamjax.pipelines.worker.worker_errors import PipelineError
 
 REFUSED = """io.grpc.StatusRuntimeException: UNAVAILABLE: io exception
@@ -111,9 +113,9 @@ def test_what_may_be_a_mistake(cluster):
 
 
 def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(flink_jobs.guard, "watched", lambda address, pid: "a-name")
+    monkeypatch.setattr(flink_server.guard, "watched", lambda address, pid: "a-name")
     options = PipelineOptions([f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
-    found = flink_jobs.connected(options).get_all_options(drop_default=True)
+    found = flink_server.connected(options).get_all_options(drop_default=True)
     assert found == {
         "flink_master": cluster.master, "job_endpoint": "host:1", "job_name": "a-name",
         "parallelism": 2, "execution_mode_for_batch": "BATCH_FORCED",
@@ -122,23 +124,23 @@ def test_defaults_for_a_cluster(cluster, monkeypatch, caplog):
     assert not caplog.records
     given = ["--environment_type=EXTERNAL", "--environment_config=127.0.0.2:1", "--parallelism=1"]
     options = PipelineOptions([*given, f"--flink_master={cluster.master}", "--job_endpoint=host:1"])
-    assert flink_jobs.connected(options).get_all_options()["parallelism"] == 1
+    assert flink_server.connected(options).get_all_options()["parallelism"] == 1
     (record,) = caplog.records
     assert "no pool of workers answers at 127.0.0.2:1" in record.getMessage()
 
 
 def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(flink_jobs, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(flink_job, "_SECONDS_BETWEEN_LOOKS", 0.01)
     jobs = [job(1), job(2, "other"), job(3), job(4, state="FAILED")]
     cluster.answers["/jobs/overview"]["jobs"] = jobs
     options = PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"])
-    flink_jobs.cancel(options)
+    FlinkJob(options).cancel()
     assert cluster.cancelled == ["job-1", "job-3"]
     assert not caplog.records
     cluster.ends = False
-    monkeypatch.setattr(flink_jobs, "_SECONDS_TO_GO", 0.0)
+    monkeypatch.setattr(flink_job, "_SECONDS_TO_GO", 0.0)
     jobs.append(job(5))
-    flink_jobs.cancel(options)
+    FlinkJob(options).cancel()
     assert [record.getMessage() for record in caplog.records] == [
         f"the job job-5 at http://{cluster.master} still runs; cancel it in Flink's dashboard"
     ]
@@ -146,20 +148,21 @@ def test_the_jobs_of_a_pipeline_are_cancelled(cluster, monkeypatch, caplog):
 
 def test_an_end_that_can_not_be_checked_is_a_warning(monkeypatch, caplog):
     options = PipelineOptions(["--job_name=mine", "--job_endpoint=host:8099"])
-    flink_jobs.cancel(options)
-    monkeypatch.setattr(flink_jobs.job_servers, "is_own", lambda endpoint: endpoint == "host:8099")
-    flink_jobs.cancel(options)  # it ends with this process
+    FlinkJob(options).cancel()
+    monkeypatch.setattr(flink_job.job_servers, "is_own", lambda endpoint: endpoint == "host:8099")
+    FlinkJob(options).cancel()  # it ends with this process
     (record,) = caplog.records
     assert "the job mine was cancelled at host:8099, whose Flink may go on" in record.getMessage()
 
 
 def test_a_job_that_arrives_after_its_cancellation_is_cancelled(cluster, monkeypatch):
     """A job server goes on to submit a pipeline after its launcher was interrupted."""
-    monkeypatch.setattr(flink_jobs, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(flink_job, "_SECONDS_BETWEEN_LOOKS", 0.01)
     cluster.answers["/jobs/overview"]["jobs"] = jobs = [job(2, "other")]
     late = threading.Timer(0.2, lambda: jobs.append(job(1)))
     late.start()
-    flink_jobs.cancel(PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"]))
+    options = PipelineOptions(["--job_name=mine", f"--flink_master={cluster.master}"])
+    FlinkJob(options).cancel()
     late.join()
     assert cluster.cancelled == ["job-1"]
 
@@ -170,7 +173,7 @@ def test_each_pipeline_has_a_name_of_its_own(cluster):
     names = []
     for given in ("beamjax-7-abc", "beamjax-7-abc", "of the user"):
         options = PipelineOptions([*flags, f"--job_name={given}"])
-        flink_jobs.rename(options)
+        flink_job.rename(options)
         names.append(options.get_all_options()["job_name"])
     assert names[0].startswith("beamjax-7-abc-")
     assert names[0] != names[1]
@@ -195,7 +198,7 @@ def test_a_job_goes_on_without_its_job_server(cluster, monkeypatch):
 
     # Not of all threads: other tests may have left some that wait.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(flink_jobs, "time", clock)
+    monkeypatch.setattr(flink_job, "time", clock)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
     options = PipelineOptions(flags)
     pipeline = SimpleNamespace(runner=FlinkRunner(), options=options, run=Gone)
@@ -227,9 +230,10 @@ def test_why_a_job_does_not_get_on(cluster, monkeypatch):
     found = reason_of([(1, REFUSED), (2, REFUSED)], "localhost:50001", 2)
     assert found.startswith("a task manager can't reach its pool of workers at localhost:50001 (Co")
     now = time.monotonic()
-    monkeypatch.setattr(flink_jobs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(flink_job.time, "monotonic", lambda: now)
     flags = ["--job_name=mine", f"--flink_master={cluster.master}"]
-    look = flink_jobs.Progress(PipelineOptions([*flags, "--environment_config=localhost:50001"]), 2)
+    options = PipelineOptions([*flags, "--environment_config=localhost:50001"])
+    look = FlinkJob(options).look(2)
     cluster.answers["/jobs/overview"]["jobs"] = [job(1)]
     entries = [{"timestamp": 1, "stacktrace": REFUSED}]
     cluster.answers["/jobs/job-1/exceptions"] = {"exceptionHistory": {"entries": entries}}
@@ -259,8 +263,8 @@ def test_a_job_manager_that_is_gone_is_named(monkeypatch):
     with pytest.raises(WorkerError, match=names):  # when the job server gives up
         launch.run_pipeline(SimpleNamespace(runner=FlinkRunner(), options=flags, run=Failing))
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(flink_jobs, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    look = flink_jobs.Progress(flags)
+    monkeypatch.setattr(flink_job, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    look = FlinkJob(flags).look()
     for clock.now in range(20):  # it may be restarted
         assert look() is None
     clock.now = 24.0
@@ -271,7 +275,7 @@ def test_a_job_manager_that_is_gone_is_named(monkeypatch):
 def test_versions_of_job_servers_are_those_of_beam(cluster):
     for flags in (["--flink_version=1.20"], ["--flink_version=2.2"], ["--flink_job_server_jar=x"]):
         options = PipelineOptions(flags)
-        assert flink_jobs.connected(options) is options
+        assert flink_server.connected(options) is options
 
 
 def test_a_job_server_on_another_host_needs_a_folder():

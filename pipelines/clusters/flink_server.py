@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import secrets
-import time
 import urllib.error
 from pathlib import Path
 
-from apache_beam.options.pipeline_options import (
-    FlinkRunnerOptions,
-    GoogleCloudOptions,
-    PipelineOptions,
-    PortableOptions,
-)
+from apache_beam.options.pipeline_options import FlinkRunnerOptions, PipelineOptions
 
-from beamjax.errors import OptionsError, WorkerError
+from beamjax.errors import OptionsError
 from beamjax.pipelines import own_user
 from beamjax.pipelines.clusters import flink_cluster, guard, jars, job_servers, processes
 from beamjax.pipelines.clusters.flags import ClusterOptions
@@ -28,9 +20,6 @@ VERSION = "1.16"
 """The version of Flink in `java/flink.xml`, for which beamjax starts job servers."""
 POOL = "localhost:50001"
 """Where task managers look for pools by default: the port of `worker_pool`, on their own hosts."""
-_SECONDS_BETWEEN_LOOKS = 0.5
-_SECONDS_TO_GO = 10.0
-"""Seconds in which a cancelled job has to be gone."""
 _LOG = logging.getLogger("beamjax")
 
 
@@ -91,139 +80,6 @@ def rest_of(options: PipelineOptions) -> FlinkRest | None:
     if master in flink_cluster.EMBEDDED or ":" not in master:
         return None
     return FlinkRest(master.rstrip("/") if "://" in master else f"http://{master}")
-
-
-def rename(options: PipelineOptions) -> None:
-    """Gives the job of a pipeline a name of its own, by which Flink knows it."""
-    # A run that starts its job again cancels the one before, and must not cancel the new one.
-    named = options.view_as(GoogleCloudOptions)
-    if rest_of(options) is not None and (named.job_name or "").startswith(guard.PREFIX):
-        named.job_name = f"{named.job_name}-{secrets.token_hex(4)}"
-
-
-def is_running(options: PipelineOptions) -> bool:
-    """Whether the job of a pipeline runs, as Flink says."""
-    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
-    try:
-        return bool(rest is not None and name and rest.running(name))
-    except NO_ANSWER:
-        return False
-
-
-def wait(options: PipelineOptions) -> None:
-    """Waits for the end of the job of a pipeline, without its job server."""
-    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
-    assert rest is not None
-    try:
-        while rest.running(name):
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-        state, reason = rest.end(name)
-    except NO_ANSWER as error:
-        raise RuntimeError(f"Flink at {rest.address} does not answer: {error}") from error
-    if state != "FINISHED":
-        raise RuntimeError(f"the job {name} of Flink ended as {state}: {reason}")
-
-
-def cancel(options: PipelineOptions) -> None:
-    """Ends the jobs of a pipeline on its cluster, and warns of those that go on."""
-    # The cancellation of Beam's job servers may leave them running, with all their slots.
-    rest, name = rest_of(options), options.view_as(GoogleCloudOptions).job_name
-    if rest is None or not name:
-        endpoint = options.view_as(PortableOptions).job_endpoint
-        if endpoint and not job_servers.is_own(endpoint):
-            _LOG.warning(
-                "the job %s was cancelled at %s, whose Flink may go on until its workers notice; "
-                "with the option flink_master, its end is checked", name or "", endpoint,
-            )  # fmt: skip
-        return
-    end = time.monotonic() + _SECONDS_TO_GO
-    try:
-        # At first there may be none: a job server goes on to submit a job after a cancellation.
-        while (left := rest.cancel(jobs := rest.named(name))) or not jobs:
-            if time.monotonic() > end:
-                break
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-    except NO_ANSWER as error:
-        _LOG.warning("can't cancel the job %s at %s: %s", name, rest.address, error)
-        return
-    for job in left:
-        _LOG.warning(
-            "the job %s at %s still runs; cancel it in Flink's dashboard",
-            job["jid"], rest.address,
-        )  # fmt: skip
-
-
-def gone(options: PipelineOptions) -> WorkerError | None:
-    """The error of a job manager that does not answer."""
-    rest = rest_of(options)
-    if rest is None:
-        return None
-    try:
-        rest.ask("config")
-    except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return WorkerError(
-            f"flink_master: the job manager at {rest.address} does not answer any more ({reason}); "
-            "start it again, and run again"
-        )
-    return None
-
-
-_REFUSED = re.compile(
-    r"(?:Connection refused|UnknownHostException)[^\n]*?([\w.-]+(?:/[\d.]+)?:\d+)"
-)
-_NO_SLOTS = "NoResourceAvailableException"
-
-
-def reason_of(failures: list[tuple[int, str]], pool: str, attempts: int) -> str | None:
-    """Why a job does not get on, if its failures show it; None if they don't."""
-    refusals = {}
-    for moment, text in failures:
-        refused = _REFUSED.search(text)
-        # By the port alone: each task manager writes the name of the host in its own way.
-        if refused and refused[1].rpartition(":")[2] == pool.rpartition(":")[2]:
-            refusals[moment] = refused[0]
-        if _NO_SLOTS in text:
-            return "Flink has no slots for it: other jobs have them, or task managers are gone"
-    if len(refusals) < attempts:  # the pool may just be restarted
-        return None
-    return (
-        f"a task manager can't reach its pool of workers at {pool} ({refusals[max(refusals)]}); "
-        "start one on its host with `python -m beamjax.pipelines.clusters.worker_pool`, with the "
-        "host and port of environment_config"
-    )
-
-
-class Progress:
-    """Looks for the reason why the job of a pipeline does not get on; see `spec.Look`."""
-
-    SECONDS_BEFORE, SECONDS_BETWEEN = 8.0, 4.0
-    SECONDS_OF_SILENCE = 15.0
-    """Seconds in which a job manager that ended may be back."""
-
-    def __init__(self, options: PipelineOptions, attempts: int = 3):
-        self._attempts = attempts
-        self._rest = rest_of(options)
-        self._name = options.view_as(GoogleCloudOptions).job_name
-        self._pool = options.view_as(PortableOptions).environment_config or ""
-        self._flags = options
-        self._next = time.monotonic() + self.SECONDS_BEFORE
-        self._answered = self._next
-
-    def __call__(self) -> WorkerError | None:
-        """The error of a pool or a job manager out of reach, or of missing slots."""
-        now = time.monotonic()
-        if self._rest is None or not self._name or now < self._next:
-            return None
-        self._next = now + self.SECONDS_BETWEEN
-        try:
-            failures = self._rest.failures(self._name)
-            reason = reason_of(failures, self._pool, self._attempts)
-        except NO_ANSWER:
-            # The job manager is restarted, or the job has just ended.
-            return gone(self._flags) if now - self._answered > self.SECONDS_OF_SILENCE else None
-        self._answered = now
-        return None if reason is None else WorkerError(reason)
 
 
 def check(
