@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from beamjax.plan.steps import Input, Plan
 from beamjax.runtime.values import Leaf, Ref, Values, ref_to
 from beamjax.sources import ArraySource
 from beamjax.sources.array_source import snapshot
-from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
+from beamjax.sources.derived_sources import ShortSource, grouped, key_of, snapshot_of
 from beamjax.sources.leaf_checks import native_view
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
@@ -36,15 +36,16 @@ class Reader:
     @classmethod
     def of(cls, values: Values, x64: bool) -> Reader:
         """A reader of placed values."""
-        sources: dict[int, Source] = {}
+        sources: dict[Hashable, Source] = {}
         where, others = {}, {}
         for name, value in values.items():
             leaf = value.leaf
             if leaf is None:
                 others[name] = value
                 continue
-            sources.setdefault(id(leaf.source), leaf.source)
-            where[name] = list(sources).index(id(leaf.source)), leaf.leaf
+            key = key_of(leaf.source)
+            sources.setdefault(key, leaf.source)
+            where[name] = list(sources).index(key), leaf.leaf
         return cls(tuple(sources.values()), where, x64, others)
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:

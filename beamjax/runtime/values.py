@@ -45,6 +45,10 @@ class Leaf:
     def array(self) -> np.ndarray:
         return self.read(0, len(self.source))
 
+    def rows(self, numbers: np.ndarray) -> Leaf:
+        """Some of these members, in any order and some repeatedly."""
+        return replace(self, source=rows_source(self.source, numbers), of=self)
+
     def checked(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Members [start, stop) as the source read them, which must be that many, of the dtype."""
         if len(array) != stop - start:
@@ -81,6 +85,21 @@ class Part:
         )
         at: Any = (slice(None), *self.entry)
         return rows[at] if self.entry else rows
+
+    def take(self, members: np.ndarray) -> np.ndarray:
+        """The rows of some members of this part, in any order and some repeatedly."""
+        numbers = members - self.start
+        rows: np.ndarray
+        if isinstance(self.data, np.ndarray):
+            rows = self.data
+        elif isinstance(self.data, Leaf):
+            rows, numbers = self.data.rows(numbers).array(), np.arange(len(numbers))
+        else:
+            # A part of the store is one file, which is read as a whole.
+            first = int(numbers.min())
+            rows, numbers = self.data.read(first, int(numbers.max()) + 1), numbers - first
+        at: Any = (numbers, *self.entry)
+        return rows[at]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,15 +188,14 @@ def rows_of(whole: Ref, numbers: np.ndarray) -> Ref:
     leaf, n = whole.leaf, len(numbers)
     if leaf is not None:
         # Nothing is read now: workers read these members as they read any other.
-        taken = replace(leaf, source=rows_source(leaf.source, numbers), of=leaf)
-        return Ref(whole.dtype, whole.shape, n, (Part(0, n, taken),))
-    if len(whole.parts) == 1:
-        (part,) = whole.parts
-        if isinstance(part.data, np.ndarray) and not part.at:
-            return placed(part.data[(numbers, *part.entry)])
-    rows = [whole.rows(int(number), int(number) + 1) for number in numbers]
-    empty = np.empty((0, *whole.shape), np.dtype(whole.dtype))
-    return placed(np.concatenate([empty, *rows]))
+        return Ref(whole.dtype, whole.shape, n, (Part(0, n, leaf.rows(numbers)),))
+    rows = np.empty((n, *whole.shape), np.dtype(whole.dtype))
+    for part in whole.parts:
+        own = np.flatnonzero((numbers >= part.start) & (numbers < part.start + part.count))
+        if len(own):
+            at: Any = (own, *part.at)
+            rows[at] = part.take(numbers[own])
+    return placed(rows)
 
 
 def stacked(value: ValueType, n: int | None, entries: Sequence[Ref]) -> Ref:

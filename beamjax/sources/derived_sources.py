@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -110,21 +109,22 @@ class RowsSource(TakenSource):
         self._rows = rows
         self._numbers = ArraySource([np.array(rows, np.int64)], [_NUMBER], None)
 
-
-_ROWS: weakref.WeakValueDictionary[tuple[int, bytes], RowsSource] = weakref.WeakValueDictionary()
-"""The sources of `rows_source`, by the id of the source and the numbers."""
+    @property
+    def key(self) -> Hashable:
+        """What two sources share that have the same rows of one source."""
+        return id(self._source), self._rows
 
 
 def rows_source(source: Source, numbers: np.ndarray) -> RowsSource:
-    """The members of a source with these numbers; the same object for the same numbers."""
-    # A shard of several leaves of a source then reads their rows once.
+    """The members of a source with these numbers."""
     if isinstance(source, ShortSource):
         (source,) = source.inner
-    key = id(source), numbers.tobytes()
-    found = _ROWS.get(key)
-    if found is None or found.inner[0] is not source:
-        found = _ROWS[key] = RowsSource(source, tuple(numbers.tolist()))
-    return found
+    return RowsSource(source, tuple(numbers.tolist()))
+
+
+def key_of(source: Source) -> Hashable:
+    """The same for sources of which one read gives the leaves of both."""
+    return source.key if isinstance(source, RowsSource) else id(source)
 
 
 def take(source: Any, indices: Any) -> TakenSource:

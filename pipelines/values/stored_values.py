@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Plan, ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.values import Leaf, Part, Ref, ref_to
+from beamjax.sources.derived_sources import key_of
 from beamjax.sources.source_base import LeafSpec, Source, open_spec, spec_of
 from beamjax.storage.shared_cache import SharedCache
 
@@ -75,16 +76,16 @@ class Operands:
 
     def to_json(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         """The values as plain values; bytes are added to `arrays`."""
-        sources: dict[int, int] = {}
-        """The number in `arrays` of the spec of each source, by its id."""
+        sources: dict[Hashable, int] = {}
+        """The number in `arrays` of the spec of each source."""
 
         def data(part: Part) -> Any:
             if isinstance(part.data, Leaf):
-                source = part.data.source
-                if id(source) not in sources:
-                    sources[id(source)] = len(arrays)
+                source, key = part.data.source, key_of(part.data.source)
+                if key not in sources:
+                    sources[key] = len(arrays)
                     arrays.append(np.frombuffer(_encoded_spec(source), np.uint8))
-                return {"source": sources[id(source)], "leaf": part.data.leaf}
+                return {"source": sources[key], "leaf": part.data.leaf}
             assert isinstance(part.data, Stored)
             assert isinstance(part.data.ref, StoreRef)
             arrays.append(np.frombuffer(part.data.ref.inline, np.uint8))
