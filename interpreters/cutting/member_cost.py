@@ -13,6 +13,7 @@ from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
+from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.plan.cost import Cost
 
 GUESSED_ROUNDS = 10
@@ -95,7 +96,7 @@ def _flat_cost(eqn: Eqn, n: int) -> Cost:
             return _flat_cost(structure, n)
     if eqn.primitive.name == "bj_map":
         return body_cost(eqn.params["jaxpr"]).times(n)
-    own = [True] * len(eqn.inputs)
+    eqn, own = operation_of(eqn), [True] * len(eqn.inputs)
     return _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
 
 

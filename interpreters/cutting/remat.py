@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from beamjax.bodies.jaxprs import equations
 from beamjax.interpreters.program import Eqn
+from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.interpreters.rules.factors import ELEMENTWISE
 from beamjax.interpreters.staging.flatten import CALLS
 
@@ -23,6 +24,6 @@ def is_elementwise(eqn: Eqn) -> bool:
     if eqn.effects:
         return False
     if eqn.primitive.name != "bj_map":
-        return eqn.primitive.name in RECOMPUTED
+        return operation_of(eqn).primitive.name in RECOMPUTED
     body = equations(eqn.params["jaxpr"])
     return all(inner.primitive.name in RECOMPUTED | CALLS for inner in body)

@@ -11,6 +11,7 @@ import numpy as np
 
 from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
+from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.interpreters.rules.sharding_rules import FunctionReductionRule, ReductionRule
 from beamjax.numerics.reducers import reducer_of
 from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
@@ -30,7 +31,7 @@ def fuse_reductions(
         reducer = reducer_of(rule.reducer)
         result = served(eqn.outputs[0])
         dtype = np.dtype(values[result].dtype)
-        if not rule.selects_members and eqn.primitive.name != "dot_general":
+        if not rule.selects_members and operation_of(eqn).primitive.name != "dot_general":
             # A mean of ints is a float, but its partials are sums of ints.
             dtype = np.dtype(aval_of(eqn.inputs[-1]).dtype)
         partial = np.dtype(reducer.partial_dtype(dtype)).name

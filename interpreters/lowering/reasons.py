@@ -16,6 +16,7 @@ from beamjax.interpreters.cutting.stages import (
     Stage,
 )
 from beamjax.interpreters.program import Eqn, Var
+from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.interpreters.rules.sharding_rules import ReductionRule, draw_by_batch, shape_of
 from beamjax.interpreters.staging.flatten import HOST_CALLS
 
@@ -33,7 +34,7 @@ INSTEAD = {
     ),
     "dot_general": "x.T @ x, which contracts the members, is a reduction",
     "gather": "a loop over the indices that takes x[i] reads its rows by index",
-    "reshape": "a reduction of x itself, or of its other axes, needs no reshape, and a loop over "
+    "reshape": "jax.ops.segment_sum reduces groups of members by passes, and a loop over "
     "lax.dynamic_slice_in_dim(x, i * rows, rows) reads batches by index",
     "scan": "beamjax.map_fn, beamjax.reduce and jnp.cumsum take the members in passes",
 }
@@ -95,5 +96,5 @@ def _names(eqns: Iterable[Eqn]) -> str:
 
 
 def _short(eqn: Eqn) -> str:
-    name = eqn.primitive.name
+    name = operation_of(eqn).primitive.name
     return "map_fn" if name == "bj_map" else name.removeprefix("bj_")

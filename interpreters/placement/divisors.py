@@ -16,6 +16,7 @@ from jax.extend import core as jex
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
+from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.interpreters.rules.sharding_rules import ReductionRule
 
 _SCALAR: Mapping[str, Any] = {"convert_element_type": float, "sub": operator.sub}
@@ -85,6 +86,7 @@ def _is_float(atom: Atom) -> bool:
 
 def _counts(eqn: Eqn, n: int) -> set[int]:
     """The numbers by which a mean divides a sum over n members: members, or all that is added."""
+    eqn = operation_of(eqn)
     shape = aval_of(eqn.inputs[0]).shape
     axes = eqn.params.get("axes", ())
     if eqn.primitive.name == "dot_general":

@@ -33,9 +33,8 @@ from beamjax.interpreters.placement.gathers import (
 )
 from beamjax.interpreters.placement.member_loops import as_member_equation
 from beamjax.interpreters.placement.places import Border, MemberAxis, Place, PlacedProgram
-from beamjax.interpreters.placement.reshaped import reshaped
 from beamjax.interpreters.placement.rewrites import BlockRewriter, Pattern, by_index, expanded
-from beamjax.interpreters.placement.views import make_views
+from beamjax.interpreters.placement.row_groups import by_rows
 from beamjax.interpreters.program import (
     Atom,
     BranchEqn,
@@ -57,7 +56,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 from beamjax.interpreters.staging.simplify import prune
 from beamjax.ops.placements import check_limit
 
-PATTERNS = expanded, reshaped
+PATTERNS = expanded, by_rows
 """The rewrites of equations without a rule; the first one that matches is used."""
 
 
@@ -78,12 +77,10 @@ def place(
     for key, n in keys.sizes.items():
         check_limit(key, n)
     demand, served = find_demand(flat, keys, known)
-    inputs = make_views(flat, demand, keys.sizes)
-    inputs |= _places_of_inputs(flat, known, keys, demand, served)
     program = PlacedProgram(
         flat,
         keys.sizes,
-        inputs,
+        _places_of_inputs(flat, known, keys, demand, served),
         by_shards=frozenset(known),
         guarded=guarded,
         shard_size=shard_size,
@@ -92,6 +89,7 @@ def place(
     program.settle()
     create_at_borders(program, flat)
     prune(flat, narrow_maps=False)
+    _check_sources(program, known)
     flat.drop_unused_constants()
     gather_selections(program)
     share_gathers(program, flat)
@@ -108,18 +106,19 @@ def _places_of_inputs(
     served: Set[Var],
 ) -> dict[Var, MemberAxis]:
     """The places of the inputs that are placed."""
-    read = {atom for atom in flat.reads() if isinstance(atom, Var)}
-    viewed = set(flat.views.values()) - read
     found = {}
     for var in flat.inputs:
-        if var in known and var not in viewed:
-            found[var] = _source_place(var, known[var], demand.get(var), keys)
-        elif along := demand.get(var) or (keys.rows(var) if var not in served else None):
+        if var in known:
+            along = _source_place(var, known[var], demand.get(var), keys)
+        else:
+            along = demand.get(var) or (keys.rows(var) if var not in served else None)
+        if along is not None:
             found[var] = along
     return found
 
 
-def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> MemberAxis:
+def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> Place:
+    """The place of a source; None if no placement has as many members."""
     if not var.aval.shape:
         raise PlacementError(
             f"{name}: found a scalar of type {var.aval.dtype}, expected an array (n, ...) with the "
@@ -130,16 +129,25 @@ def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> Me
     if demand is not None and demand.axis == 0:
         return demand
     if not fitting:
-        raise PlacementError(
-            f"{name}: it has {n} members, but the program's placements have "
-            f"{keys.sizes}; give the placement that size"
-        )
+        return None
     if len(fitting) > 1:
         raise StagingError(
             f"{name}: it is not used as a placed value, and fits more than one placement "
             f"({', '.join(fitting)}); use it in a map_fn or a reduction"
         )
     return MemberAxis(fitting[0], 0)
+
+
+def _check_sources(program: PlacedProgram, known: Mapping[Var, str]) -> None:
+    """Raises a PlacementError for a source that has neither members nor groups of their rows."""
+    read = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
+    for var, name in known.items():
+        is_grouped = var in program.flat.views.values() and var not in read
+        if program.place(var) is None and not is_grouped:
+            raise PlacementError(
+                f"{name}: it has {var.aval.shape[0]} members, but the program's placements have "
+                f"{program.sizes}; give the placement that size"
+            )
 
 
 class _Placing:
@@ -157,20 +165,16 @@ class _Placing:
         self.demand = demand
         self.guarded = guarded
         self.names = map("all{}".format, itertools.count())
-        self.rewriter = self.new_rewriter()  # Of the current block.
+        # Dropped members leave gaps in a shard, so its rows are not neighbours.
+        self.rewriter = BlockRewriter(program, self.names, demand, ordered=not guarded)
         # All values that are read, including those read in expanded loops and rewrites.
         self.used = {atom for atom in program.flat.reads() if isinstance(atom, Var)}
 
-    def new_rewriter(self) -> BlockRewriter:
-        # Dropped members leave gaps in a shard, so its rows are not neighbours.
-        return BlockRewriter(self.program, self.names, self.demand, ordered=not self.guarded)
-
     def block(self, block: FlatBlock) -> None:
         """Places the results of the equations of a block."""
-        outer = self.rewriter
-        self.rewriter = self.new_rewriter()
+        outer, self.rewriter.own = self.rewriter.own, set()
         self.equations(block.eqns)
-        self.rewriter = outer
+        self.rewriter.own = outer
 
     def equations(self, eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
@@ -185,6 +189,7 @@ class _Placing:
                     self.equation(eqn)
             if eqn not in self.program.expanded:
                 self.rewriter.makers.update(dict.fromkeys(eqn.outputs, eqn))
+                self.rewriter.own.update(eqn.outputs)
 
     def whole(self, eqn: WholeEqn) -> None:
         """Places a scan, while or cond without placed operators."""

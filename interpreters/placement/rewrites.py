@@ -37,7 +37,7 @@ Pattern = Callable[["BlockRewriter", Eqn], Rewrite | None]
 
 
 class BlockRewriter:
-    """Rewrites the equations of one block, in order, as they are placed."""
+    """Rewrites the equations of a program, in order, as they are placed."""
 
     def __init__(
         self,
@@ -50,7 +50,8 @@ class BlockRewriter:
         self.names = names  # Of new values.
         self.demand = demand  # The places that placed operators need.
         self.ordered = ordered  # Whether rewrites may need all members in order.
-        self.makers: dict[Var, Eqn] = {}  # The equation that computes each value of the block.
+        self.makers: dict[Var, Eqn] = {}  # The equation that computes each value so far.
+        self.own: set[Var] = set()  # The values of equations of the current block.
 
     def rewritten(self, eqn: Eqn, patterns: Sequence[Pattern]) -> list[Eqn] | None:
         """The equations to compute instead of one; the first pattern that matches is used."""
@@ -65,11 +66,6 @@ class BlockRewriter:
         for new in made:
             new.outputs[:] = [renamed.get(var, var) for var in new.outputs]
         return made
-
-    def maker(self, atom: Atom, name: str) -> Eqn | None:
-        """The equation with the primitive `name` that computes a value of this block, or None."""
-        eqn = self.makers.get(atom) if isinstance(atom, Var) else None
-        return eqn if eqn is not None and eqn.primitive.name == name else None
 
     def traced(
         self, function: Callable[..., Sequence[Any]], atoms: Sequence[Atom], line: str
@@ -130,8 +126,8 @@ def by_index(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
         return None
     if program.guarded or program.flat.unrolled:
         return None
-    n, maker = program.sizes[along.placement], rewriter.makers.get(x)
-    if is_unknown(n) or (maker is not None and not maker.blocks):
+    n = program.sizes[along.placement]
+    if is_unknown(n) or (x in rewriter.own and not rewriter.makers[x].blocks):
         return None
     need, wanted = rewriter.demand.get(eqn.outputs[0]), None
     if need is not None and need.axis == 0:

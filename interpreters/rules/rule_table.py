@@ -25,6 +25,7 @@ from beamjax.interpreters.program import Eqn
 
 # These modules register their rules when they are imported.
 from beamjax.interpreters.rules import (  # noqa: F401
+    by_rows,
     function_reductions,
     indexing,
     neighbour_rules,

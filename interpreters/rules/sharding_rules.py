@@ -68,6 +68,19 @@ class TracedShard:
         mask = lax.iota(np.dtype("int32"), self.size) < self.count()
         return TracedShard(self.start, self.size, mask, self.members[order]), moved
 
+    def by_rows(self, rows: int) -> TracedShard:
+        """The rows of the members as a shard, where each member has several."""
+
+        def repeated(x: jax.Array) -> jax.Array:
+            return lax.broadcast_in_dim(x, (self.size, rows), (0,)).reshape(-1)
+
+        members = self.members
+        if members is not None:
+            own = lax.broadcasted_iota(members.dtype, (self.size, rows), 1).reshape(-1)
+            members = repeated(members) * np.int32(rows) + own
+        start = self.start * np.int32(rows)
+        return TracedShard(start, self.size * rows, repeated(self.mask), members)
+
     def count(self) -> jax.Array:
         """An int32 scalar: the number of members, without padding and dropped members."""
         return jnp.sum(self.mask, dtype=np.int32)

@@ -64,6 +64,10 @@ OTHERS = {
     "placed": (lambda x: bj.map_fn(lambda v: v * 2, x), 2 * HOLED),
     "reduction": (lambda x: bj.reduce_min(x), REST.min(0)),
     "any": (lambda x: jnp.any(jnp.isnan(x)), np.array(False)),
+    "rows": (
+        lambda x: (jnp.max(x.ravel()), jnp.mean(x.ravel()), x.ravel()[7]),
+        (REST.max(), REST.mean(), HOLED[2, 1]),
+    ),
     "pick": (lambda x: x[9], HOLED[9]),
     "picks": (
         lambda x: (x[jnp.array([9, 20])], x[2:4], x[0]),

@@ -215,7 +215,7 @@ PROGRAMS = {
     "two raw keys for each": (lambda key: keys_of(key, (2,)), (PRNG,), ".", (0, 0)),
     "rows that mix": (
         lambda x: total(lambda v: v[0] - v[1], cut(jnp.cumsum(x, axis=0))), (ROWS,), ".", (0, 1)),
-    "computed rows also whole": (computed_also_whole, (ROWS,), ".", (0, 1)),
+    "computed rows also whole": (computed_also_whole, (ROWS,), "r", (1, 0)),
 }  # fmt: skip
 
 

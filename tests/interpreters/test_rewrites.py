@@ -13,12 +13,7 @@ from explained import all_steps, facts_of
 from helpers import planned
 
 import beamjax as bj
-from beamjax.interpreters.placement import (
-    propagate,
-    reshaped,
-    rewrites,
-    views,
-)
+from beamjax.interpreters.placement import propagate, rewrites
 from beamjax.interpreters.staging import flatten
 
 N = 12
@@ -31,16 +26,8 @@ def nothing(*_, **__):
     return None
 
 
-def no_views(*_):
-    return {}
-
-
 def largest_of_all(x):
     return jnp.max(jnp.abs(x.ravel()))
-
-
-def sums_of_groups(x):
-    return x.reshape(3, -1, 4).sum(1)
 
 
 def place_of_the_largest(x):
@@ -94,18 +81,17 @@ def changes(x):
 REWRITES = [
     (decomposed, rewrites, "EXPANSIONS", {}),
     (changes, rewrites, "EXPANSIONS", {}),
-    (one_entry, reshaped, "_entries", nothing),
+    (one_entry, propagate, "PATTERNS", (rewrites.expanded,)),
     (soft_totals, rewrites, "EXPANSIONS", {}),
     (running_sums, rewrites, "EXPANSIONS", {}),
     (maps_and_adds, rewrites, "EXPANSIONS", {}),
     (largest_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
-    (sums_of_groups, propagate, "PATTERNS", (rewrites.expanded,)),
     (place_of_the_largest, propagate, "PATTERNS", (rewrites.expanded,)),
     (product_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),
-    (made_of_rows, propagate, "make_views", no_views),
-    (made_of_computed_rows, views, "move_cuts", nothing),
+    (made_of_rows, propagate, "PATTERNS", (rewrites.expanded,)),
+    (made_of_computed_rows, propagate, "PATTERNS", (rewrites.expanded,)),
 ]
 
 
