@@ -35,7 +35,7 @@ Range = tuple[int, int, int]
 class Span(NamedTuple):
     """Work of one kind on a step."""
 
-    step: str  # its name with its round, as `loop_0[3]/map_rows_0`; "" for the whole run.
+    step: str  # its name in the plan; "" for the whole run
     shard: int | None  # the number of the shard, None for work that belongs to no shard
     kind: str  # one of `KINDS`, or "plan" for the whole run
     start: float  # in seconds since the epoch, by the clock of the worker

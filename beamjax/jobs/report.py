@@ -17,7 +17,7 @@ from beamjax.plan.dropping import Dropped
 from beamjax.spans import KINDS, Span
 from beamjax.storage.schema import from_plain, to_plain
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, step_name
+from beamjax.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
@@ -269,7 +269,7 @@ def _spans(report: Report) -> Iterator[dict[str, Any]]:
             track = next(free, len(ends))
             ends[track : track + 1] = [start + span.seconds]
             yield {
-                "ph": "X", "name": f"{span.kind} {step_name(span.step)}", "cat": span.kind,
+                "ph": "X", "name": f"{span.kind} {span.step}", "cat": span.kind,
                 "pid": pid, "tid": track, "ts": _micro(start), "dur": _micro(span.seconds),
                 "args": {"step": span.step, "shard": span.shard, "bytes": span.nbytes},
             }  # fmt: skip

@@ -55,9 +55,9 @@ def starts_anew(checkpointer: Checkpointer | None) -> bool:
 class Executor(Protocol):
     """Computes steps: in this process, or on the workers of a Beam job."""
 
-    # `where` names the rounds and branches around the step, as `loop[3]/cond(1)/`; later steps read
-    # the values whose names are `needed`. The results are these values, and all server values.
-    def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
+    # Later steps read the values whose names are `needed`. The results are these, and all server
+    # values.
+    def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
         """Computes a step without control flow."""
 
 
@@ -81,8 +81,8 @@ class Driver:
         self._checkpointer = checkpointer
         # The rounds and branches that the current step is in, from the outermost.
         self._path: list[tuple[str, int]] = []
-        # The same as text, as `loop[3]/cond(1)/`.
-        self._where = ""
+        # The same for messages, as `loop_0, round 3`.
+        self._where: list[str] = []
         # Depth of conditions of loops that are being computed; a condition may contain loops.
         self._conditions = 0
         self._until_checkpoint = checkpointer.every if checkpointer else sys.maxsize
@@ -160,7 +160,7 @@ class Driver:
             self.values[step.result] = self._rows(step, values)
             return
         with self._rounds_in_message():
-            self.values.update(self.executor.run(step, self._where, values, needed))
+            self.values.update(self.executor.run(step, values, needed))
 
     def _rows(self, step: Rows, values: Values) -> Ref:
         """Rows of a placed value; this process reads those of a server value."""
@@ -182,7 +182,7 @@ class Driver:
         """Runs the block of a branch that its index selects, or the rest of it from a position."""
         index = at[0][1] if at else int(self.values[branch.index].array())
         index = min(max(index, 0), len(branch.blocks) - 1)
-        with self._within(branch.name, index, f"({index})"):
+        with self._within(branch.name, index, "block"):
             outputs = self._block(branch.blocks[index], (), at[1:])
         self.values.update(zip(branch.results, outputs, strict=True))
 
@@ -217,7 +217,7 @@ class Driver:
         """Runs one round of a loop, or the rest of it."""
         index = loop.entry_index(number)
         self.values |= {name: whole.entry(index) for name, whole in wholes.items()}
-        with self._within(loop.name, number, f"[{number}]"):
+        with self._within(loop.name, number, "round"):
             outputs = self._block(loop.block, wholes, at)
         self._carry(loop, outputs[: len(loop.carried)])
         for name, entry in zip(loop.stacked, outputs[len(loop.carried) :], strict=True):
@@ -234,7 +234,7 @@ class Driver:
             return True
         self._conditions += 1
         try:
-            with self._within(loop.name, number, f"[{number}]"):
+            with self._within(loop.name, number, "round"):
                 (value,) = self._block(loop.condition)
         finally:
             self._conditions -= 1
@@ -243,30 +243,26 @@ class Driver:
     # --------------------------------------------------------------------------- checkpoints
 
     @contextlib.contextmanager
-    def _within(self, name: str, number: int, text: str) -> Iterator[None]:
+    def _within(self, name: str, number: int, kind: str) -> Iterator[None]:
         """A context in which a round of a loop, or a block of a branch, runs."""
-        outside = self._where
         self._path.append((name, number))
-        self._where = f"{outside}{name}{text}/"
+        self._where.append(f"{name}, {kind} {number}")
         try:
             yield
         finally:
             self._path.pop()
-            self._where = outside
+            self._where.pop()
 
     @contextlib.contextmanager
     def _rounds_in_message(self) -> Iterator[None]:
         """Adds the rounds and blocks around a failing step to the message of its error."""
-        # "step 'loop_0[3]/map_m_0'" becomes "loop_0, round 3: step 'map_m_0'".
+        # Executors know a step by its name in the plan, which is the same in all rounds.
         try:
             yield
         except BeamjaxError as error:
-            text = str(error).replace(f"step '{self._where}", "step '")
-            if not self._where or "step '" not in text:
+            if not self._where or "step '" not in str(error):
                 raise
-            parts = self._where.replace("[", ", round ").replace("(", ", block ")
-            where = ", ".join(part.rstrip(")]") for part in parts.split("/")[:-1])
-            located = type(error)(f"{where}: {text}")
+            located = type(error)(f"{', '.join(self._where)}: {error}")
             located.failure = error.failure
             raise located from error
 

@@ -105,7 +105,7 @@ class Threads:
         self.device = compute_device(options.xla_threads)
         self.outputs = set(plan.returned())
 
-    def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
+    def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
         match step:
             case Server():
                 return self._server(step, values)

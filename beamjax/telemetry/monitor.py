@@ -17,7 +17,7 @@ from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan, Step
 from beamjax.spans import MAX_SPANS, Span, Spans, Thinned, Work, add_sums
 from beamjax.telemetry.job_folder import JobFolder
-from beamjax.telemetry.progress import Progress, Sums, Totals, expected, folded, step_name
+from beamjax.telemetry.progress import Progress, Sums, Totals, expected, folded
 from beamjax.telemetry.worker_records import Reports
 
 _log = logging.getLogger("beamjax")
@@ -61,7 +61,7 @@ class Monitor:
         """Adds the work that a worker reported."""
         with self._lock:
             self._workers.add(worker)
-            self.spans.add(replace(work, sums=_by_step(work.sums), spans=()))
+            self.spans.add(replace(work, spans=()))
             if self._trace is not None:
                 for span in work.spans:
                     self._trace.add((worker, span))
@@ -186,7 +186,7 @@ class Monitor:
             if name != self._pipeline:  # the pipeline ended meanwhile and is counted already
                 others = {}
             works = [own, *others.values()]
-            sums = _by_step(own.sums)
+            sums: Sums = {step: dict(amounts) for step, amounts in own.sums.items()}
             add_sums(sums, folded(others.values(), self._plan))
             whole, resumed = self._expected, expected(self._plan, self._resumed)
             seconds = time.monotonic() - self._began
@@ -209,14 +209,6 @@ class Monitor:
 
 def _last_step(works: Iterable[Work]) -> str:
     return next((work.step for work in reversed([*works]) if work.step), "")
-
-
-def _by_step(sums: Mapping[str, Mapping[str, float]]) -> Sums:
-    """Sums of all rounds and branches by the name of the step in the plan."""
-    total: Sums = {}
-    for step, amounts in sums.items():
-        add_sums(total, {step_name(step): amounts})
-    return total
 
 
 def _less(whole: int | None, part: int | None) -> int | None:

@@ -219,11 +219,6 @@ def _alike(counts: Iterable[int | None]) -> int | None:
 # --- what was done
 
 
-def step_name(name: str) -> str:
-    """The name in the plan of a step of a round or a branch."""
-    return name.rpartition("/")[2]
-
-
 def folded(works: Iterable[Work], plan: Plan) -> Sums:
     """The work of a pipeline by step; a shard that several workers computed counts once."""
     sums: Sums = {}

@@ -27,7 +27,6 @@ from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Step
 from beamjax.spans import timed
-from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
@@ -120,9 +119,7 @@ class Watchdog:
             "`error.failure.traceback` shows where it was. If it only needs longer, give a larger "
             "shard_timeout, or a smaller shard_size"
         )
-        placed = placed_error(
-            self.steps.get(step_name(span.step)), span.step, span.shard, timed_out
-        )
+        placed = placed_error(self.steps.get(span.step), span.step, span.shard, timed_out)
         stacks = "\n".join(filter(None, map(_stack, (*others, span))))
         if placed.failure is not None:
             placed.failure = replace(placed.failure, traceback=stacks, time=time.time())
@@ -162,7 +159,7 @@ def placed_error(
     """The error with the step and the shard in its message, and with its `failure`."""
     if isinstance(step, Map) and shard is not None:
         try:
-            with shard_errors(replace(step, name=name), shard):
+            with shard_errors(step, shard):
                 raise error
         except BeamjaxError as found:
             return found.with_traceback(None)

@@ -63,7 +63,6 @@ from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import Source
 from beamjax.spans import timed
 from beamjax.storage import files
-from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.watchdog import Watchdog, bounded
 from beamjax.telemetry.worker_records import collecting
 
@@ -95,22 +94,21 @@ class Resident:
         # What is in files of the store, as long as any value refers to it.
         self._in_files: weakref.WeakSet[Stored | Leaf] = weakref.WeakSet()
 
-    def run(self, step: Step, where: str, values: Values, needed: Collection[str]) -> Values:
-        named: Any = replace(step, name=where + step.name)
-        if isinstance(named, Server) and self._runs_here(named):
-            return self._run_server_here(named, values)
+    def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
+        if isinstance(step, Server) and self._runs_here(step):
+            return self._run_server_here(step, values)
         # Between steps no worker uses the store.
         for value in values.values():
             self._note(value)
         self._sweep()
-        with self._errors_of(named):
-            match named:
+        with self._errors_of(step):
+            match step:
                 case Server():
-                    return self._run_server_on_workers(named, values)
+                    return self._run_server_on_workers(step, values)
                 case Map():
-                    return self._map(named, values, needed)
+                    return self._map(step, values, needed)
                 case Gather():
-                    return self._gather(named, values)
+                    return self._gather(step, values)
         raise TypeError(step)
 
     def result(self, name: str, value: Ref) -> np.ndarray | Placed:
@@ -182,7 +180,7 @@ class Resident:
     # -------------------------------------------------------------------------------- steps
 
     @contextlib.contextmanager
-    def _errors_of(self, step: Server | Map | Gather) -> Iterator[None]:
+    def _errors_of(self, step: Step) -> Iterator[None]:
         """Replaces errors of the runner by the errors that workers have recorded in the store."""
         connection = self.launcher.connection
         self._look = lost_workers.Look(self.store, [step], keeps=False)
@@ -206,7 +204,7 @@ class Resident:
         limit, device = options.shard_timeout, compute_device(options.xla_threads)
 
         def run() -> dict[str, np.ndarray]:
-            with timed(self.monitor.spans, step_name(step.name), "compute"):
+            with timed(self.monitor.spans, step.name, "compute"):
                 return run_server(self.plan, step, known, device)
 
         if limit is None:
@@ -218,9 +216,7 @@ class Resident:
             self.monitor.spans.watch = None
 
     def _run_server_on_workers(self, step: Server, values: Values) -> Values:
-        program = self._program(
-            step, lambda plain: RunServer(self._tasks.task(plain, plain.inputs))
-        )
+        program = self._program(step, lambda: RunServer(self._tasks.task(step, step.inputs)))
         served = self._environment(step.inputs, values)
         ((_, environment),) = self._run_on_workers(program, step, [served])
         return self._taken(environment)
@@ -229,13 +225,13 @@ class Resident:
         """Runs a pass; workers write the placed results that a later step reads."""
         written = [name for name in step.results if name in needed]
 
-        def make(plain: Map) -> StepFn:
+        def make() -> StepFn:
             limit = self._options.drop_limit
-            task = self._tasks.task(plain, step.broadcasts)
+            task = self._tasks.task(step, step.broadcasts)
             mode = self._options.reduction
             return MapShards(
                 task, self._no_sources, {}, (), mode, limit, whole=False,
-                as_files=self._merged_on_workers(plain),
+                as_files=self._merged_on_workers(step),
             )  # fmt: skip
 
         program = self._program(step, make, written)
@@ -271,7 +267,7 @@ class Resident:
         if nbytes > WORKER_MERGE_BYTES and not self._is_here:
             return self._reduce_on_workers(step, partials)
         merged = Partials(step, self._options.reduction)
-        with timed(self.monitor.spans, step_name(step.name), "merge"):
+        with timed(self.monitor.spans, step.name, "merge"):
             for key, data in partials:
                 accumulator = receive(self.store, data) if isinstance(data, bytes) else data
                 self.monitor.computed(accumulator.provenance)
@@ -287,7 +283,7 @@ class Resident:
             pieces[key].append(data)
         fan = self._tasks.fan_out(step)
         # `MergeGroup` expects keys that end in the number of a group.
-        merge = self._program(step, self._merging, use="merge")
+        merge = self._program(step, lambda: self._merging(step), use="merge")
         for groups in (fan.groups, 1) if fan.groups > 1 else (1,):
             grouped = [
                 (f"{key}|{i}", parts[i::groups])
@@ -298,9 +294,7 @@ class Resident:
             for _, (key, data) in self._run_on_workers(merge, step, grouped):
                 pieces[key].append(data)
         elements = [(key, data) for key, (data,) in pieces.items()]
-        finish = self._program(
-            step, lambda plain: FinishPieces(self._tasks.task(plain)), use="finish"
-        )
+        finish = self._program(step, lambda: FinishPieces(self._tasks.task(step)), use="finish")
         made = [environment for _, environment in self._run_on_workers(finish, step, elements)]
         if finish.fn.whole:  # type: ignore[attr-defined]
             return {k: v for environment in made for k, v in self._taken(environment).items()}
@@ -318,7 +312,7 @@ class Resident:
     ) -> dict[str, Ref]:
         inputs = step.combines[number].inputs
         program = self._program(
-            step, lambda plain: FinishCombine(self._tasks.task(plain, inputs), number),
+            step, lambda: FinishCombine(self._tasks.task(step, inputs), number),
             use=combined(number),
         )  # fmt: skip
         served = self._environment(inputs, values)
@@ -329,7 +323,7 @@ class Resident:
         placement = self.plan.values[step.operand].placement or ""
         shards = self.plan.shards(placement)
         program = self._program(
-            step, lambda plain: PartsOfSource(self.store, self._no_sources, plain, shards)
+            step, lambda: PartsOfSource(self.store, self._no_sources, step, shards)
         )
         operands = self._operands([step.operand], values)
         outputs = self._run_on_workers(program, step, self._ranges(placement), None, operands)
@@ -342,7 +336,7 @@ class Resident:
         placement = self.plan.values[name].placement or ""
         shards = self.plan.shards(placement)
         program = self._program(
-            step, lambda _: ReadMembers(self._no_sources, name, shards, self.store), [name]
+            step, lambda: ReadMembers(self._no_sources, name, shards, self.store), [name]
         )
         operands, ranges = self._operands([name], {name: value}), self._ranges(placement)
         with self._errors_of(step):
@@ -366,16 +360,15 @@ class Resident:
     def _program(
         self,
         step: Any,
-        make: Callable[[Any], StepFn],
+        make: Callable[[], StepFn],
         written: Sequence[str] = (),
         use: str = "",
     ) -> Program:
-        """The program of a step. It is the same in each round, apart from the name of the step."""
-        plain = replace(step, name=step_name(step.name))
-        key = plain, tuple(written), use
+        """The program of a step, which is the same in each round."""
+        key = step, tuple(written), use
         programs = self.launcher.programs
         if key not in programs:
-            programs[key] = Program(uuid.uuid4().hex, make(plain), tuple(written))
+            programs[key] = Program(uuid.uuid4().hex, make(), tuple(written))
         return programs[key]
 
     def _run_on_workers(
@@ -395,7 +388,7 @@ class Resident:
 
         def current(number: int) -> Pass:
             self._stem = f"pass-{number}-{uuid.uuid4().hex}"
-            return Pass(number, program.name, step.name, self._stem, served, operands, found)
+            return Pass(number, program.name, self._stem, served, operands, found)
 
         return self.job.run(program, current, elements, self._check, self.monitor)
 

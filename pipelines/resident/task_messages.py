@@ -86,7 +86,6 @@ class Pass:
 
     number: int  # in its job
     program: str  # its name
-    step: str  # the name of the step in this round, for messages
     # The prefix of the names of the files with placed values.
     stem: str = ""
     # The server values that are the side input of the DoFn; None for no side input.
@@ -126,7 +125,7 @@ def encode_task(task: WorkerTask) -> bytes:
     meta: dict[str, Any] = {
         "number": task.number,
         "elements": _packed(task.elements, arrays),
-        "pass": [current.number, current.program, current.step, current.stem],
+        "pass": [current.number, current.program, current.stem],
         "served": _packed(current.served, arrays),
         "operands": None,
         "results": to_plain(current.results),
@@ -144,9 +143,9 @@ def decode_task(data: bytes) -> WorkerTask:
         if meta["operands"] is not None:
             operands = Operands.from_json(json.loads(meta["operands"]), arrays)
         served = _unpacked(meta["served"], arrays)
-        number, program, step, stem = meta["pass"]
+        number, program, stem = meta["pass"]
         results = from_plain(MaterializedOutputs, meta["results"], "a task")
-        current = Pass(number, program, step, stem, served, operands, results)
+        current = Pass(number, program, stem, served, operands, results)
         return WorkerTask(current, meta["number"], _unpacked(meta["elements"], arrays))
 
     return _decoded(data, unpack)

@@ -97,9 +97,6 @@ class _TaskRunner:
         fn: Any = copy.copy(program.fn)
         self._fn = fn
         task = getattr(fn, "task", None)
-        # The program is shared by rounds: errors and meters need the name of the step in this one.
-        if task is not None and task.step.name != current.step:
-            fn.task = replace(task, step=replace(task.step, name=current.step))
         if current.operands is not None:
             fn.sources = current.operands
         fn.here = self._end.is_here

@@ -7,7 +7,6 @@ import time
 from apache_beam.metrics import Metrics
 
 from beamjax.spans import KINDS, Spans
-from beamjax.telemetry.progress import step_name
 from beamjax.telemetry.worker_records import EVERY_SECONDS, Reports, report
 
 NAMESPACE = "beamjax"
@@ -37,8 +36,7 @@ class WorkerSpans(Spans):
         """Reports what was done since the last report; called at the end of a bundle."""
         self._reported = time.monotonic()
         work = self.take()
-        for step, sums in work.sums.items():
-            name = step_name(step)
+        for name, sums in work.sums.items():
             for counter in COUNTERS:
                 if counter in sums:
                     Metrics.counter(NAMESPACE, f"{name}/{counter}").inc(int(sums[counter]))

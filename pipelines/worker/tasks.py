@@ -42,7 +42,6 @@ from beamjax.sources import open_spec
 from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import transferring
 from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
-from beamjax.telemetry.progress import step_name
 
 MAX_EXECUTORS = 8
 AnyStep = TypeVar("AnyStep", Map, Server)
@@ -249,7 +248,7 @@ class ComputeFn(StepFn):
         """Checks the worker, which starts JAX, and sets the limits of its caches."""
         machine = self.task.machine
         watchdog = watchdog_of(self.task.store, machine.is_here, self.task.limit)
-        watchdog.steps[step_name(self.task.step.name)] = self.task.step
+        watchdog.steps[self.task.step.name] = self.task.step
         self.spans.watch = watchdog
         machine.check()
         BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))

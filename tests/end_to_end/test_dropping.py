@@ -357,6 +357,8 @@ def test_rounds_hand_on_which_members_were_dropped(way, tmp_path):
     assert np.isnan(z[:4]).all()
     assert np.isfinite(z[4:]).all()
     assert letters(path) == [(k, "nonfinite") for k in range(4)]
+    steps = {each.step for each in decode_lines(path.read_bytes(), str(path))}
+    assert steps == {"map_clients_1"}  # the name in the plan, also in rounds
 
 
 def passes(k, x):

@@ -150,7 +150,10 @@ def test_an_error_replays_the_member_that_fails(runner):
     np.testing.assert_allclose(found, X[12] - X.mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_the_round_that_failed(tmp_path):
+@pytest.mark.parametrize("runner", [*RUNNERS, "session"])
+def test_the_round_that_failed(tmp_path, runner):
+    """A failure in rounds of a loop in a branch, by its error and by its folder."""
+
     @bj.program(clients=N)
     def failing(w, x):
         def check(v):
@@ -160,12 +163,18 @@ def test_the_round_that_failed(tmp_path):
 
         body = lambda w, _: (w * 10 + bj.reduce_mean(bj.map_fn(
             lambda v: _on_host(check)(v * 0 + w), x)), None)  # fmt: skip
-        return jax.lax.scan(body, w, None, length=5)[0]
+        rounds = lambda w: jax.lax.scan(body, w, None, length=5)[0]
+        return jax.lax.cond(w[0] > 0, rounds, lambda w: w, w)
 
     folder = str(tmp_path / "job")
-    with pytest.raises(bj.WorkerError) as raised:
-        bj.run(failing, W, X, runner="local", options={"job_folder": folder})
+    with bj.session("DirectRunner") as session:
+        call = session.run if runner == "session" else functools.partial(bj.run, runner=runner)
+        with pytest.raises(
+            bj.WorkerError, match=r"^branch_0, block 1, loop_0, round 2: "
+        ) as raised:
+            call(failing, W, X, options={"job_folder": folder})
     assert str(raised.value).endswith(f"beamjax.replay({folder!r}, fn, *args)")
+    assert raised.value.failure.step == "map_clients_0"
     for job in ((raised.value,), (folder, failing, W, X)):
         with pytest.raises(ValueError, match="too large") as again:
             bj.replay(*job)

@@ -353,7 +353,7 @@ def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path,
     launcher = mailbox.FileMailbox(str(tmp_path), b"secret")
     worker = mailbox.FileWorker(str(tmp_path), b"secret")
     (peer,) = launcher.joined()
-    task = task_messages.WorkerTask(task_messages.Pass(0, "p", "step"), 0, [b"element"])
+    task = task_messages.WorkerTask(task_messages.Pass(0, "p"), 0, [b"element"])
     launcher.send(peer, task)
     file = tmp_path / f"task-{worker.name}-0"
     own = file.read_bytes()
