@@ -72,6 +72,12 @@ def skip_exit_handlers() -> None:
         atexit.unregister(handler)
 
 
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether a function has been compiled, if `jax.jit` made it; True for any other function."""
+    size = getattr(function, "_cache_size", None)
+    return size is None or size() > 0
+
+
 def is_tracing() -> bool:
     """Whether a transformation of JAX, or `jax.jit`, traces the caller."""
     return not core.trace_state_clean()

@@ -64,9 +64,9 @@ class Options:
       local_devices: number of devices of a worker that compute, each a shard at a time. None means
         all accelerators, or one CPU device. The bits do not depend on it.
       local_threads: number of threads that compute shards, for runner="local", and for DirectRunner
-        with one worker in this process. None takes one for each core, but at most one for shards
-        that are very short or that XLA computes on all cores; 1 computes shards sequentially. The
-        bits do not depend on it.
+        with one worker in this process. None takes one for each core. Passes with little work, by
+        the operations that `explain` shows, are computed in the thread that reads them; 1 computes
+        all shards sequentially. The bits do not depend on it.
       xla_threads: number of threads among which XLA divides one computation on a CPU, in all
         processes of the run. A process with more cores computes several shards at once. The bits
         depend on this number, and not on the cores of a machine, so it is the same on every

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -28,8 +27,13 @@ from beamjax.runtime.driver import Checkpointer, Driver, starts_anew
 from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
-from beamjax.runtime.ordered_pool import computing_threads
-from beamjax.runtime.passes import Done, Partials, ShardPass, computed
+from beamjax.runtime.ordered_pool import (
+    DaemonThreads,
+    OrderedJobs,
+    computing_threads,
+    threads_for,
+)
+from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.runtime.values import Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
@@ -190,12 +194,26 @@ class Threads:
 
     def _computed(self, work: ShardPass, execute: ShardExecutor) -> Iterator[Done]:
         """The results of the shards of a pass, in order."""
-        step = work.step
-        shards = self.plan.shards(step.placement)
-        jobs = (functools.partial(work.read(shard), 0) for shard in shards)
-        alone = execute.calls_back or shards.count == 1
-        threads = 1 if alone else computing_threads(self.options)
-        return computed(jobs, shards.count, threads, step.body, self.check)
+        most = computing_threads(self.options)
+        threads = 0 if execute.calls_back else threads_for(self.plan, work.step, most)
+        # The calling thread iterates over them, which reads the shards.
+        jobs = map(work.read, self.plan.shards(work.step.placement))
+        if threads <= 1:
+            for job in jobs:
+                yield job(0)
+            return
+        if not execute.is_compiled:
+            # Other threads would wait for the compilation, which does not count as their work.
+            yield next(jobs)(0)
+        pool = DaemonThreads(threads)
+        results: OrderedJobs[Done] = OrderedJobs([pool], self.check)
+        try:
+            for job in jobs:
+                yield from results.add(job)
+            yield from results.rest()
+        finally:
+            results.cancel()
+            pool.close()
 
     def check(self) -> None:
         """Raises an error if the job was cancelled, or if a shard takes too long."""

@@ -1,24 +1,28 @@
-"""Runs jobs in threads, and returns their results in the order of the jobs.
+"""Threads that compute the shards of a pass, and return the results in the order of the shards.
 
-Meanwhile the caller's thread reads the operands of the next job and adds up earlier results. Since
+Meanwhile the caller's thread reads the operands of the next shard and adds up earlier results. As
 this one thread reads and adds up in order, the sums do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import contextvars
+import functools
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
+from beamjax.bodies.python_bodies import fulfil
 from beamjax.bodies.xla_threads import available_cores
-from beamjax.errors import JobCancelledError
 from beamjax.options import Options
+from beamjax.plan.cost import Cost
+from beamjax.plan.steps import Map, Plan
+from beamjax.telemetry.interrupts import in_thread
 
 MAX_THREADS = 64
 """Largest number of threads. More would hold more shards in memory, but save no time."""
@@ -29,6 +33,18 @@ LOOK = 0.2
 """Seconds between two calls of `check` while the caller waits for a result."""
 SECONDS_TO_END = 20.0
 """Seconds that threads have to finish their jobs when the results are no longer needed."""
+
+SHARD_OPERATIONS = 1e7
+"""Operations of a shard from which it pays to pass it to another thread, which takes 0.1 ms."""
+PASS_OPERATIONS = 1e8
+"""Operations of a pass from which it pays to start threads."""
+THREAD_OPERATIONS = 5e7
+"""Operations of a shard for each thread: a thread holds the GIL for a part of its shard, so short
+shards do not keep many threads busy."""
+FEW = 8
+"""Number of threads that even the shortest shards above `SHARD_OPERATIONS` may use."""
+OPERATIONS_PER_BYTE = 5.0
+"""Operations that take as long as to move a byte between memory and the processor."""
 
 T = TypeVar("T")
 
@@ -48,25 +64,35 @@ def computing_threads(options: Options) -> int:
     return options.local_threads or usual_threads()
 
 
+def threads_for(plan: Plan, step: Map, most: int) -> int:
+    """The number of threads that compute the shards of a pass; 0 if the calling thread does."""
+    # By the work that is counted in the plan, so nothing is measured, and each run does the same.
+    cost, size = plan.costs.get(step.name, Cost()), plan.shard_sizes[step.placement]
+    count = plan.shards(step.placement).count
+    shard = size * (cost.weight + OPERATIONS_PER_BYTE * cost.nbytes)
+    if count is not None and (count == 1 or count * shard < PASS_OPERATIONS):
+        return 0
+    if shard < SHARD_OPERATIONS:
+        return 0
+    return min(most, max(FEW, int(shard / THREAD_OPERATIONS)))
+
+
+_Jobs: TypeAlias = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
 class DaemonThreads:
     """Threads that take jobs from one queue."""
 
-    # They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job
-    # hangs.
+    # They are daemons, unlike those of `ThreadPoolExecutor`: the process can end while a job hangs.
+    # They have the JAX settings and the context variables of the thread that makes this object.
 
-    def __init__(self, threads: int = 1, name: str = "beamjax shards", *, as_here: bool = False):
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._jobs = queue.SimpleQueue()
-        # `as_here`: threads get the JAX settings and the context variables of the calling thread.
-        work = with_settings_of_here(self._work) if as_here else self._work
-        self._threads: list[threading.Thread] = []
-        for number in range(threads):
-            context = contextvars.copy_context() if as_here else contextvars.Context()
-            thread = threading.Thread(
-                target=context.run, args=(work,), name=f"{name} {number}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+    def __init__(self, threads: int = 1):
+        self.threads = threads
+        self._jobs: _Jobs = queue.SimpleQueue()
+        work = functools.partial(_work, self._jobs)
+        self._ends = [in_thread(work) for _ in range(threads)]
+        # Also if nobody calls `close`, as for a bundle that failed.
+        self._end = weakref.finalize(self, _end, self._jobs, threads)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queues a job for a thread."""
@@ -75,31 +101,61 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Ends the threads after the queued jobs that are not cancelled."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(SECONDS_TO_END)
-
-    def _work(self) -> None:
-        # The watchdog raises JobCancelledError in this thread. That may happen after the late job.
-        with contextlib.suppress(JobCancelledError):
-            while (item := self._jobs.get()) is not None:
-                fulfil(*item)
-                del item  # else the operands of the job would stay in memory until the next job
+        """Ends the work of the threads after the queued jobs that are not cancelled."""
+        self._end()
+        wait(self._ends, SECONDS_TO_END)
 
 
-class OrderedResults(Generic[T]):
-    """The results of jobs, in the order in which the jobs are added."""
+# Not methods: a thread must not keep the object alive.
 
-    def __init__(self, most: int, check: Callable[[], None] = lambda: None):
-        self._most = most  # jobs at once
+
+def _work(jobs: _Jobs) -> None:
+    while (item := jobs.get()) is not None:
+        fulfil(*item)
+        del item  # else the operands of the job would stay in memory until the next job
+
+
+def _end(jobs: _Jobs, threads: int) -> None:
+    for _ in range(threads):
+        jobs.put(None)
+
+
+def device_threads(device: Hashable) -> DaemonThreads:
+    """The thread of an accelerator, which computes one job at a time for all bundles here."""
+    # So only one job has to fit into the memory of the device; others wait in host memory.
+    with _lock:
+        if device not in _by_device:
+            # Without the context variables of the first bundle: the thread outlives it.
+            _by_device[device] = contextvars.Context().run(DaemonThreads)
+        return _by_device[device]
+
+
+_by_device: dict[Hashable, DaemonThreads] = {}
+_lock = threading.Lock()
+
+
+class OrderedJobs(Generic[T]):
+    """Runs jobs in pools of threads in turn, and returns their results in the order of the jobs."""
+
+    # A job gets the index of its pool, each of which has a device. Without a pool, the calling
+    # thread runs a job at once.
+
+    def __init__(
+        self, pools: Sequence[DaemonThreads] = (), check: Callable[[], None] = lambda: None
+    ):
+        self.pools = pools
+        self._most = (1 + AHEAD) * sum(pool.threads for pool in pools)  # jobs at once
         self._check = check  # called while the caller waits; raises if no result can come
+        self._turns = itertools.cycle(range(len(pools)))
         self._jobs: collections.deque[Future[T]] = collections.deque()
 
-    def add(self, job: Future[T]) -> Iterator[T]:
+    def add(self, job: Callable[[int], T]) -> Iterator[T]:
         """Adds a job; yields the results of the oldest ones until fewer than `most` are left."""
-        self._jobs.append(job)
+        if not self.pools:
+            yield job(0)
+            return
+        index = next(self._turns)
+        self._jobs.append(self.pools[index].submit(functools.partial(job, index)))
         while len(self._jobs) >= self._most:
             yield self._next()
 

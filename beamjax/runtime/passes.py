@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +15,8 @@ from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Plan
-from beamjax.runtime import shard_times
 from beamjax.runtime.failing_members import Computed
 from beamjax.runtime.inputs import Reader
-from beamjax.runtime.ordered_pool import DaemonThreads, OrderedResults, most_jobs
 from beamjax.runtime.shard_executor import (
     ShardExecutor,
     finish_buffer,
@@ -96,11 +93,10 @@ class Partials:
 
 @dataclass(frozen=True)
 class Done:
-    """A shard, its results and operands, and the span that computed it, if it was not cached."""
+    """A shard, its results, and its operands unless the results were cached."""
 
     shard: Shard
     found: Computed
-    span: timed | None = None
     operands: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -154,65 +150,13 @@ class ShardPass:
         device: int = 0,
     ) -> Done:
         arrays = [operands[name] for name in self.step.operands]
-        with timed(self.spans, self.step.name, "compute", shard) as span:
+        with timed(self.spans, self.step.name, "compute", shard):
             # All threads of a CPU share its one executor.
             found = self.executors[device % len(self.executors)](shard, arrays, lost)
-        return Done(shard, found, span, operands)
+        return Done(shard, found, operands)
 
     def add(self, done: Done) -> None:
         """Adds the results of a shard to the partials, and to the work on the step."""
         step = self.step
         with timed(self.spans, step.name, "merge", done.shard, step.partial_bytes):
             self.partials.add(done.shard, done.found)
-
-
-def computed(
-    jobs: Iterable[Callable[[], Done]],
-    count: int | None,
-    threads: int,
-    body: Hashable,
-    check: Callable[[], None],
-) -> Iterator[Done]:
-    """Computes shards, in several threads where that is faster.
-
-    The first shards of a body are computed in the calling thread, where JAX compiles the body and
-    the time of a shard is measured.
-
-    Args:
-      jobs: each computes a shard. The calling thread iterates over them, which reads the shards.
-      count: the number of shards, if it is known.
-      threads: the largest number of threads.
-      body: the key of the body of the pass.
-      check: raises if no result can come.
-
-    Yields:
-      The results, in the order of the jobs.
-
-    Raises:
-      Exception: the error of the first job, in order, that fails.
-    """
-    if threads == 1:
-        for job in jobs:
-            yield job()
-        return
-    jobs, left = iter(jobs), count
-    while not shard_times.pays(body, left, threads):
-        first = next(jobs, None)
-        if first is None:
-            return
-        begun = time.process_time()
-        done = first()
-        if done.span is not None:
-            shard_times.learn(body, done.span, begun)
-        yield done
-        left = None if left is None else left - 1
-    threads = shard_times.threads(body, threads)
-    workers = DaemonThreads(threads, as_here=True)
-    results: OrderedResults[Done] = OrderedResults(most_jobs(threads), check)
-    try:
-        for job in jobs:
-            yield from results.add(workers.submit(job))
-        yield from results.rest()
-    finally:
-        results.cancel()
-        workers.close()

@@ -97,6 +97,11 @@ class ShardExecutor:
         """Whether the body calls functions on the host. These get one shard at a time."""
         return self._body.python is not None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether JAX has compiled the body in this process."""
+        return _compat.is_compiled(self._calls[self.step.body, self.size])
+
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
     ) -> Computed:

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import TypeVar
 
 import jax
 
 from beamjax import _compat
-from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_errors
 from beamjax.plan.steps import Map, Step
 from beamjax.spans import timed
+from beamjax.telemetry.interrupts import in_thread
 from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0
@@ -71,7 +70,8 @@ class Watchdog:
         if self._file is not None:
             self._file.end(span.slot)
         if self.limit is not None:
-            _watched.pop(id(span), None)
+            with _ending:
+                _watched.pop(id(span), None)
             self.check()
             if error is None and self.is_late(span):
                 raise self.error(span)
@@ -172,15 +172,12 @@ def bounded(function: Callable[[], T], watchdog: Watchdog) -> T:
     """Calls a function in a thread, and gives up when one of its spans takes too long."""
     # The thread is stopped when it next runs Python. Code in C can't be stopped, but as the thread
     # is a daemon, it does not keep the process from ending.
-    outcome: Future[T] = Future()
-    work = functools.partial(fulfil, outcome, with_settings_of_here(function))
-    thread = threading.Thread(target=work, name="beamjax run", daemon=True)
-    thread.start()
+    outcome = in_thread(function)
     try:
         while not outcome.done():
             wait([outcome], _LONGEST_PAUSE)
             if watchdog.late is not None:
-                thread.join(SECONDS_TO_STOP)
+                wait([outcome], SECONDS_TO_STOP)
                 break
     except BaseException:
         watchdog.give_up()
@@ -194,6 +191,7 @@ def bounded(function: Callable[[], T], watchdog: Watchdog) -> T:
 
 _watched: dict[int, tuple[Watchdog, timed]] = {}
 _starting = threading.Lock()
+_ending = threading.Lock()
 _looking: threading.Thread | None = None
 _LONGEST_PAUSE = 0.5
 _OURS = tuple(os.path.dirname(str(module)) for module in (_compat.__file__, jax.__file__))
@@ -226,7 +224,9 @@ def _report(watchdog: Watchdog, late: timed, spans: Sequence[timed]) -> None:
     culprit = next(filter(_in_user_code, suspects), late)
     others = [span for span in suspects if span is not culprit]
     watchdog.note_late(watchdog.error(culprit, others))
-    # Raises an error in the thread when it next runs Python; C code is not interrupted.
-    if id(culprit) in _watched:
-        error = ctypes.py_object(JobCancelledError)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(culprit.thread), error)
+    # Raises an error in the thread when it next runs Python; C code is not interrupted. The lock
+    # keeps the span from ending meanwhile: the thread may do the work of another run after it.
+    with _ending:
+        if id(culprit) in _watched:
+            error = ctypes.py_object(JobCancelledError)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(culprit.thread), error)

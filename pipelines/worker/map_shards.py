@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import apache_beam as beam
@@ -16,16 +15,19 @@ from apache_beam.utils.windowed_value import WindowedValue
 from beamjax.bodies.export import run_server
 from beamjax.bodies.python_bodies import with_settings
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
-from beamjax.pipelines.worker.devices import CpuTurn, DeviceExecutor
 from beamjax.pipelines.worker.merge import partials_of_tree, send
 from beamjax.pipelines.worker.tasks import ComputeFn, SourceSpecs, StepFn, Task, executors
 from beamjax.plan.buffer_ranges import key_of
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map
-from beamjax.runtime import shard_times
+from beamjax.runtime.ordered_pool import (
+    DaemonThreads,
+    OrderedJobs,
+    device_threads,
+    threads_for,
+)
 from beamjax.runtime.passes import Done, Partials, ShardPass
-from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.spans import timed
 
 PARTIALS = "partials"
@@ -85,7 +87,7 @@ class MapShards(ComputeFn):
         # Whether partials travel as files, as they are many bytes in all.
         self.as_files = as_files
         self.shards = task.plan.shards(task.step.placement)
-        self.executor: DeviceExecutor[Done] | None = None
+        self.jobs: OrderedJobs[Done] | None = None
 
     def setup(self) -> None:
         """Starts JAX and opens the sources."""
@@ -95,10 +97,9 @@ class MapShards(ComputeFn):
 
     def start_bundle(self) -> None:
         """Resets the state of a bundle, also after a bundle that failed."""
-        if self.executor is not None:
-            self.executor.cancel()
-        self.executor = None
-        self.turns: list[CpuTurn] = []
+        if self.jobs is not None:
+            self.jobs.cancel()
+        self.jobs = None
         self.work: ShardPass
         self.cut: dict[str, np.ndarray] = {}
 
@@ -108,33 +109,34 @@ class MapShards(ComputeFn):
         # Elements are ranges [first, last) of shard numbers, or blocks with placed values of
         # earlier passes. The main output has blocks with the placed results; partials, combines and
         # dropped members have tags of their own.
-        if self.executor is None:
+        if self.jobs is None:
             with self._moving():
                 self.work = self._prepare(served)
             self.provenance = self.task.provenance(served)
-            self.executor = DeviceExecutor(_turns(self.work.executors))
+            self.jobs = OrderedJobs()
         if isinstance(element, MemberBlock):
             self.provenance |= element.provenance
         for shard, live in self._shards(element):
-            self._choose_thread()
+            if not self.jobs.pools:  # so no job is left in it
+                self.jobs = self._jobs()
             # Operands that need not be read: from blocks, and from scattered server values.
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
             job = functools.partial(self._compute, self.work.read(shard, known))
             # In the order of the shards, however many devices compute them.
-            for done in self.executor.add(job):
+            for done in self.jobs.add(job):
                 yield from self._finish(done)
 
     def finish_bundle(self) -> Iterator[Any]:
         """Emits the last blocks and the partials of the bundle."""
-        if self.executor is not None:
-            for done in self.executor.rest():
+        if self.jobs is not None:
+            for done in self.jobs.rest():
                 for made in self._finish(done):
                     if isinstance(made, beam.pvalue.TaggedOutput):
                         yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
                     else:
                         yield _windowed(made)
             yield from self._partials(self.work.partials)
-        self.executor, self.turns = None, []
+        self.jobs = None
         self.spans.report()
 
     def _moving(self) -> timed:
@@ -154,25 +156,21 @@ class MapShards(ComputeFn):
                 environment = partials_of_tree(tree, self.task.store, self.provenance)
             yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
 
-    def _choose_thread(self) -> None:
-        """Moves computing to other threads when shard times show that this is faster."""
-        assert self.executor is not None
-        alone = self.executor.devices == (None,) and not self.work.executors[0].calls_back
-        body = self.task.step.body
-        if alone and shard_times.pays_in_bundle(body):
-            # The old executor has no jobs left: its thread has computed them at once.
-            count = shard_times.threads_in_bundle(body, self.task.threads)
-            self.turns = [CpuTurn() for _ in range(count)]
-            self.executor = DeviceExecutor([turn.device for turn in self.turns])
+    def _jobs(self) -> OrderedJobs[Done]:
+        """Where the next shards are computed: in the threads of devices, or in this one."""
+        devices = self.work.executors
+        first = devices[0]
+        if len(devices) > 1 or (first.copies and not first.calls_back):
+            return OrderedJobs([device_threads(each.device) for each in devices])
+        threads = threads_for(self.task.plan, self.task.step, self.task.threads)
+        # Other threads would wait for the compilation, which does not count as their work.
+        if not threads or first.calls_back or not first.is_compiled:
+            return OrderedJobs()
+        return OrderedJobs([DaemonThreads(threads)])
 
     def _compute(self, compute: Callable[[int], Done], device: int) -> Done:
-        begun = time.process_time()
         with with_settings(self.task.debugging):
-            done = compute(device)
-        # `process_time` counts all threads, so only while there is one.
-        if not self.turns and done.span is not None:
-            shard_times.learn(self.task.step.body, done.span, begun)
-        return done
+            return compute(device)
 
     def _finish(self, done: Done) -> Iterator[Any]:
         self.work.add(done)
@@ -211,13 +209,6 @@ class MapShards(ComputeFn):
             return
         for shard in self.shards.between(*element):
             yield shard, {}
-
-
-def _turns(executors: Sequence[ShardExecutor]) -> list[Any]:
-    """The devices to distribute shards over. A single CPU computes in the thread of the bundle."""
-    first = executors[0]
-    alone = len(executors) == 1 and (first.calls_back or not first.copies)
-    return [None if alone else execute.device for execute in executors]
 
 
 def _windowed(value: Any) -> WindowedValue:

@@ -391,12 +391,8 @@ def test_an_error_that_no_worker_recorded_is_told_by_the_runner(monkeypatch, tmp
 )
 def test_what_jax_is_asked_to_check(where, monkeypatch):
     """Wherever a shard is computed: in other threads of this process, or in other processes."""
-    monkeypatch.setattr("beamjax.runtime.shard_times.pays_in_bundle", lambda body: True)
-    monkeypatch.setattr(
-        "beamjax.runtime.shard_times.pays", lambda body, left, most: left is None or left > 1
-    )
-    monkeypatch.setattr("beamjax.runtime.shard_times.threads", lambda body, most: 2)
-    monkeypatch.setattr("beamjax.runtime.shard_times.threads_in_bundle", lambda body, most: most)
+    for name in ("SHARD", "PASS"):
+        monkeypatch.setattr(f"beamjax.runtime.ordered_pool.{name}_OPERATIONS", 0.0)
 
     inverses = bj.program(clients=N)(lambda x: bj.reduce_sum(bj.map_fn(lambda v: 1 / v, x)))
     root = bj.program(clients=N)(lambda x: jnp.log(bj.reduce_sum(x) - 1e9))

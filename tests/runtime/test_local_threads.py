@@ -2,10 +2,10 @@
 those of one thread, and no thread is left behind.
 """
 
+import dataclasses
 import json
 import threading
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,11 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import SourceError, StagingError
-from beamjax.runtime import passes, shard_times
+from beamjax.interpreters.planning import plan_for
+from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.options import Options
+from beamjax.plan.cost import Cost
+from beamjax.runtime import ordered_pool
 from beamjax.runtime.ordered_pool import DaemonThreads
 from beamjax.runtime.shard_executor import ShardExecutor
 
@@ -29,27 +33,21 @@ SERIAL = {"local_threads": 1, "shard_size": 8}
 
 
 @pytest.fixture(autouse=True)
-def always_in_threads(monkeypatch):
-    """However short shards are; and the threads are gone at the end."""
-    for name in ("LONG", "WORTH_STARTING", "SURELY_LONG"):
-        monkeypatch.setattr(shard_times, name, 0.0)
-    before = set(threading.enumerate())
-    yield
-    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("beamjax shards")]
-    assert not left
-
-
-@pytest.fixture
 def pools(monkeypatch):
-    """The numbers of threads of the pools that were made."""
-    made = []
+    """The numbers of threads of the pools, which are used however short shards are."""
+    made, numbers = [], []
 
-    def pool(threads, **options):
-        made.append(threads)
-        return DaemonThreads(threads, **options)
+    def pool(threads):
+        numbers.append(threads)
+        made.append(DaemonThreads(threads))
+        return made[-1]
 
-    monkeypatch.setattr(passes, "DaemonThreads", pool)
-    return made
+    for name in ("SHARD_OPERATIONS", "PASS_OPERATIONS"):
+        monkeypatch.setattr(ordered_pool, name, 0.0)
+    monkeypatch.setattr("beamjax.runtime.local.DaemonThreads", pool)
+    yield numbers
+    # The threads of all of them are free for the work of others.
+    assert all(end.done() for each in made for end in each._ends)
 
 
 def local(fn, *args, **options):
@@ -181,18 +179,22 @@ def test_an_error_of_a_body_names_the_first_shard_that_fails(before_shard, pools
 
 
 def test_a_shard_that_takes_too_long_ends_the_run(before_shard, pools):
-    over = threading.Event()
-    # Short waits: a thread is told to end between two lines of Python.
-    before_shard(lambda index: index == 3 and any(over.wait(0.01) for _ in range(2000)))
+    stopped = threading.Event()
+
+    def hang(index):
+        try:
+            # Short waits: a thread is told to end between two lines of Python.
+            while index == 3:
+                time.sleep(0.01)
+        except bj.JobCancelledError:
+            stopped.set()
+            raise
+
+    before_shard(hang)
     with pytest.raises(bj.WorkerError, match=r"shard 3 .*computing took longer than 0.4 s") as e:
         local(summed, X, **THREADED, shard_timeout=0.4)
     assert e.value.failure.shard == 3
-    deadline = time.monotonic() + 15
-    names = ("beamjax shards", "beamjax run")
-    while any(thread.name.startswith(names) for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    over.set()
+    assert stopped.wait(15)
 
 
 def test_a_job_that_is_cancelled_ends(before_shard, pools):
@@ -234,119 +236,28 @@ def test_bodies_that_call_back_run_shard_by_shard(pools):
     assert not pools
 
 
-def done(seconds, cores=1.0, compiling=0.0):
-    """A job whose span took so long."""
-
-    def job():
-        clock[0] += cores * seconds + compiling
-        return passes.Done(None, None, SimpleNamespace(seconds=seconds, compiling=compiling))
-
-    return job
-
-
-clock = [0.0]
-
-
 @pytest.mark.parametrize(
-    ("seconds", "cores", "threads", "serial", "made"),
+    ("members", "shard_size", "most", "expected"),
     [
-        (1e-5, 1, 4, 20, []),  # handing them over would take longer
-        (1e-3, 1, 4, 2, [4]),
-        (1e-3, 2, 4, 2, [2]),
-        (1e-3, 4, 4, 20, []),  # its shards keep all cores busy
-        (1e-3, 0.1, 4, 2, [4]),
-        (0.05, 1, 8, 2, [8]),  # compiling says nothing of its cores
-        (0.05, 1, 1, 20, []),
+        (80, 8, 4, 0),  # passing shards of 8e6 operations to threads would take longer
+        (96, 16, 4, 0),  # a pass of 9.6e7 is not worth starting threads for
+        (112, 16, 4, 4),
+        (1 << 20, 16, 1, 1),
+        (1 << 20, 16, 64, 8),  # short shards do not keep many threads busy
+        (1 << 20, 1024, 64, 20),
     ],
 )
-def test_threads_are_as_many_as_pay(seconds, cores, threads, serial, made, monkeypatch, pools):
+@pytest.mark.parametrize("cost", [Cost(1e6), Cost(4e5, extra=6e5), Cost(nbytes=2e5)])
+def test_threads_follow_from_the_counted_work(
+    monkeypatch, members, shard_size, most, expected, cost
+):
     monkeypatch.undo()
-    numbers = []
-    monkeypatch.setattr(
-        passes,
-        "DaemonThreads",
-        lambda n, as_here: numbers.append(n) or DaemonThreads(n, as_here=as_here),
-    )
-    monkeypatch.setattr(passes.time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(shard_times, "_times", {})
-    taken = []
-    jobs = (taken.append(i) or done(seconds, cores, 0.5 if i == 0 else 0.0) for i in range(20))
-    for number, _ in enumerate(passes.computed(jobs, 20, threads, "body", lambda: None), 1):
-        if not numbers and number < 20:
-            assert len(taken) == number
-            alone = number
-        elif number == 20 and not numbers:
-            alone = 20
-    assert (alone, numbers) == (serial, made)
-
-
-def test_what_is_worth_a_thread(monkeypatch):
-    monkeypatch.undo()
-    faults = []
-    for seconds, known, left, expected in (
-        (1e-3, True, 4, (True, False)),
-        (1e-3, True, 3, (False, False)),  # 3 ms of shards are not worth starting threads for
-        (1e-3, True, None, (True, False)),
-        (2e-4, True, None, (True, False)),
-        (1e-4, True, None, (False, False)),
-        (2e-3, True, 2, (True, True)),
-        (9.0, True, 1, (False, True)),
-        (9.0, True, 0, (False, True)),
-        (9.0, False, 9, (False, False)),
-    ):
-        known_time = shard_times._ShardTime(seconds, 1.0, known)
-        monkeypatch.setattr(shard_times, "_times", {"body": known_time})
-        found = shard_times.pays("body", left, 2), shard_times.pays_in_bundle("body")
-        if found != expected:
-            faults.append((seconds, known, left, found))
-    assert faults == []
-    assert not shard_times.pays("other", 9, 2)
-    # Shards that keep several cores busy leave less to threads.
-    for cores, left, most, expected in (
-        (1.5, 9, 2, True),
-        (1.5, 7, 2, False),
-        (2.0, 999, 2, False),
-        (2.1, 999, 2, False),
-        (2.0, 3, 16, True),
-    ):
-        times = {"body": shard_times._ShardTime(1e-3, cores, True)}
-        monkeypatch.setattr(shard_times, "_times", times)
-        assert shard_times.pays("body", left, most) == expected
-    assert not shard_times.pays_in_bundle("other")
-    # Of many threads, only bodies that do not hold Python's lock for long keep all busy.
-    for seconds, cores, expected in (
-        (1e-3, 1.0, (8, 8)),
-        (0.02, 1.0, (16, 16)),
-        (0.02, 8.0, (2, 2)),
-        (0.02, 16.0, (2, 1)),
-    ):
-        times = {"body": shard_times._ShardTime(seconds, cores, True)}
-        monkeypatch.setattr(shard_times, "_times", times)
-        found = shard_times.threads("body", 16), shard_times.threads_in_bundle("body", 16)
-        assert found == expected
-
-
-def test_a_shard_that_is_measured_again_takes_the_least_seconds(monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(shard_times.time, "process_time", lambda: 2.0)
-    monkeypatch.setattr(shard_times, "_times", {})
-
-    def learned(seconds, compiling=0.0):
-        span = SimpleNamespace(seconds=seconds, compiling=compiling)
-        shard_times.learn("body", span, 1.0)
-        found = shard_times._times["body"]
-        return found.seconds, found.cores, found.known
-
-    assert learned(0.01) == (0.01, 100.0, False)  # short the first time: it may be a fluke
-    assert learned(0.5) == (0.01, 2.0, True)
-    assert learned(0.001) == (0.01, 2.0, True)  # what is known stays
-    shard_times._times.clear()
-    assert learned(0.02) == (0.02, 50.0, True)
-    shard_times._times.clear()
-    assert not learned(0.02, compiling=0.5)[2]
-    monkeypatch.setattr(shard_times, "_times", dict.fromkeys(range(shard_times._MAX_KNOWN)))
-    learned(1.0)
-    assert list(shard_times._times) == [*range(1, shard_times._MAX_KNOWN), "body"]
+    shape = jax.ShapeDtypeStruct((members, 3), "float32")
+    maximum = bj.program(clients=members)(bj.reduce_max)
+    plan = plan_for(flatten_call(maximum, [shape]), Options(shard_size=shard_size)).plan
+    (step,) = plan.steps
+    plan = dataclasses.replace(plan, costs={step.name: cost})
+    assert ordered_pool.threads_for(plan, step, most) == expected
 
 
 def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
@@ -357,12 +268,3 @@ def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     assert len(pools) == 1  # The second run has room for one thread.
     with pytest.raises(StagingError, match="use 1 of 4 threads"):
         local(summed, x, shard_size=256, memory="280MiB", local_threads=4)
-
-
-def test_a_call_that_compiles_says_nothing_about_later_ones(monkeypatch):
-    monkeypatch.undo()  # with the true limits
-    body = object()
-    for seconds, compiling in ((1e-4, 0.5), (5e-2, 0.0)):
-        begun = time.process_time() - seconds
-        shard_times.learn(body, SimpleNamespace(seconds=seconds, compiling=compiling), begun)
-    assert shard_times.pays(body, 100, 2)
