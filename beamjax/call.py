@@ -39,6 +39,7 @@ class Call:
     # The function and its flat arguments; streams that were counted are files here.
     flat: FlatCall
     backend: Any  # the user's runner, or "local"
+    runner: str  # its name
     options: Options
     planned: Planned  # the plan, together with the program that it was made from
     plan: Plan  # the same plan in the form that other processes need
@@ -56,11 +57,6 @@ class Call:
         """The inputs of a call whose arguments all have values."""
         assert self.inputs is not None
         return self.inputs
-
-    @property
-    def runner(self) -> str:
-        """The name of the runner."""
-        return runner_name(self.backend)
 
     def plan_json(self, notes: tuple[str, ...] | None = None, cached: bool = False) -> Json:
         """The plan as JSON values, which `explain` shows."""

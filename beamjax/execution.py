@@ -19,7 +19,7 @@ from beamjax import _compat
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe, as_compiled
 from beamjax.bodies.xla_threads import with_lapack_threads
-from beamjax.call import LOCAL, Call, by_position, parsed_options
+from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
@@ -32,7 +32,7 @@ from beamjax.options import Options, parse_options
 from beamjax.plan.steps import Output, Plan
 from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.local import evaluate
+from beamjax.runtime.local import LoadedPlan, evaluate
 from beamjax.runtime.materialized_outputs import (
     NOTHING,
     MaterializedOutputs,
@@ -217,7 +217,8 @@ def stage(
     """Flattens the arguments of a call; refuses tracers, and abstract ones unless `abstract`."""
     flat = flatten_call(fn, args)
     refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat.arguments})
-    refuse_compilation(front, fn)
+    if _compat.is_tracing():
+        refuse_compilation(front, fn)
     for argument in flat.arguments:
         if not abstract and isinstance(argument.value, jax.ShapeDtypeStruct):
             raise StagingError(
@@ -240,13 +241,14 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
         found = replace(found, recipe=recipe)
     given = all(argument.value is not None for argument in flat.arguments)
     inputs = bind_inputs(found, flat.arguments) if given else None
-    return Call(flat, runner, options, planned, found, inputs)
+    name = runner if isinstance(runner, str) else runner_name(runner)
+    return Call(flat, runner, name, options, planned, found, inputs)
 
 
 def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     """Chooses where a call runs and where its results go, and checks that it fits in memory."""
-    # The plan keeps the answer, which may also depend on sources.
-    known = {} if call.flat.has_sources else call.planned.fitting
+    # Stored with the plan, unless it depends on sources as well.
+    known = {} if call.flat.has_sources else call.planned.derived
     options = known.get((call.runner, call.options))
     if options is None:
         sources = sources_of(call.values.values)
@@ -265,7 +267,9 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
 
 def execute(call: Call, monitor: Monitor) -> Values:
     """Runs the plan of a call, and returns its outputs by name."""
-    with call.results.cleared(), with_lapack_threads(), with_subnormals():
+    results = call.results
+    cleared = contextlib.nullcontext() if results is NOTHING else results.cleared()
+    with cleared, with_lapack_threads(), with_subnormals():
         try:
             values = _execute(call, monitor)
         except BeamjaxError as error:
@@ -280,30 +284,33 @@ def execute(call: Call, monitor: Monitor) -> Values:
 
 
 def _execute(call: Call, monitor: Monitor) -> Values:
-    plan, inputs, options, results = call.plan, call.values, call.options, call.results
+    plan, inputs, options, results = call.plan, call.inputs, call.options, call.results
+    assert inputs is not None
     if call.backend != LOCAL:
         from beamjax.pipelines.run import run_plan
 
         if call.workers is not None:
             return call.workers.run(plan, inputs, options, monitor, results)
         return run_plan(plan, inputs, call.backend, options, monitor, results)
+    derived, key = call.planned.derived, ("loaded", options.xla_threads, options.local_threads)
+    if key not in derived:
+        derived[key] = LoadedPlan(call.planned.plan, options)
     if options.checkpoint is None:
-        return evaluate(plan, inputs, options, monitor, results=results)
+        return evaluate(plan, inputs, options, monitor, None, results, derived[key])
     from beamjax.pipelines.checkpoints.folder import folder_of
     from beamjax.pipelines.run import checkpointer_of
 
     with folder_of(options):
-        values = inputs.refs()
-        checkpointer = checkpointer_of(plan, inputs, values, options)
-        return evaluate(plan, inputs, options, monitor, checkpointer, results, values)
+        checkpointer = checkpointer_of(plan, inputs, inputs.refs, options)
+        return evaluate(plan, inputs, options, monitor, checkpointer, results, derived[key])
 
 
 def collect(call: Call, values: Values) -> Any:
     """Builds the tree that the function returns from the outputs of its plan."""
-    plan, staged = call.plan, call.planned.staged
+    plan, staged, inputs = call.plan, call.planned.staged, call.values
     leaves = []
     for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
-        leaf = _output(plan, output, values, call.values)
+        leaf = _output(plan, output, values, inputs)
         if not isinstance(leaf, Placed):
             leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
         leaves.append(leaf)

@@ -26,7 +26,7 @@ from beamjax.options import parse_options
 from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.ordered_pool import usual_threads
-from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 
 
 def timed(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -124,7 +124,8 @@ def bodies_alone(
     call = flatten_call(program, (w, bj.from_range(members)))
     plan = plan_for(call, parse_options(options)).plan
     (step,) = (step for step in plan.steps if isinstance(step, Map))
-    execute = ShardExecutor(plan, step, {name: np.asarray(w) for name in step.broadcasts})
+    served = {name: np.asarray(w) for name in step.broadcasts}
+    execute = ShardExecutor(LoadedPass(plan, step), served)
 
     def compute(shard: Shard) -> None:
         execute(shard, [np.arange(shard.start, shard.start + shard.count, dtype=np.int32)])

@@ -58,8 +58,8 @@ class Planned:
         return any(body.python for body in self.plan.bodies.values())
 
     @functools.cached_property
-    def fitting(self) -> dict[tuple[str, Options], Options]:
-        """The options with which runs without sources fit in memory, by runner and own options."""
+    def derived(self) -> dict[Any, Any]:
+        """What runs have made of the plan and their options alone, for later runs."""
         return {}
 
 
@@ -77,6 +77,8 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
     )  # fmt: skip
     known = _plans.get(call.fn, full_key)
+    if known is not None and not known.plan.file_starts:
+        return known
     made = known
     if made is None:
         name = getattr(call.fn, "__name__", "a function")

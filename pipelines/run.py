@@ -27,7 +27,7 @@ from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, caching_for
 from beamjax.plan.liveness import made
 from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
-from beamjax.runtime.driver import Driver, starts_anew
+from beamjax.runtime.driver import Driver, Schedule, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Ref, Values, server
@@ -126,7 +126,7 @@ def drive(
     monitor.letters.begin(anew=starts_anew(checkpointer))
     lost_workers.begin_pipeline(store, launcher.connection.shared)
     resident = Resident(plan, launcher, job, results)
-    found = Driver(plan, values, resident, monitor, checkpointer).run()
+    found = Driver(Schedule(plan), values, resident, monitor, checkpointer).run()
     return {name: resident.result(name, value) for name, value in found.items()}
 
 

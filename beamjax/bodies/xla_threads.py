@@ -120,7 +120,7 @@ class _Limit:
         """Undoes one `__enter__`; the last one restores the number of threads of the process."""
         with self._lock:
             self._holders -= 1
-            if not self.held and self._limited is not None:
+            if not self._holders and self._limited is not None:
                 self._limited.restore_original_limits()
                 self._limited = None
 

@@ -142,7 +142,7 @@ class Options:
         folder = self.work_folder
         return folder if folder is not None and os.path.isdir(folder) else None
 
-    @property
+    @functools.cached_property
     def planning(self) -> tuple[Any, ...]:
         """The options that a plan depends on."""
         return _planning(self)

@@ -7,9 +7,9 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from beamjax._text import as_cause, described
+from beamjax._text import described
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 
 if TYPE_CHECKING:
@@ -76,31 +76,16 @@ class Shards:
         return list(itertools.accumulate(counts, initial=0))
 
 
-class shard_errors:
-    """Adds the step and the shard to the message of every error in a `with` block."""
-
-    # A class and not a generator, as it is entered twice for each shard and must be fast.
-    __slots__ = ("shard", "step")
-
-    def __init__(self, step: Map, shard: Shard):
-        self.step = step
-        self.shard = shard
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, Exception):
-            return
-        step, shard = self.step, self.shard
-        functions = f" ({', '.join(step.functions)})" if step.functions else ""
-        where = (
-            f"step {step.name!r}{functions}, shard {shard.index} of placement "
-            f"{step.placement!r}, members {shard.start} to {shard.start + shard.count - 1}"
-        )
-        raised: BeamjaxError = WorkerError(f"{where}: {described(error)}")
-        if isinstance(error, BeamjaxError):
-            raised = type(error)(f"{where}: {error}")
-        members = shard.start, shard.start + shard.count - 1
-        raised.failure = Failure(step.name, shard.index, members)
-        raise raised from as_cause(error)
+def shard_error(step: Map, shard: Shard, error: Exception) -> BeamjaxError:
+    """The error with the step and the shard in its message, and with its `failure`."""
+    functions = f" ({', '.join(step.functions)})" if step.functions else ""
+    members = shard.start, shard.start + shard.count - 1
+    where = (
+        f"step {step.name!r}{functions}, shard {shard.index} of placement "
+        f"{step.placement!r}, members {members[0]} to {members[1]}"
+    )
+    located: BeamjaxError = WorkerError(f"{where}: {described(error)}")
+    if isinstance(error, BeamjaxError):
+        located = type(error)(f"{where}: {error}")
+    located.failure = Failure(step.name, shard.index, members)
+    return located

@@ -7,12 +7,12 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from beamjax.errors import BeamjaxError
 from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, made, used, used_by_rounds
-from beamjax.plan.steps import Block, Branch, Loop, Plan, Rows, Scatter, Step, is_straight
+from beamjax.plan.steps import Block, Branch, Loop, Plan, Rows, Scatter, Step
 from beamjax.runtime.values import Ref, Values, rows_of, scattered, server, stacked
 from beamjax.spans import timed
 from beamjax.telemetry.monitor import Monitor
@@ -61,18 +61,51 @@ class Executor(Protocol):
         """Computes a step without control flow."""
 
 
+class Turn(NamedTuple):
+    """A step of a block, and the names of values around it."""
+
+    step: Step
+    reads: frozenset[str]
+    defines: tuple[str, ...]
+    later: frozenset[str]  # what the steps after it and the outputs of the block need
+
+
+class Schedule:
+    """The steps of a plan with the values that they need, the same in each run and round."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.whole = Block(plan.steps, tuple(plan.returned()))
+        # By the identity of a block, which the plan keeps alive: its hash takes long.
+        self._turns: dict[int, list[Turn]] = {}
+
+    def turns(self, block: Block) -> list[Turn]:
+        """The steps of a block, in order."""
+        found = self._turns.get(id(block))
+        if found is None:
+            found, later = [], frozenset(block.outputs)
+            for step in reversed(block.steps):
+                reads, defines = frozenset(used(step)), made(step)
+                found.append(Turn(step, reads, defines, later))
+                later |= reads
+            found.reverse()
+            self._turns[id(block)] = found
+        return found
+
+
 class Driver:
     """Runs a plan step by step, with its loops and branches."""
 
     def __init__(
         self,
-        plan: Plan,
+        schedule: Schedule,
         values: Values,
         executor: Executor,
         monitor: Monitor,
         checkpointer: Checkpointer | None = None,
     ):
-        self.plan = plan
+        self.schedule = schedule
+        self.plan = schedule.plan
         self.values = dict(values)
         self.executor = executor
         self.monitor = monitor
@@ -95,13 +128,12 @@ class Driver:
 
     def run(self) -> dict[str, Ref]:
         """Runs all steps, and returns each output that is a value of the plan, by name."""
-        saved = self._checkpointer
-        whole = Block(self.plan.steps, tuple(self.plan.returned()))
+        saved, whole = self._checkpointer, self.schedule.whole
         if saved is not None and saved.finished:
             self.monitor.resumed(whole.steps)
             found = [self.values[name] for name in whole.outputs]
         else:
-            found = self._block(whole, set(self.values), saved.position if saved else ())
+            found = self._block(whole, self.values, saved.position if saved else ())
         results = dict(zip(whole.outputs, found, strict=True))
         if saved is not None and not saved.finished:
             saved.provenance = self.monitor.provenance
@@ -113,68 +145,64 @@ class Driver:
         # Values that the block may drop: those that it makes, and those that its caller gives away.
         # A value is dropped as soon as no later step needs it, which bounds the memory of a run.
         own = set(own)
-        groups = _segments(block.steps)
-        for number, steps in enumerate(groups):
-            if at and steps[0].name != at[0][0]:
-                # The earlier run has finished these steps; the checkpoint has their live results.
-                self.monitor.resumed(steps)
-                own.update(name for step in steps for name in made(step))
+        for turn in self.schedule.turns(block):
+            step = turn.step
+            if at and step.name != at[0][0]:
+                # The earlier run has finished this step; the checkpoint has its live results.
+                self.monitor.resumed([step])
+                own.update(turn.defines)
                 continue
-            later = set(block.outputs).union(
-                *(used(step) for group in groups[number + 1 :] for step in group)
-            )
-            match steps:
-                case [Loop() as loop]:
+            match step:
+                case Loop():
                     # An initial value can be dropped when the loop has copied it to its state,
                     # unless rounds or later steps read it too.
-                    inits = {value.init for value in loop.carried} & own
-                    self._loop(loop, inits - later - used_by_rounds(loop), at)
-                case [Branch() as branch]:
-                    self._branch(branch, at)
+                    inits = {value.init for value in step.carried} & own
+                    self._loop(step, inits - turn.later - used_by_rounds(step), at)
+                case Branch():
+                    self._branch(step, at)
                 case _:
-                    self._segment(steps, later)
+                    self.step(turn)
             at = ()
-            own.update(name for step in steps for name in made(step))
-            self._drop(own - later)
+            own.update(turn.defines)
+            for name in own - turn.later:
+                own.remove(name)
+                self.values.pop(name, None)
         outputs = [self.values[name] for name in block.outputs]
-        self._drop(own)
+        for name in own:
+            self.values.pop(name, None)
         return outputs
 
-    def _segment(self, steps: Sequence[Step], needed: set[str]) -> None:
-        """Runs steps without control flow; later steps need the values of these names."""
-        own: set[str] = set()
-        for number, step in enumerate(steps):
-            later = needed.union(*map(used, steps[number + 1 :]))
-            self.step(step, later)
-            own.update(made(step))
-            self._drop(own - later)
-
-    def step(self, step: Step, needed: Collection[str]) -> None:
+    def step(self, turn: Turn) -> None:
         """Runs a step without control flow."""
         self.monitor.tick()
-        if isinstance(step, Scatter):
-            self.values[step.result] = scattered(self.values[step.operand], step.axis)
-            return
-        values = {name: self.values[name] for name in used(step)}
-        if isinstance(step, Rows):
-            self.values[step.result] = self._rows(step, values)
-            return
-        with self._rounds_in_message():
-            self.values.update(self.executor.run(step, values, needed))
+        try:
+            self.values.update(self._results(turn))
+        except BeamjaxError as error:
+            # Executors know a step by its name in the plan, which is the same in all rounds.
+            if not self._where or "step '" not in str(error):
+                raise
+            located = type(error)(f"{', '.join(self._where)}: {error}")
+            located.failure = error.failure
+            raise located from error
+
+    def _results(self, turn: Turn) -> Values:
+        step, values = turn.step, {name: self.values[name] for name in turn.reads}
+        match step:
+            case Scatter():
+                return {step.result: scattered(values[step.operand], step.axis)}
+            case Rows():
+                return {step.result: self._rows(step, values)}
+        return self.executor.run(step, values, turn.later)
 
     def _rows(self, step: Rows, values: Values) -> Ref:
         """Rows of a placed value; this process reads those of a server value."""
         found = rows_of(values[step.operand], values[step.numbers].array())
         if self.plan.values[step.result].placement is not None:
             return found
-        with timed(self.monitor.spans, step.name, "read") as span, self._rounds_in_message():
+        with timed(self.monitor.spans, step.name, "read") as span:
             array = found.array()
             span.nbytes = array.nbytes
         return server(array)
-
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.values.pop(name, None)
 
     # ----------------------------------------------------------------- branches and loops
 
@@ -196,7 +224,8 @@ class Driver:
             self._carry(loop, [self.values[value.init] for value in loop.carried])
             # Replaces the entries from the previous round of an enclosing loop.
             self.stacks |= {name: [] for name in loop.stacked}
-        self._drop(unneeded)
+        for name in unneeded:
+            self.values.pop(name, None)
         wholes = {value.param: self.values[value.operand] for value in loop.sliced}
         at = at[1:]
         for number in itertools.count(first) if loop.rounds is None else range(first, loop.rounds):
@@ -253,19 +282,6 @@ class Driver:
             self._path.pop()
             self._where.pop()
 
-    @contextlib.contextmanager
-    def _rounds_in_message(self) -> Iterator[None]:
-        """Adds the rounds and blocks around a failing step to the message of its error."""
-        # Executors know a step by its name in the plan, which is the same in all rounds.
-        try:
-            yield
-        except BeamjaxError as error:
-            if not self._where or "step '" not in str(error):
-                raise
-            located = type(error)(f"{', '.join(self._where)}: {error}")
-            located.failure = error.failure
-            raise located from error
-
     def _save_if_due(self, at: tuple[str, int]) -> None:
         """Counts a round, and saves a checkpoint if it is due."""
         # `at` is the name of the loop, and the number of its rounds that are done. A condition is
@@ -278,14 +294,3 @@ class Driver:
             self._checkpointer.save((*self._path, at), self.values, self.stacks)
             self._until_checkpoint = self._checkpointer.every
             self.monitor.saved()
-
-
-def _segments(steps: Iterable[Step]) -> list[list[Step]]:
-    """Groups consecutive steps without control flow; each loop and branch is a group of its own."""
-    groups: list[list[Step]] = []
-    for step in steps:
-        if groups and is_straight([*groups[-1], step]):
-            groups[-1].append(step)
-        else:
-            groups.append([step])
-    return groups

@@ -16,7 +16,6 @@ from beamjax.runtime.values import Leaf, Ref, Values, ref_to
 from beamjax.sources import ArraySource
 from beamjax.sources.array_source import snapshot
 from beamjax.sources.derived_sources import ShortSource, grouped, key_of, snapshot_of
-from beamjax.sources.leaf_checks import native_view
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
@@ -61,7 +60,7 @@ class Reader:
                 arrays[source] = self.sources[source].read(start, stop)
             whole = Leaf(self.sources[source], leaf, self.x64)
             found[name] = whole.checked(arrays[source][leaf], start, stop)
-        for i, mask in self._masks.items():
+        for i, mask in self._masks.items() if self.sources else ():
             used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
             if used:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
@@ -95,6 +94,7 @@ class Inputs:
         self.plan = plan
         # For each input an array, a scalar, or a pair of a `Source` and the index of its leaf.
         self.values = values
+        self.has_sources = any(isinstance(value, tuple) for value in values)
 
     def snapshot(self) -> Inputs:
         """The same values, in memory that the caller can't write to."""
@@ -120,6 +120,7 @@ class Inputs:
             if spec.server is not None
         }
 
+    @functools.cached_property
     def refs(self) -> dict[str, Ref]:
         """All inputs that steps read, by name, for this process: it reads arrays in place."""
         types = self.plan.values
@@ -129,7 +130,11 @@ class Inputs:
                 continue
             rows = _rows(value, spec.axis)
             if rows.dtype.isnative:  # else shards are converted one at a time
-                found[spec.placed] = ref_to(native_view(rows), types[spec.placed], len(rows))
+                rows = rows.view()
+                rows.flags.writeable = False
+                found[spec.placed] = ref_to(rows, types[spec.placed], len(rows))
+        if self.plan.placed_inputs <= found.keys():
+            return found
         return found | self.placed(self.reader(found))
 
     def placed(self, reader: Reader) -> dict[str, Ref]:

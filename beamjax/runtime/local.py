@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from beamjax.bodies.export import run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
+from beamjax.numerics.provenance import Provenance
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import (
@@ -23,7 +25,7 @@ from beamjax.plan.steps import (
     walk,
 )
 from beamjax.runtime.cached_shards import cached_shards
-from beamjax.runtime.driver import Checkpointer, Driver, starts_anew
+from beamjax.runtime.driver import Checkpointer, Driver, Schedule, Turn, starts_anew
 from beamjax.runtime.inputs import Inputs, Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
@@ -31,10 +33,9 @@ from beamjax.runtime.ordered_pool import (
     DaemonThreads,
     OrderedJobs,
     computing_threads,
-    threads_for,
 )
 from beamjax.runtime.passes import Done, Partials, ShardPass
-from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 from beamjax.runtime.values import Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
@@ -45,6 +46,30 @@ from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.watchdog import Watchdog, bounded
 
 
+class LoadedPlan:
+    """A plan as this process computes it, which all its runs share."""
+
+    def __init__(self, plan: Plan, options: Options):
+        self.plan = plan
+        self.schedule = Schedule(plan)
+        self.device = compute_device(options.xla_threads)
+        self._options = options
+        self._passes: dict[str, LoadedPass] = {}
+
+    def pass_of(self, step: Map) -> LoadedPass:
+        """A pass, whose bodies are loaded at its first run."""
+        found = self._passes.get(step.name)
+        if found is None:
+            most = computing_threads(self._options)
+            self._passes[step.name] = found = LoadedPass(self.plan, step, self.device, most)
+        return found
+
+    @functools.cached_property
+    def provenance(self) -> Provenance:
+        """That of the values that this process computes."""
+        return provenance_here(self._options.xla_threads)
+
+
 def evaluate(
     plan: Plan,
     inputs: Inputs,
@@ -52,16 +77,18 @@ def evaluate(
     monitor: Monitor | None = None,
     checkpointer: Checkpointer | None = None,
     results: MaterializedOutputs = NOTHING,
-    values: Values | None = None,
+    loaded: LoadedPlan | None = None,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan without Beam; returns its outputs by name, as raw arrays or handles to files."""
     monitor = monitor or Monitor(plan)
-    limit = options.memory_bytes
-    BLOCKS.set_limit(None if limit is None else block_budget(limit))
-    monitor.letters.begin(anew=starts_anew(checkpointer))
-    threads = Threads(plan, options, monitor, results)
-    values = inputs.refs() if values is None else values
-    driver = Driver(plan, values, threads, monitor, checkpointer)
+    loaded = loaded or LoadedPlan(plan, options)
+    if inputs.has_sources:
+        limit = options.memory_bytes
+        BLOCKS.set_limit(None if limit is None else block_budget(limit))
+    if options.dead_letters is not None:
+        monitor.letters.begin(anew=starts_anew(checkpointer))
+    threads = Threads(loaded, options, monitor, results)
+    driver = Driver(loaded.schedule, inputs.refs, threads, monitor, checkpointer)
     if options.shard_timeout is None:
         found = driver.run()
     else:
@@ -74,9 +101,10 @@ def values_before(
     plan: Plan, inputs: Inputs, options: Options, step: str, rounds: int
 ) -> dict[str, np.ndarray]:
     """The raw arrays by name that a step and those after it need, when `rounds` rounds are over."""
-    monitor = Monitor(plan)
-    given = inputs.refs()
-    run = _Until(plan, given, Threads(plan, options, monitor, NOTHING), monitor)
+    monitor, loaded = Monitor(plan), LoadedPlan(plan, options)
+    given = inputs.refs
+    threads = Threads(loaded, options, monitor, NOTHING)
+    run = _Until(loaded.schedule, given, threads, monitor)
     run.target = step, rounds
     try:
         run.run()
@@ -93,9 +121,10 @@ class Threads:
     """Computes steps in this process; see `driver.Executor`."""
 
     def __init__(
-        self, plan: Plan, options: Options, monitor: Monitor, results: MaterializedOutputs
+        self, loaded: LoadedPlan, options: Options, monitor: Monitor, results: MaterializedOutputs
     ):
-        self.plan = plan
+        self.loaded = loaded
+        self.plan = loaded.plan
         self.options = options
         self.monitor = monitor
         # Copies on the device of the server values that passes have read.
@@ -106,8 +135,6 @@ class Threads:
         self.mapped: dict[str, np.ndarray] = {}
         self.results = results
         self.spans = monitor.spans
-        self.device = compute_device(options.xla_threads)
-        self.outputs = set(plan.returned())
 
     def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
         match step:
@@ -137,38 +164,35 @@ class Threads:
         if found is not None:
             self.mapped[name] = found
             return found
-        if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.outputs:
+        if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.plan.returned():
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
 
-    def computes(self) -> None:
-        """Records that this process computes values of the run."""
-        self.monitor.computed(provenance_here(self.options.xla_threads))
-
     def _server(self, step: Server, values: Values) -> Values:
-        self.computes()
+        self.monitor.computed(self.loaded.provenance)
         with timed(self.spans, step.name, "compute"):
             known = {name: value.array() for name, value in values.items()}
-            found = run_server(self.plan, step, known, self.device)
+            found = run_server(self.plan, step, known, self.loaded.device)
         return {name: ref_to(array, self.plan.values[name]) for name, array in found.items()}
 
     def _map(self, step: Map, values: Values) -> Values:
-        self.computes()
+        self.monitor.computed(self.loaded.provenance)
         n = self.plan.sizes[step.placement]
         execute = self.executor(step, values)
         rooms = {name: self.room(name, n) for name in step.results}
-        partials = Partials(step, self.options.reduction, execute.trees())
+        ranges = execute.loaded.ranges
+        partials = Partials(step, self.options.reduction, ranges, execute.trees())
         reader = Reader.of({name: values[name] for name in step.operands}, self.plan.x64)
         work = ShardPass(self.plan, step, [execute], reader, partials, self.spans)
-        letters = DeadLetters(self.options.drop_limit)
+        letters = None if step.guard is None else DeadLetters(self.options.drop_limit)
         for done in self._computed(work, execute):
             shard = done.shard
-            if done.found.dropped:
+            if letters is not None and done.found.dropped:
                 self.add_dropped(letters, done.found.dropped)
             for room, array in zip(rooms.values(), done.found.results, strict=True):
                 room[shard.start : shard.start + len(array)] = array
             work.add(done)
-        if letters.dropped:
+        if letters is not None:
             self.monitor.drop(letters.dropped, self.plan.sizes)
         with timed(self.spans, step.name, "merge"):
             reduced = partials.results(self.plan)
@@ -187,25 +211,24 @@ class Threads:
             cached = None
             if options.cache is not None:
                 cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
-            execute = ShardExecutor(self.plan, step, known, self.device, self.checked, cached)
+            execute = ShardExecutor(self.loaded.pass_of(step), known, self.checked, cached)
         for name, copy in execute.broadcasts.items():
             on_device[values[name]] = copy
         return execute
 
     def _computed(self, work: ShardPass, execute: ShardExecutor) -> Iterator[Done]:
         """The results of the shards of a pass, in order."""
-        most = computing_threads(self.options)
-        threads = 0 if execute.calls_back else threads_for(self.plan, work.step, most)
+        loaded = execute.loaded
         # The calling thread iterates over them, which reads the shards.
-        jobs = map(work.read, self.plan.shards(work.step.placement))
-        if threads <= 1:
+        jobs = map(work.read, loaded.shards)
+        if loaded.threads <= 1:
             for job in jobs:
                 yield job(0)
             return
-        if not execute.is_compiled:
+        if not loaded.is_compiled:
             # Other threads would wait for the compilation, which does not count as their work.
             yield next(jobs)(0)
-        pool = DaemonThreads(threads)
+        pool = DaemonThreads(loaded.threads)
         results: OrderedJobs[Done] = OrderedJobs([pool], self.check)
         try:
             for job in jobs:
@@ -239,7 +262,7 @@ class _Until(Driver):
 
     target: tuple[str, int]
 
-    def step(self, step: Step, needed: Collection[str]) -> None:
-        if (step.name, self.monitor.progress().rounds) == self.target:
+    def step(self, turn: Turn) -> None:
+        if (turn.step.name, self.monitor.progress().rounds) == self.target:
             raise _Reached
-        super().step(step, needed)
+        super().step(turn)

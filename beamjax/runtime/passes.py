@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from beamjax._text import as_cause
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
-from beamjax.plan.shard import Shard, shard_errors
+from beamjax.numerics.reducers import make_accumulator
+from beamjax.plan.buffer_ranges import ValueRange
+from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Map, Plan
-from beamjax.runtime.failing_members import Computed
+from beamjax.runtime.failing_members import Computed, read_rest
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.shard_executor import (
     ShardExecutor,
     finish_buffer,
     finish_tree,
-    new_accumulator,
-    read_shard,
 )
 from beamjax.spans import Spans, timed
 
@@ -30,9 +30,16 @@ from beamjax.spans import Spans, timed
 class Partials:
     """The reduction of some shards of a pass."""
 
-    def __init__(self, step: Map, mode: Any, trees: Sequence[DyadicTree[list[np.ndarray]]] = ()):
+    def __init__(
+        self,
+        step: Map,
+        mode: Any,
+        ranges: Sequence[ValueRange],
+        trees: Sequence[DyadicTree[list[np.ndarray]]] = (),
+    ):
         self.step = step
         self.mode = mode  # of the accumulators: "exact" or "fast"
+        self.ranges = ranges  # `accumulator_ranges` of the step
         # An empty tree for each combine of the pass; none where only accumulators are merged.
         self.trees = trees
         self.accumulators: dict[ValueRange, Accumulator] = {}
@@ -40,8 +47,13 @@ class Partials:
     def _begin(self) -> None:
         buffers = self.step.buffers
         self.accumulators = {
-            piece: new_accumulator(buffers[piece.buffer], piece.stop - piece.start, self.mode)
-            for piece in accumulator_ranges(self.step)
+            piece: make_accumulator(
+                buffers[piece.buffer].kind,
+                np.dtype(buffers[piece.buffer].dtype),
+                piece.stop - piece.start,
+                mode=self.mode,
+            )
+            for piece in self.ranges
         }
 
     def add(self, shard: Shard, found: Computed) -> None:
@@ -78,7 +90,7 @@ class Partials:
         parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         if not self.accumulators:
             self._begin()
-        for piece in accumulator_ranges(self.step):
+        for piece in self.ranges:
             buffer, where = self.step.buffers[piece.buffer], (piece.start, piece.stop)
             found = finish_buffer(plan, self.step, buffer, self.accumulators[piece], where)
             for name, _, values in found:
@@ -118,6 +130,8 @@ class ShardPass:
         self.reader = reader
         self.partials = partials
         self.spans = spans
+        # The operands that are inputs of the run or in files: reading others moves nothing.
+        self._counted = plan.placed_inputs | reader.where.keys()
 
     def read(
         self, shard: Shard, known: Mapping[str, np.ndarray] | None = None
@@ -125,22 +139,31 @@ class ShardPass:
         """Reads a shard; returns the function that computes it, in any thread, on a device."""
         # `known` are operands that an earlier pass of the same bundle has, so they are not read.
         step, known = self.step, known or {}
-        with timed(self.spans, step.name, "read", shard) as span, shard_errors(step, shard):
-            # The cache knows a shard by its files only if all operands are in files.
-            found = None if known else self.executors[0].unread(shard, self.reader)
-            if found is None:
-                names = [name for name in step.operands if name not in known]
-                read, lost = read_shard(self.plan, step, self.reader, names, shard)
-                span.nbytes = self._bytes_of_inputs(read)
-        if found is not None:
-            done = Done(shard, found)
-            return lambda _: done
+        with timed(self.spans, step.name, "read", shard) as span:
+            try:
+                # The cache knows a shard by its files only if all operands are in files.
+                cache = None if known else self.executors[0].cached
+                if cache is not None and (cached := cache.unread(shard, self.reader)) is not None:
+                    done = Done(shard, cached)
+                    return lambda _: done
+                read, lost = self._operands(shard, known)
+            except Exception as error:
+                raise shard_error(step, shard, error) from as_cause(error)
+            span.nbytes = sum(x.nbytes for name, x in read.items() if name in self._counted)
         return functools.partial(self._compute, shard, {**known, **read}, lost)
 
-    def _bytes_of_inputs(self, arrays: Mapping[str, np.ndarray]) -> int:
-        """The bytes of those of the arrays that are from inputs of the run or from files."""
-        inputs, files = self.plan.placed_inputs, self.reader.where
-        return sum(x.nbytes for name, x in arrays.items() if name in inputs or name in files)
+    def _operands(
+        self, shard: Shard, known: Container[str]
+    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+        """The operands that are read, and why members can't be read, by their positions."""
+        guard, start = self.step.guard, shard.start
+        names = [name for name in self.step.operands if name not in known]
+        # Where the step must not drop members, errors are raised.
+        if guard is None or guard.on_error != "drop" or not names:
+            return self.reader.read(names, start, start + shard.count), {}
+        types = {name: self.plan.values[name] for name in names}
+        read = functools.partial(self.reader.read, names)
+        return read_rest(read, types, start, shard.count)
 
     def _compute(
         self,

@@ -12,15 +12,16 @@ import jax
 import numpy as np
 
 from beamjax import _compat
+from beamjax._text import as_cause
 from beamjax.bodies.export import load_body, loaded_elsewhere, on_device, with_x64
 from beamjax.bodies.transfers import from_device, is_copied, to_device
 from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
-from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.reducers import PICK, make_accumulator, reducer_of
+from beamjax.numerics.reducers import PICK, reducer_of
+from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.dropping import Guard
-from beamjax.plan.shard import Shard, shard_errors
+from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Bucketed, Combine, FusedBuffer, Map, PaddingCheck, Plan
 from beamjax.runtime.cached_shards import CachedShards
 from beamjax.runtime.failing_members import (
@@ -30,104 +31,128 @@ from beamjax.runtime.failing_members import (
     filled,
     message_of,
     partials_of,
-    read_rest,
 )
-from beamjax.runtime.inputs import Reader
+from beamjax.runtime.ordered_pool import threads_for
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
 from beamjax.spans import count
 from beamjax.storage import buffers
 
 
-class ShardExecutor:
-    """Computes one `Map` step a shard at a time."""
+class LoadedPass:
+    """A pass as this process computes it, which all its runs share."""
 
     def __init__(
-        self,
-        plan: Plan,
-        step: Map,
-        broadcasts: Mapping[str, np.ndarray | jax.Array],
-        device: jax.Device | None = None,
-        checked: set[str] | None = None,
-        cached: CachedShards | None = None,
+        self, plan: Plan, step: Map, device: jax.Device | None = None, most_threads: int = 1
     ):
+        self.plan = plan
         self.step = step
-        self._cached = cached  # the results of its shards in earlier runs
-        # Keys of the bodies that are known not to read padding. The first shard of another body is
-        # computed again with more padding, and its key is added. None checks nothing.
-        self._checked = checked
-        self._client_of = device
+        self.client_of = device
+        body = plan.bodies[step.body]
         # A body that holds a mesh uses the first devices of the same client.
-        if plan.bodies[step.body].devices > 1:
-            device = None
-        self.device = device
+        self.device = None if body.devices > 1 else device
         self.size = plan.shard_sizes[step.placement]
-        self._types = plan.values
+        # Functions on the host get one shard at a time, without padding.
+        self.calls_back = body.python is not None
+        # How many threads compute shards; 0 if the calling thread does.
+        self.threads = 0 if self.calls_back else threads_for(plan, step, most_threads)
         # The results that the body returns: the guard adds the mask of the members that are left.
         emits_mask = step.guard is not None and step.guard.emits_mask
-        self._made = step.results[:-1] if emits_mask else step.results
-        self._x64 = plan.x64
-        self._body = plan.bodies[step.body]
-        # A body that calls back to the host gets no padding, so the host never sees padding.
-        self._pads = self._body.python is None
-        first = load_body(step.body, self._body, self.size, self._client_of)
-        self._calls = {(step.body, self.size): first}
+        self.made = step.results[:-1] if emits_mask else step.results
+        self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         # The mask that the guard reads is an operand of the step, but not of the body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
-        self._fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
-        self._bodies = plan.bodies
-        self.copies = is_copied(device)
+        self.fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
+        self.shards = plan.shards(step.placement)
+        # The ranges of the reduction buffers that have an accumulator each.
+        self.ranges = accumulator_ranges(step)
+        self.copies = is_copied(self.device)
         # An accelerator computes one shard at a time, as memory allows, while threads that wait for
         # the lock have already transferred their shards.
-        self._turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
+        self.turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
         # Bodies that call back to the host, or that hold a mesh, stay on the first client.
-        self._clients = clients_of(device) if self._pads else None
-        self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
-        with with_x64(self._x64):
-            self.broadcasts = {
-                name: put_broadcast(broadcasts[name], device) for name in step.broadcasts
-            }
-        self._broadcasts = list(self.broadcasts.values())
-        self._joins = [
-            join_shards(plan, step, combine, self.broadcasts, self._client_of)
-            for combine in step.combines
-        ]
-
-    @property
-    def calls_back(self) -> bool:
-        """Whether the body calls functions on the host. These get one shard at a time."""
-        return self._body.python is not None
+        self.clients = None if self.calls_back else clients_of(self.device)
+        self.load(step.body, self.size)
 
     @property
     def is_compiled(self) -> bool:
         """Whether JAX has compiled the body in this process."""
-        return _compat.is_compiled(self._calls[self.step.body, self.size])
+        return _compat.is_compiled(self.load(self.step.body, self.size))
+
+    def function(
+        self, step: Map | Bucketed | PaddingCheck, full: bool, shard: Shard
+    ) -> Callable[..., Any]:
+        """The function that computes a shard."""
+        key = step.body if full else step.short_body
+        if key is None:
+            raise WorkerError(
+                f"found a shard of {shard.count} members, expected {self.size}, as all shards of "
+                "this plan are full: this is an error in beamjax, please report it"
+            )
+        return self.load(key, shard.count if self.calls_back else self.size)
+
+    def load(self, key: str, members: int) -> Callable[..., Any]:
+        """The function of a body, loaded at its first use."""
+        found = self._calls.get((key, members))
+        if found is None:
+            found = load_body(key, self.plan.bodies[key], members, self.client_of)
+            self._calls[key, members] = found
+        return found
+
+
+class ShardExecutor:
+    """Computes the shards of a loaded pass, with the server values of a run."""
+
+    def __init__(
+        self,
+        loaded: LoadedPass,
+        broadcasts: Mapping[str, np.ndarray | jax.Array],
+        checked: set[str] | None = None,
+        cached: CachedShards | None = None,
+    ):
+        self.loaded = loaded
+        self.step = loaded.step
+        self.cached = cached  # the results of its shards in earlier runs
+        # Keys of the bodies that are known not to read padding. The first shard of another body is
+        # computed again with more padding, and its key is added. None checks nothing.
+        self._checked = checked
+        self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
+        plan, step = loaded.plan, loaded.step
+        with with_x64(plan.x64):
+            # Once for all shards, unless they are on the device already.
+            self.broadcasts = {
+                name: put_broadcast(broadcasts[name], loaded.device) for name in step.broadcasts
+            }
+        self._broadcasts = list(self.broadcasts.values())
+        self._joins = [
+            join_shards(plan, step, combine, self.broadcasts, loaded.client_of)
+            for combine in step.combines
+        ]
 
     def __call__(
         self, shard: Shard, operands: Sequence[np.ndarray], lost: Mapping[int, str] | None = None
     ) -> Computed:
         """Computes a shard from its operands, each of shape (shard.count, ...)."""
         # `lost` has the reasons why members could not be read, by their position in the shard.
-        with shard_errors(self.step, shard):
+        try:
             arrays = list(map(np.asarray, operands))
             # Zeros replace members that could not be read, so `arrays` is not a key of the results.
-            if self._cached is None or lost:
+            if self.cached is None or lost:
                 return self._computed(shard, arrays, lost or {})
             compute = functools.partial(self._computed, shard, arrays, {})
-            return self._cached.computed(shard, arrays, compute)
-
-    def unread(self, shard: Shard, reader: Reader) -> Computed | None:
-        """The results of a shard, if a cache has them without reading the members; else None."""
-        return None if self._cached is None else self._cached.unread(shard, reader)
+            return self.cached.computed(shard, arrays, compute)
+        except Exception as error:
+            raise shard_error(self.step, shard, error) from as_cause(error)
 
     def _computed(
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str]
     ) -> Computed:
         if self.step.guard is not None:
             return self._guarded(shard, list(arrays), lost, self.step.guard)
-        full = shard.count == self.size
+        full = shard.count == self.loaded.size
         heads = [np.int32(shard.count)]
         outs = self._run(shard, full, heads, arrays)
-        self._check_padding(shard, full, heads, arrays)
+        if self.step.padding_check is not None:
+            self._check_padding(self.step.padding_check, shard, full, heads, arrays)
         return Computed(*self._split(shard, outs))
 
     def _run(
@@ -136,17 +161,19 @@ class ShardExecutor:
         """Pads the operands and calls the body for them."""
         # `full`: there is no padding, and all members count. `heads`: the arguments of the body
         # after the index of the first member.
-        if self._pads:
+        loaded = self.loaded
+        if shard.count < loaded.size and not loaded.calls_back:
             arrays = list(map(self._pad, arrays))
-        # Ragged members have the body of their bucket, the shape that they were padded to.
-        step: Map | Bucketed = self.step
-        if self._fitted:
-            step = self._fitted.get(tuple(array.shape[1:] for array in arrays), step)
-        body = self._body_of(step, full, shard)
-        return self._called(body, shard, heads, arrays)
+        step: Map | Bucketed = loaded.step
+        if loaded.fitted:
+            # Ragged members have the body of their bucket, the shape that they were padded to.
+            step = loaded.fitted.get(tuple(array.shape[1:] for array in arrays), step)
+        function = loaded.function(step, full, shard)
+        return self._called(function, shard, heads, arrays)
 
     def _check_padding(
         self,
+        check: PaddingCheck,
         shard: Shard,
         full: bool,
         heads: Sequence[Any],
@@ -155,8 +182,8 @@ class ShardExecutor:
         """Compares the results of the body with less and with more padding, once for each body."""
         # This finds programs whose results depend on the padding of ragged members, which depends
         # on the other members of a shard.
-        check, checked = self.step.padding_check, self._checked
-        if check is None or checked is None or self.step.body in checked:
+        checked = self._checked
+        if checked is None or self.step.body in checked:
             return
         shapes = [array.shape[1:] for array in arrays]
         ragged = [i for i, shape in enumerate(shapes) if shape != check.shapes[i]]
@@ -165,9 +192,9 @@ class ShardExecutor:
             return
         more = [padded_rows(x, shape) for x, shape in zip(less, check.shapes, strict=False)]
         outs = self._run(shard, full, heads, less)
-        body = self._body_of(check, full, shard)
-        longer = self._called(body, shard, heads, list(map(self._pad, more)))
-        made = len(self._made)
+        function = self.loaded.function(check, full, shard)
+        longer = self._called(function, shard, heads, list(map(self._pad, more)))
+        made = len(self.loaded.made)
         results = zip(outs[:made], longer[:made], strict=True)
         pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
         buffers = list(zip(self.step.buffers, check.buffers, strict=True))
@@ -175,33 +202,18 @@ class ShardExecutor:
         check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
         checked.add(self.step.body)
 
-    def _body_of(
-        self, step: Map | Bucketed | PaddingCheck, full: bool, shard: Shard
-    ) -> Callable[..., Any]:
-        """The function that computes a shard, loaded at its first use."""
-        key = step.body if full else step.short_body
-        if key is None:
-            raise WorkerError(
-                f"found a shard of {shard.count} members, expected {self.size}, as all shards of "
-                "this plan are full: this is an error in beamjax, please report it"
-            )
-        members = self.size if self._pads else shard.count
-        if (key, members) not in self._calls:
-            self._calls[key, members] = load_body(key, self._bodies[key], members, self._client_of)
-        return self._calls[key, members]
-
     def _called(
         self, call: Callable[..., Any], shard: Shard, heads: Sequence[Any], arrays: Sequence[Any]
     ) -> list[np.ndarray]:
-        first = np.int32(shard.start)
-        with with_x64(self._x64), on_device(self.device):
-            if self._clients is not None:
-                with self._clients.least_busy() as device:
+        loaded, first = self.loaded, np.int32(shard.start)
+        with with_x64(loaded.plan.x64), on_device(loaded.device):
+            if loaded.clients is not None:
+                with loaded.clients.least_busy() as device:
                     return from_device(self._on_client(device, call, [first, *heads], arrays))
-            inputs = to_device(arrays, self.device) if self.copies else arrays
-            with self._turn:
+            inputs = to_device(arrays, loaded.device) if loaded.copies else arrays
+            with loaded.turn:
                 outs = call(first, *heads, *self._broadcasts, *inputs)
-                if self.copies:
+                if loaded.copies:
                     jax.block_until_ready(outs)
             return from_device(outs)
 
@@ -212,9 +224,9 @@ class ShardExecutor:
         heads: Sequence[Any],
         arrays: Sequence[Any],
     ) -> Sequence[jax.Array]:
-        """Calls the body on a device of another CPU client than that of `self.device`, or on it."""
+        """Calls the body on a device of another CPU client than that of the pass, or on it."""
         args = *heads, *self._broadcasts, *arrays
-        if device is self.device:
+        if device is self.loaded.device:
             outs: Sequence[jax.Array] = call(*args)
             return outs
         if device not in self._elsewhere:
@@ -226,34 +238,36 @@ class ShardExecutor:
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""
-        made = len(self._made)
-        results = [x[: shard.count] for x in arrays[:made]]
-        return results, partials_of(self.step, arrays[made:])
+        made = len(self.loaded.made)
+        results, rest = [x[: shard.count] for x in arrays[:made]], arrays[made:]
+        return results, partials_of(self.step, rest) if self.step.combines else rest
 
     def _guarded(
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str], guard: Guard
     ) -> Computed:
         """Computes a shard of a step with a guard, which may drop members."""
+        loaded = self.loaded
         kept = arrays.pop() if guard.reads else np.ones(shard.count, np.bool_)
         last: Any = ()
 
         def call(places: np.ndarray, counted: np.ndarray) -> list[np.ndarray]:
             members = (shard.start + places).astype(np.int32)
-            if self._pads:
-                missing = np.zeros(self.size - shard.count, np.bool_)
+            if not loaded.calls_back:
+                missing = np.zeros(loaded.size - shard.count, np.bool_)
                 members, counted = self._pad(members), np.concatenate([counted, missing])
             all_counted = bool(counted[: shard.count].all())
             # Then `places` is 0, 1, ..., and the operands need no copy.
             plain = len(places) == shard.count and places[-1] == shard.count - 1 and all_counted
             rows = arrays if plain else [x[places] for x in arrays]
-            full = plain and shard.count == self.size
+            full = plain and shard.count == loaded.size
             nonlocal last
             last = full, [members, counted], rows
             return self._run(shard, *last)
 
         outs, kept, dropped = compute_rest(self.step, shard.start, kept, lost, call)
         if outs is not None:
-            self._check_padding(shard, *last)
+            if self.step.padding_check is not None:
+                self._check_padding(self.step.padding_check, shard, *last)
             results, partials = self._split(shard, outs)
         else:
             results, partials = self._without_members(shard, call)
@@ -266,7 +280,7 @@ class ShardExecutor:
     def _without_members(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
         """The results of a shard of which no member is left."""
         step = self.step
-        types = [self._types[name] for name in self._made]
+        types = [self.loaded.plan.values[name] for name in self.loaded.made]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
         nothing: list[Any] = [None] * (len(step.buffers) + len(step.combines))
         reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}
@@ -294,9 +308,10 @@ class ShardExecutor:
 
     def _pad(self, x: np.ndarray) -> np.ndarray:
         """Pads with copies of the last member. With zeros, a loop in the body might never end."""
-        if len(x) == self.size:
+        size = self.loaded.size
+        if len(x) == size:
             return x
-        padded = buffers.empty((self.size, *x.shape[1:]), x.dtype)
+        padded = buffers.empty((size, *x.shape[1:]), x.dtype)
         padded[: len(x)], padded[len(x) :] = x, x[-1]
         return padded
 
@@ -307,22 +322,6 @@ def put_broadcast(value: np.ndarray | jax.Array, device: jax.Device | None) -> j
         return value
     count("broadcasts")
     return _compat.device_array(value, device)
-
-
-def new_accumulator(buffer: FusedBuffer, size: int, mode: Any) -> Accumulator:
-    """An empty accumulator for `size` values of a buffer: all of them, or a range."""
-    return make_accumulator(buffer.kind, np.dtype(buffer.dtype), size, mode=mode)
-
-
-def read_shard(
-    plan: Plan, step: Map, reader: Reader, names: Sequence[str], shard: Shard
-) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-    """Reads inputs of a shard: arrays by name, and why members can't be read, by position."""
-    # Where the step must not drop members, errors are raised.
-    if step.guard is None or step.guard.on_error != "drop" or not names:
-        return reader.read(names, shard.start, shard.start + shard.count), {}
-    types = {name: plan.values[name] for name in names}
-    return read_rest(functools.partial(reader.read, names), types, shard.start, shard.count)
 
 
 def join_shards(

@@ -130,7 +130,8 @@ class Ref:
         """The raw array; the members of a placed value are along axis 0."""
         if self.n is not None:
             return self.rows(0, self.n)
-        return self.data if isinstance(self.data, np.ndarray) else self.data.array()
+        data = self.parts[0].data
+        return data if isinstance(data, np.ndarray) else data.array()
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Members [start, stop) of a placed value."""

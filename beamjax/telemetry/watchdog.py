@@ -22,7 +22,7 @@ import jax
 
 from beamjax import _compat
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
-from beamjax.plan.shard import Shard, shard_errors
+from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Map, Step
 from beamjax.spans import timed
 from beamjax.telemetry.interrupts import in_thread
@@ -158,11 +158,7 @@ def placed_error(
 ) -> BeamjaxError:
     """The error with the step and the shard in its message, and with its `failure`."""
     if isinstance(step, Map) and shard is not None:
-        try:
-            with shard_errors(step, shard):
-                raise error
-        except BeamjaxError as found:
-            return found.with_traceback(None)
+        return shard_error(step, shard, error)
     located = type(error)(f"step {name!r}: {error}")
     located.failure = Failure(name)
     return located

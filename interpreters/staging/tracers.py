@@ -32,7 +32,7 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
 def refuse_compilation(front: str, fn: Any) -> None:
     """Raises a StagingError inside a function that `jax.jit` traces, where no value is known."""
     # Under `jax.grad` alone, values are known. device_put compiles nothing.
-    if _compat.is_tracing() and isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):
+    if isinstance(jax.device_put(np.zeros(())), jax.core.Tracer):
         raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
 
 

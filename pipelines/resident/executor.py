@@ -266,7 +266,7 @@ class Resident:
         nbytes = self._tasks.fan_out(step).nbytes * len(partials) / len(accumulator_ranges(step))
         if nbytes > WORKER_MERGE_BYTES and not self._is_here:
             return self._reduce_on_workers(step, partials)
-        merged = Partials(step, self._options.reduction)
+        merged = Partials(step, self._options.reduction, accumulator_ranges(step))
         with timed(self.monitor.spans, step.name, "merge"):
             for key, data in partials:
                 accumulator = receive(self.store, data) if isinstance(data, bytes) else data

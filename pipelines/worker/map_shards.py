@@ -25,7 +25,6 @@ from beamjax.runtime.ordered_pool import (
     DaemonThreads,
     OrderedJobs,
     device_threads,
-    threads_for,
 )
 from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.spans import timed
@@ -158,15 +157,14 @@ class MapShards(ComputeFn):
 
     def _jobs(self) -> OrderedJobs[Done]:
         """Where the next shards are computed: in the threads of devices, or in this one."""
-        devices = self.work.executors
+        devices = [execute.loaded for execute in self.work.executors]
         first = devices[0]
         if len(devices) > 1 or (first.copies and not first.calls_back):
             return OrderedJobs([device_threads(each.device) for each in devices])
-        threads = threads_for(self.task.plan, self.task.step, self.task.threads)
         # Other threads would wait for the compilation, which does not count as their work.
-        if not threads or first.calls_back or not first.is_compiled:
+        if not first.threads or not first.is_compiled:
             return OrderedJobs()
-        return OrderedJobs([DaemonThreads(threads)])
+        return OrderedJobs([DaemonThreads(first.threads)])
 
     def _compute(self, compute: Callable[[int], Done], device: int) -> Done:
         with with_settings(self.task.debugging):
@@ -182,7 +180,7 @@ class MapShards(ComputeFn):
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
         if values:
             block = MemberBlock(
-                done.shard.start, done.shard.count, self.work.executors[0].size, values,
+                done.shard.start, done.shard.count, self.work.executors[0].loaded.size, values,
                 provenance=self.provenance,
             )  # fmt: skip
             with self._moving():
@@ -198,7 +196,7 @@ class MapShards(ComputeFn):
             for placed, (name, axis) in self.scattered.items()
         }
         found = executors(task, refs)
-        partials = Partials(task.step, self.mode, found[0].trees())
+        partials = Partials(task.step, self.mode, found[0].loaded.ranges, found[0].trees())
         return ShardPass(task.plan, task.step, found, self.reader, partials, self.spans)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:

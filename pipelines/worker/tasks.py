@@ -36,7 +36,7 @@ from beamjax.plan.steps import Body, Map, Plan, Server
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
-from beamjax.runtime.shard_executor import ShardExecutor, put_broadcast
+from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources import open_spec
 from beamjax.sources.blocks import BLOCKS
@@ -132,7 +132,7 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
     broadcasts = {name: refs[name] for name in step.broadcasts}
     size = task.plan.shard_sizes[step.placement]
     refs_of = (ref.key for ref in broadcasts.values())
-    key = (step, size, task.plan.x64, devices, machine.cache, *refs_of)
+    key = (step, size, task.plan.x64, devices, task.threads, machine.cache, *refs_of)
     on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
@@ -143,7 +143,9 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
             known = _on_device(task, broadcasts, None if on_mesh else device)
             if not found:
                 cached = cached_shards(machine.cache, plan, step, known, machine.xla_threads)
-            found.append(ShardExecutor(plan, step, known, device, checked, cached))
+            found.append(
+                ShardExecutor(LoadedPass(plan, step, device, task.threads), known, checked, cached)
+            )
         return tuple(found)
 
     return _executors.get(key, make, owner=task.store.root)

@@ -18,7 +18,7 @@ from beamjax.interpreters.lowering import shard_size as sizing
 from beamjax.interpreters.lowering.convolutions import with_channels_last
 from beamjax.interpreters.program import Eqn
 from beamjax.plan.shard import Shard
-from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 
 N, D = 20, 16
 RNG = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_members_that_full_shards_leave_out(runner):
 def test_a_short_shard_of_a_plan_for_full_ones_is_refused():
     x = normal(16, D)
     plan, step = executables(scatter(), x, shard_size=8)
-    execute = ShardExecutor(plan, step, {})
+    execute = ShardExecutor(LoadedPass(plan, step), {})
     assert execute(Shard(0, 0, 8), [x[:8]]).partials[0].shape == (D * D,)
     with pytest.raises(bj.WorkerError, match="found a shard of 5 members, expected 8"):
         execute(Shard(1, 8, 5), [x[8:13]])

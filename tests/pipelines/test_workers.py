@@ -18,7 +18,7 @@ from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
 from beamjax.pipelines.worker.tasks import SourceSpecs, Task, store_body
 from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
-from beamjax.runtime.shard_executor import ShardExecutor
+from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 from beamjax.sources import live_spec, register, release
 from beamjax.telemetry.progress import Totals
 
@@ -133,7 +133,7 @@ def test_any_bundles_give_the_same_blocks_and_sums(plan, store, token, monkeypat
 
 def test_padding_repeats_the_last_member_and_is_cut_off(plan):
     step = pass_of(plan)
-    execute = ShardExecutor(plan, step, dict.fromkeys(step.broadcasts, W))
+    execute = ShardExecutor(LoadedPass(plan, step), dict.fromkeys(step.broadcasts, W))
     found = execute(Shard(2, 16, 4), [X[16:]])
     (short,), partial_short = found.results, found.partials
     (full,) = execute(Shard(2, 16, 8), [np.concatenate([X[16:], X[12:16]])]).results

@@ -302,7 +302,7 @@ def shards_by_device(monkeypatch):
     on = bj.runtime.local.ShardExecutor.__call__
 
     def counted(self, shard, operands, lost):
-        with bodies.on_device(self.device):
+        with bodies.on_device(self.loaded.device):
             (device,) = jax.numpy.zeros(()).devices()
         counts[device.id] = counts.get(device.id, 0) + 1
         return on(self, shard, operands, lost)
