@@ -38,6 +38,7 @@ from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
 from beamjax.options import Options
 from beamjax.plan.steps import Plan, Vectorization
 from beamjax.sources.source_base import cut_number
+from beamjax.storage.shared_cache import register
 from beamjax.telemetry.messages import announced
 
 
@@ -252,6 +253,7 @@ class _PlanCache:
         )
         # Bytes of each plan by (weak reference to the function, key), least recently used first.
         self._order: collections.OrderedDict[tuple[Any, Any], int] = collections.OrderedDict()
+        register(self)
 
     def get(self, fn: Callable[..., Any], key: Any) -> Planned | None:
         """The cached plan of a function for a key, or None."""
@@ -274,6 +276,12 @@ class _PlanCache:
                 self._shrink()
         except TypeError:
             pass
+
+    def clear(self) -> None:
+        """Forgets all plans."""
+        with self._lock:
+            self._plans.clear()
+            self._order.clear()
 
     def _shrink(self) -> None:
         # Functions that were collected.

@@ -63,9 +63,9 @@ def pytest_runtest_setup(item):
     """Compiles large tables without optimizations, in half of the time."""
     table = item.get_closest_marker("table") is not None
     if jax.config.read("jax_disable_most_optimizations") != table:
-        from beamjax.bodies import export
+        from beamjax.storage import shared_cache
 
-        export._loaded.clear()  # Worker processes compile with optimizations, to other last bits.
+        shared_cache.reset()  # Worker processes compile with optimizations, to other last bits.
         jax.config.update("jax_disable_most_optimizations", table)
 
 

@@ -33,6 +33,7 @@ from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, StagingError, WorkerError
 from beamjax.plan.steps import Body, Plan, Server, ValueType
 from beamjax.spans import count, loaded_from_disk
+from beamjax.storage.shared_cache import SharedCache
 
 
 def value_type(aval: Any, placement: str | None = None, axis: int | None = None) -> ValueType:
@@ -185,9 +186,8 @@ def _narrowed(function: Callable[..., Any], dtypes: Sequence[str]) -> Callable[.
 
 
 MAX_LOADED = 256
-"""Largest number of loaded bodies, to bound the memory of a worker; the oldest are dropped."""
-_loaded: dict[tuple[Any, ...], Callable[..., Any]] = {}
-_loading = threading.Lock()
+"""Largest number of loaded bodies, to bound the memory of a worker."""
+_LOADED: SharedCache[Callable[..., Any]] = SharedCache(MAX_LOADED, lambda _: 1)
 
 
 def load_body(
@@ -205,32 +205,33 @@ def load_body(
     if body.python is not None:
         return python_function(key, body).at(members)
     loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)
-    with _loading:
-        if loaded in _loaded:
-            count("bodies_reused")
-        else:
-            began = time.perf_counter()
-            count("bodies_loaded")
-            if platform not in body.artefacts:
-                raise WorkerError(
-                    f"{body.name}: this process computes on {platform!r}, but the body was "
-                    f"exported for {', '.join(body.artefacts)}; add platforms=[{platform!r}] to "
-                    "the options, or set JAX_PLATFORMS on the worker"
-                )
-            try:
-                exported = export.deserialize(bytearray(body.artefacts[platform]))
-            except Exception as error:  # Of many types, since FlatBuffers checks little.
-                raise WorkerError(
-                    f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
-                    "use the same version of jax on the workers as where the program is launched"
-                ) from error
-            if len(_loaded) >= MAX_LOADED:
-                _loaded.pop(next(iter(_loaded)))
-            call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
-            several = body.devices > 1
-            _loaded[loaded] = _on_mesh(call, body, device) if several else jax.jit(call)
-            count("compile", time.perf_counter() - began)
-        return _loaded[loaded]
+    found = _LOADED.find(loaded)
+    if found is None:
+        return _LOADED.get(loaded, lambda: _loaded(body, platform, device))
+    count("bodies_reused")
+    return found
+
+
+def _loaded(body: Body, platform: str, device: Any) -> Callable[..., Any]:
+    began = time.perf_counter()
+    count("bodies_loaded")
+    if platform not in body.artefacts:
+        raise WorkerError(
+            f"{body.name}: this process computes on {platform!r}, but the body was "
+            f"exported for {', '.join(body.artefacts)}; add platforms=[{platform!r}] to "
+            "the options, or set JAX_PLATFORMS on the worker"
+        )
+    try:
+        exported = export.deserialize(bytearray(body.artefacts[platform]))
+    except Exception as error:  # Of many types, since FlatBuffers checks little.
+        raise WorkerError(
+            f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
+            "use the same version of jax on the workers as where the program is launched"
+        ) from error
+    call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
+    found = _on_mesh(call, body, device) if body.devices > 1 else jax.jit(call)
+    count("compile", time.perf_counter() - began)
+    return found
 
 
 _elsewhere: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any] | None]]

@@ -23,6 +23,7 @@ from beamjax.sources.array_source import ArraySource
 from beamjax.sources.source_base import members_bytes
 from beamjax.spans import count
 from beamjax.storage.partial_cache import PartialCache
+from beamjax.storage.shared_cache import SharedCache
 
 _FORM = "2"
 """Version of addresses and files. Increase it when either changes: old entries are then ignored."""
@@ -195,13 +196,12 @@ def cached_shards(
     """The shards of a pass in the cache of a folder; None without one, or for other passes."""
     if folder is None or uncached_reason(plan, step):
         return None
-    return CachedShards(_cache_in(folder), plan, step, broadcasts, xla_threads)
+    cache = _CACHES.get(folder, lambda: PartialCache(folder))
+    return CachedShards(cache, plan, step, broadcasts, xla_threads)
 
 
-@functools.lru_cache(maxsize=16)
-def _cache_in(folder: str) -> PartialCache:
-    """The cache in a folder: one object for all threads, as it counts the bytes that they write."""
-    return PartialCache(folder)
+_CACHES: SharedCache[PartialCache] = SharedCache(16, lambda _: 1)
+"""By folder: one object for all threads, as it counts the bytes that they write."""
 
 
 def _reads_start(body: Body, guarded: bool) -> bool:

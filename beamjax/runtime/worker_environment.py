@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -25,6 +24,7 @@ from beamjax.bodies.export import default_platform
 from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
 from beamjax.options import XLA_THREADS, Options
+from beamjax.storage.shared_cache import SharedCache
 
 PROCESS = uuid.uuid4().hex
 """Identifies this process. A pid does not, since systems reuse pids and machines share them."""
@@ -200,7 +200,7 @@ class Machine:
 
     def check(self) -> tuple[Any, ...]:
         """Starts JAX, checks the requirements, once in each process, and returns the devices."""
-        return _check(self)
+        return _CHECKED.get(self, lambda: _check(self))
 
     def versions_checked(self, platform: str) -> None:
         """Warns or raises `WorkerError` if this process has unsuitable versions."""
@@ -238,7 +238,9 @@ class Machine:
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda,cpu", "rocm": "rocm,cpu", "tpu": "tpu,cpu"}
 
 
-@functools.lru_cache(maxsize=64)
+_CHECKED: SharedCache[tuple[Any, ...]] = SharedCache(64, lambda _: 1)
+
+
 def _check(machine: Machine) -> tuple[Any, ...]:
     expected = machine.platforms[0] if machine.platforms else "cpu"
     machine.versions_checked(expected)

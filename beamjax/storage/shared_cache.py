@@ -1,4 +1,7 @@
-"""Bounded caches of values that the threads of a process share; each value is computed once."""
+"""Bounded caches of values that the threads of a process share; each value is computed once.
+
+All caches of the process are registered here, so that `reset` forgets what earlier runs left.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +20,27 @@ MAX_READERS = 64
 """Readers of a thread of which the last value stays in the cache."""
 ARRAY_BYTES, VALUE_BYTES = 256, 1 << 11
 """Bytes that an array takes besides its numbers, and a cached value besides its arrays."""
+
+
+class Clearable(Protocol):
+    """A cache, or anything else that holds what runs leave for later runs."""
+
+    def clear(self) -> None:
+        """Forgets all of it."""
+
+
+_registered: weakref.WeakSet[Clearable] = weakref.WeakSet()
+
+
+def register(cache: Clearable) -> None:
+    """Adds a cache to those that `reset` clears."""
+    _registered.add(cache)
+
+
+def reset() -> None:
+    """Clears all caches of this process, for tests: the next run finds what a new process finds."""
+    for cache in list(_registered):
+        cache.clear()
 
 
 class SingleFlight(Generic[T]):
@@ -87,6 +111,7 @@ class SharedCache(Generic[T]):
         self._last: weakref.WeakKeyDictionary[
             threading.Thread, collections.OrderedDict[Hashable, Hashable]
         ] = weakref.WeakKeyDictionary()
+        register(self)
 
     def get(
         self,
@@ -223,6 +248,7 @@ class BlockCache:
         self.passing: SharedCache[Arrays] = SharedCache(PASSING_BYTES, nbytes)
         self.lasting: SharedCache[Arrays] = SharedCache(LASTING_BYTES, nbytes)
         self._reads: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
+        register(self)
 
     def get(self, key: Hashable, load: Callable[[], Arrays], reader: Hashable) -> Arrays:
         """A block; see `SharedCache.get`."""

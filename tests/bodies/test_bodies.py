@@ -11,7 +11,6 @@ import threadpoolctl
 from helpers import assert_close, plan_of
 
 import beamjax as bj
-from beamjax.bodies import export as bodies
 from beamjax.bodies import xla_threads
 from beamjax.bodies.export import (
     export_body,
@@ -24,6 +23,7 @@ from beamjax.bodies.export import (
 )
 from beamjax.errors import StagingError, WorkerError
 from beamjax.plan.steps import Body
+from beamjax.storage import shared_cache
 
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.dtype("float32"))
 
@@ -160,7 +160,7 @@ def test_a_worker_with_too_few_devices_says_so(monkeypatch):
         for key, body in plan_of(mean_on_mesh, w, x, shard_size=8).bodies.items()
         if body.devices == 4
     ]
-    monkeypatch.setattr(bodies, "_loaded", {})
+    shared_cache.reset()
     monkeypatch.setattr("beamjax.bodies.export.jax.local_devices", lambda: here)
     client = type("Client", (), {"local_devices": lambda self: here})()
     for one in (None, SimpleNamespace(client=client)):

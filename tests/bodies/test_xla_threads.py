@@ -11,9 +11,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import beamjax as bj
 from beamjax import spans
-from beamjax.bodies import export, xla_threads
+from beamjax.bodies import xla_threads
 from beamjax.bodies.xla_threads import CpuClients, clients_of, compute_device, cpu_devices
-from beamjax.runtime import worker_environment
+from beamjax.storage import shared_cache
 
 pytestmark = pytest.mark.versions
 
@@ -23,10 +23,10 @@ def three_clients(monkeypatch):
     """The clients of 2 threads in a process that has 5 cores, of which none has started."""
     monkeypatch.setattr(xla_threads, "available_cores", lambda: 5)
     monkeypatch.setattr(xla_threads, "_by_threads", {})
-    worker_environment._check.cache_clear()  # it returns devices of other clients
+    shared_cache.reset()  # loaded plans have devices of other clients
     cpu_devices(2)
     yield xla_threads._by_threads[2]
-    worker_environment._check.cache_clear()
+    shared_cache.reset()
 
 
 def client_numbers(clients):
@@ -91,7 +91,7 @@ def use_disk_cache(folder):
 @pytest.fixture(params=["moved", "on disk", "compiled again"])
 def machine_code(request, monkeypatch, tmp_path):
     """How other clients get the machine code of the first one."""
-    monkeypatch.setattr(export, "_loaded", {})
+    shared_cache.reset()
     spans.loaded_from_disk.clear()
     if request.param == "compiled again":
         monkeypatch.setattr(serialize_executable, "serialize", no_code)
@@ -123,7 +123,7 @@ def events():
 def test_each_client_gives_the_same_bits(three_clients, monkeypatch, events, runner, machine_code):
     one = bits(runner)
     if machine_code == "on disk":  # as in a new process
-        monkeypatch.setattr(export, "_loaded", {})
+        shared_cache.reset()
         assert bits(runner) == one
         assert "cache_hits" in events
     assert len(three_clients._devices) == 1

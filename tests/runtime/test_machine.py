@@ -21,6 +21,7 @@ from beamjax.errors import WorkerError
 from beamjax.options import XLA_THREADS, parse_options
 from beamjax.runtime import worker_environment as machine
 from beamjax.runtime.worker_environment import Machine, Versions, check_versions
+from beamjax.storage import shared_cache
 
 N = 100
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -241,7 +242,7 @@ def test_jax_that_started_with_other_settings_is_an_error_on_accelerators(monkey
     wanted = Machine(environment=MEMORY | CACHE)
     wanted.check()  # A CPU has no such memory.
     monkeypatch.setattr(machine, "default_platform", lambda: "cuda")
-    machine._check.cache_clear()
+    shared_cache.reset()
     try:
         assert len(Machine().check()) == 8  # All devices of an accelerator compute.
         message = (
@@ -254,7 +255,7 @@ def test_jax_that_started_with_other_settings_is_an_error_on_accelerators(monkey
             monkeypatch.setenv(name, value)
         wanted.check()
     finally:
-        machine._check.cache_clear()
+        shared_cache.reset()
 
 
 FORKED = """
