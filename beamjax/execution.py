@@ -386,6 +386,18 @@ def pipeline(runner: Any = "DirectRunner", options: Any = None) -> beam.Pipeline
     return own_pipeline(runner, parsed_options(options, runner))
 
 
+_NOT_IN_TRANSFORM = {
+    "checkpoint": "does not drive rounds; leave it out",
+    "job_folder": "records no job: your pipeline runs it; leave it out",
+    "report": "records no job: your pipeline runs it; leave it out",
+    "keep": "returns PCollections; write them from your own pipeline",
+    "results_folder": "returns PCollections; write them from your own pipeline",
+    "on_error": "does not report dropped members; drop elements of your own pipeline before",
+    "on_nonfinite": "does not report dropped members; drop elements of your own pipeline before",
+}
+"""Options that `transform` refuses, and why."""
+
+
 @by_position
 def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.PTransform:
     """Returns the computation of `run` as a Beam transform, for a pipeline of your own.
@@ -434,27 +446,11 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
     from beamjax.pipelines.transform import PlanTransform
 
     parsed = parsed_options(options, LOCAL)
-    if parsed.checkpoint is not None:
-        raise OptionsError(
-            "checkpoint: found a folder in the options of transform, which does not drive rounds; "
-            "leave it out, or use beamjax.run"
-        )
-    if parsed.keep is not None or parsed.results_folder is not None:
-        raise OptionsError(
-            "keep: found it in the options of transform, whose results are PCollections; write "
-            "them from your own pipeline, or use beamjax.run"
-        )
-    for name in ("job_folder", "report"):
-        if value := getattr(parsed, name):
+    for name, reason in _NOT_IN_TRANSFORM.items():
+        if (value := getattr(parsed, name)) not in (None, "raise", "keep"):
             raise OptionsError(
-                f"{name}: found {value!r} in the options of transform, which records no job: your "
-                "pipeline runs it; leave it out, or use beamjax.run"
-            )
-    for name in ("on_error", "on_nonfinite"):
-        if getattr(parsed, name) == "drop":
-            raise OptionsError(
-                f"{name}: found 'drop' in the options of transform, which does not report "
-                "dropped members; drop elements of your own pipeline before, or use beamjax.run"
+                f"{name}: found {value!r} in the options of transform, which {reason}, or use "
+                "beamjax.run"
             )
     call = plan(stage("transform", fn, args, abstract=True), LOCAL, parsed, unroll=True)
     out_tree = call.planned.staged.out_tree
