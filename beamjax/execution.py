@@ -19,7 +19,7 @@ from beamjax import _compat
 from beamjax.bodies.export import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe, as_compiled
 from beamjax.bodies.xla_threads import with_lapack_threads
-from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name
+from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, with_lengths
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
@@ -30,7 +30,6 @@ from beamjax.jobs.job import Job, JobRun
 from beamjax.numerics.exact_sum import with_subnormals
 from beamjax.options import Options, parse_options
 from beamjax.plan.steps import Output, Plan
-from beamjax.reading import with_lengths
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import LoadedPlan, evaluate
 from beamjax.runtime.materialized_outputs import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from beamjax import execution
-from beamjax.call import by_position, parsed_options
+from beamjax.call import by_position, parsed_options, some_number, stream_note, with_number
 from beamjax.diagnostics.text import graph_text, plan_mermaid, plan_text
 from beamjax.errors import OptionsError
 from beamjax.interpreters import planning
@@ -23,7 +23,6 @@ from beamjax.interpreters.staging.stage import Argument
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options, rules
-from beamjax.reading import note, some_number, with_number
 
 if TYPE_CHECKING:
     from beamjax.diagnostics.pages.page import Page
@@ -171,7 +170,7 @@ def explain(
     notes = None
     if call.has_streams:
         number = some_number(call)
-        notes = (note(call, number),)
+        notes = (stream_note(call, number),)
         call = with_number(call, number)
     planned = execution.plan(call, runner, parsed)
     found = planned.plan_json(notes, cached=True)

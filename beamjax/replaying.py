@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from beamjax import _compat
 from beamjax._text import hint, listed
 from beamjax.bodies.export import value_type
-from beamjax.call import LOCAL, Call
+from beamjax.call import LOCAL, Call, counted
 from beamjax.errors import BeamjaxError, Failure, JobError, OptionsError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.cutting.stages import Emission, MapStage, walk
@@ -35,7 +35,6 @@ from beamjax.options import Options, parse_options
 from beamjax.plan import steps as plan_steps
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Plan
-from beamjax.reading import counted
 from beamjax.runtime.fingerprints import Fingerprint, cuts_fingerprint, cuts_key
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import values_before
