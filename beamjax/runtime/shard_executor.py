@@ -58,7 +58,7 @@ class LoadedPass:
         # The results that the body returns: the guard adds the mask of the members that are left.
         emits_mask = step.guard is not None and step.guard.emits_mask
         self.made = step.results[:-1] if emits_mask else step.results
-        self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
+        self.functions: dict[tuple[str, int], Callable[..., Any]] = {}
         # The mask that the guard reads is an operand of the step, but not of the body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
         self.fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
@@ -72,6 +72,7 @@ class LoadedPass:
         # Bodies that call back to the host, or that hold a mesh, stay on the first client.
         self.clients = None if self.calls_back else clients_of(self.device)
         self.load(step.body, self.size)
+        self.is_used = False
 
     @property
     def is_compiled(self) -> bool:
@@ -92,10 +93,10 @@ class LoadedPass:
 
     def load(self, key: str, members: int) -> Callable[..., Any]:
         """The function of a body, loaded at its first use."""
-        found = self._calls.get((key, members))
+        found = self.functions.get((key, members))
         if found is None:
             found = load_body(key, self.plan.bodies[key], members, self.client_of)
-            self._calls[key, members] = found
+            self.functions[key, members] = found
         return found
 
 
@@ -116,6 +117,9 @@ class ShardExecutor:
         # computed again with more padding, and its key is added. None checks nothing.
         self._checked = checked
         self._elsewhere: dict[jax.Device, list[jax.Array]] = {}
+        if loaded.is_used:
+            count("bodies_reused", len(loaded.functions))
+        loaded.is_used = True
         plan, step = loaded.plan, loaded.step
         with with_x64(plan.x64):
             # Once for all shards, unless they are on the device already.

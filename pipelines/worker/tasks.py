@@ -44,6 +44,7 @@ from beamjax.spans import transferring
 from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
 
 MAX_EXECUTORS = 8
+MAX_PASSES = 64
 AnyStep = TypeVar("AnyStep", Map, Server)
 
 
@@ -130,25 +131,29 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
     if task.bodies[step.body].body.python is not None:
         devices = devices[:1]
     broadcasts = {name: refs[name] for name in step.broadcasts}
-    size = task.plan.shard_sizes[step.placement]
+    plan, of = task.plan, step.placement
     refs_of = (ref.key for ref in broadcasts.values())
-    key = (step, size, task.plan.x64, devices, task.threads, machine.cache, *refs_of)
+    loaded_as = (step, plan.sizes[of], plan.shard_sizes[of], plan.x64, task.threads)
+    key = (*loaded_as, devices, machine.cache, *refs_of)
     on_mesh = task.bodies[step.body].body.devices > 1
 
     def make() -> tuple[ShardExecutor, ...]:
-        plan = task.with_bodies()
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
         found: list[ShardExecutor] = []
         for device in devices:
+            load = functools.partial(_load, task, device)
+            loaded = _passes.get((*loaded_as, device), load, owner=task.store.root)
             known = _on_device(task, broadcasts, None if on_mesh else device)
             if not found:
-                cached = cached_shards(machine.cache, plan, step, known, machine.xla_threads)
-            found.append(
-                ShardExecutor(LoadedPass(plan, step, device, task.threads), known, checked, cached)
-            )
+                cached = cached_shards(machine.cache, loaded.plan, step, known, machine.xla_threads)
+            found.append(ShardExecutor(loaded, known, checked, cached))
         return tuple(found)
 
     return _executors.get(key, make, owner=task.store.root)
+
+
+def _load(task: Task[Map], device: Any) -> LoadedPass:
+    return LoadedPass(task.with_bodies(), task.step, device, task.threads)
 
 
 def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[str, jax.Array]:
@@ -260,17 +265,19 @@ class ComputeFn(StepFn):
 @contextlib.contextmanager
 def caching_for(store: Store) -> Iterator[None]:
     """A context at whose end this process frees the executors and cached values of a run."""
-    for cache in (_executors, _checked):
+    for cache in (_passes, _executors, _checked):
         cache.open(store.root)
     stores.open_cache(store)
     try:
         yield
     finally:
-        for cache in (_executors, _checked):
+        for cache in (_passes, _executors, _checked):
             cache.close(store.root)
         # Those that other runs use as well are not freed.
         stores.close_cache(store)
 
+
+_passes: SharedCache[LoadedPass] = SharedCache(MAX_PASSES, lambda _: 1)
 
 _executors: SharedCache[tuple[ShardExecutor, ...]] = SharedCache(MAX_EXECUTORS, lambda _: 1)
 
