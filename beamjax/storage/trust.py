@@ -26,7 +26,7 @@ _IN_ORDER = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 def is_url(path: str) -> bool:
     """Whether a path is a URL for fsspec, rather than for the operating system."""
-    return _URL.match(path) is not None
+    return "://" in path and _URL.match(path) is not None
 
 
 def local_path(path: str) -> str:

@@ -383,7 +383,7 @@ def _read_array(file: str) -> np.ndarray:
 
 def _npy_array(file: str, nbytes: int) -> np.ndarray:
     try:
-        return np.lib.format.open_memmap(file, mode="r")
+        return np.lib.format.open_memmap(file, mode="r").view(np.ndarray)  # indexes faster
     except OSError as error:
         raise _cannot_open(file, error) from error
     except Exception as error:
@@ -489,7 +489,8 @@ def _mapped_entry(opened: BinaryIO, entry: zipfile.ZipInfo, where: str) -> np.nd
         raise ValueError("the file ends before it")
     if not nbytes:
         return np.empty(shape, dtype)  # mmap refuses empty ranges.
-    return np.memmap(opened, dtype, "r", offset, shape, "F" if in_columns else "C")
+    mapped = np.memmap(opened, dtype, "r", offset, shape, "F" if in_columns else "C")
+    return mapped.view(np.ndarray)
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
