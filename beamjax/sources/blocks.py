@@ -54,20 +54,20 @@ def read_blocks(
     if not isinstance(which, slice):
         return _rows(leaves, blocks, load, which)
     start, stop = which.start, which.stop
-    found: Arrays = []
+    members: Arrays = []
     for block in blocks(start, stop):
         low, high = max(start, block.first), min(stop, block.last)
         parts = [array[low - block.first : high - block.first] for array in load(block)]
         if (low, high) == (start, stop):
             return parts
         # Allocated only after a block was read: a damaged spec can't cause a large allocation.
-        found = found or [np.empty((stop - start, *leaf.shape), leaf.dtype) for leaf in leaves]
-        for whole, part in zip(found, parts, strict=True):
+        members = members or [np.empty((stop - start, *leaf.shape), leaf.dtype) for leaf in leaves]
+        for whole, part in zip(members, parts, strict=True):
             whole[low - start : high - start] = part
-    found = found or [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]
-    for whole in found:
+    members = members or [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]
+    for whole in members:
         whole.flags.writeable = False
-    return found
+    return members
 
 
 def _rows(
@@ -78,7 +78,7 @@ def _rows(
 ) -> Arrays:
     order = np.argsort(numbers, kind="stable")
     ascending = numbers[order]
-    found: Arrays = []
+    members: Arrays = []
     done = 0
     while done < len(numbers):
         first = int(ascending[done])
@@ -86,8 +86,8 @@ def _rows(
         end = int(ascending.searchsorted(block.last))
         rows, places = ascending[done:end] - block.first, order[done:end]
         parts = load(block)
-        found = found or [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
-        for whole, part in zip(found, parts, strict=True):
+        members = members or [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
+        for whole, part in zip(members, parts, strict=True):
             whole[places] = part[rows]
         done = end
-    return found or [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]
+    return members or [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]

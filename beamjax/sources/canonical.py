@@ -106,10 +106,10 @@ def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> Non
     """Warns once of values that JAX will change because `jax_enable_x64` is off."""
     if x64:
         return
-    found = [text for argument in arguments if (text := _change(argument))]
-    if found:
+    changes = [text for argument in arguments if (text := _change(argument))]
+    if changes:
         warnings.warn(
-            f"jax_enable_x64 is off, so JAX computes with 32 bits. {'; '.join(found)}. "
+            f"jax_enable_x64 is off, so JAX computes with 32 bits. {'; '.join(changes)}. "
             f"{ENABLE_X64} keeps the values; 32-bit arrays and files avoid this warning.",
             stacklevel=stacklevel + 1,
         )
@@ -126,8 +126,8 @@ def _change(argument: Any) -> str:
         spec = value.leaves[leaf]
         if spec.dtype.kind not in "fc" or spec.dtype not in NARROW:
             return ""
-        each = int(np.prod(spec.shape, dtype=np.int64))
-        count = "All" if isinstance(value, StreamSource) else f"{len(value) * each:,}"
+        per_member = int(np.prod(spec.shape, dtype=np.int64))
+        count = "All" if isinstance(value, StreamSource) else f"{len(value) * per_member:,}"
         narrow = NARROW[spec.dtype]
         return f"{argument.path}: {count} {spec.dtype} values {_of(value)} are read as {narrow}"
     if not isinstance(value, np.ndarray | np.generic):

@@ -204,8 +204,8 @@ def sample(source: Any, k: int, key: Any) -> TakenSource:
     return TakenSource(source, from_arrays(np.sort(drawn.astype(np.int64))))
 
 
-def _source(given: Any, caller: str) -> Source:
-    source = given if isinstance(given, Source) else from_arrays(given)
+def _source(members: Any, caller: str) -> Source:
+    source = members if isinstance(members, Source) else from_arrays(members)
     if isinstance(source, StreamSource):
         raise SourceError(
             f"{caller}: found {source!r:.200}, the length of which is known only after all of it "
@@ -319,8 +319,8 @@ class ZippedSource(DerivedSource):
             end = first + len(source.leaves)
             used = [leaf - first for leaf in leaves if first <= leaf < end]
             if used:
-                found, order = source.select(used)
-                selected.append(found)
+                part, order = source.select(used)
+                selected.append(part)
                 numbers += [first + leaf for leaf in order]
             first = end
         if not selected or len(numbers) == len(self.leaves):

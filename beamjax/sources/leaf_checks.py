@@ -88,9 +88,9 @@ def member_leaves(member: Any, caller: str) -> tuple[list[LeafSpec], PyTreeDef]:
 
     from beamjax.bodies.export import value_type
 
-    found, treedef = jax.tree_util.tree_flatten_with_path(member)
+    listed, treedef = jax.tree_util.tree_flatten_with_path(member)
     leaves = []
-    for path, leaf in found:
+    for path, leaf in listed:
         name = jax.tree_util.keystr(path)
         try:
             value = value_type(leaf)

@@ -147,8 +147,8 @@ def count_padding(
 def mask_of(source: Source) -> int | None:
     """The number of the mask among the leaves; None if members are not ragged."""
     path = f"[{MASK!r}]"
-    found = (i for i, leaf in enumerate(source.leaves) if leaf.path == path and leaf.ragged)
-    return next(found, None)
+    masks = (i for i, leaf in enumerate(source.leaves) if leaf.path == path and leaf.ragged)
+    return next(masks, None)
 
 
 def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
@@ -187,8 +187,8 @@ def padding_text(source: Source, shard_size: int, short: bool) -> str:
     ragged = [leaf for leaf in source.leaves if leaf.ragged]
     row = sum(leaf.nbytes // leaf.shape[0] for leaf in ragged if leaf.shape[0])
     share = 1 - rows / padded if padded else 0.0
-    each = ", ".join(f"{m} of {b}" for m, b in zip(shards, buckets.tolist(), strict=True) if m)
+    padded_to = ", ".join(f"{m} of {b}" for m, b in zip(shards, buckets.tolist(), strict=True) if m)
     return (
         f"A pass reads {human_bytes(padded * row)} of them, {share:.1%} of which is padding, for "
-        f"{human_bytes(rows * row)} of data; shards and the rows they are padded to: {each}."
+        f"{human_bytes(rows * row)} of data; shards and the rows they are padded to: {padded_to}."
     )

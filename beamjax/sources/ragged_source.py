@@ -137,9 +137,9 @@ class RaggedSource(HoldsLeaves, DerivedSource, RaggedMembers):
     def _padded(self, rows: list[np.ndarray], lengths: np.ndarray, length: int) -> list[np.ndarray]:
         mask = np.arange(length) < lengths[:, None]
         arrays = []
-        for leaf, found in zip(self._rows.leaves, rows, strict=True):
+        for leaf, values in zip(self._rows.leaves, rows, strict=True):
             array = np.zeros((*mask.shape, *leaf.shape), leaf.dtype)
-            array[mask] = found
+            array[mask] = values
             arrays.append(array)
         arrays.insert(self._mask_at, mask)
         return arrays

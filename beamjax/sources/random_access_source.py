@@ -108,21 +108,21 @@ class RandomAccessSource(HoldsLeaves, ByIndex, FileSource):
                 yield index, _called(get, where)
             return
         where = f"members {numbers[0]} to {numbers[-1]}"
-        found = _called(lambda: list(several(numbers)), where)
-        if len(found) != len(numbers):
+        members = _called(lambda: list(several(numbers)), where)
+        if len(members) != len(numbers):
             raise SourceError(
-                f"{CALLER}, {where}: __getitems__ returns {len(found)} members, expected "
+                f"{CALLER}, {where}: __getitems__ returns {len(members)} members, expected "
                 f"{len(numbers)}, one for each index in the list."
             )
-        yield from zip(numbers, found, strict=True)
+        yield from zip(numbers, members, strict=True)
 
     def _opened(self) -> Any:
         if not isinstance(self._dataset, OpenedBy):
             return self._dataset
         dataset = self._dataset.open()
-        if (found := _length(dataset)) != self._size:
+        if (size := _length(dataset)) != self._size:
             raise SourceError(
-                f"{self._dataset}: found {found} members in process {os.getpid()}, expected "
+                f"{self._dataset}: found {size} members in process {os.getpid()}, expected "
                 f"{self._size} as when the source was made; a dataset must not change."
             )
         return dataset

@@ -74,8 +74,8 @@ class LeafSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values from which `from_json` makes an equal `LeafSpec`."""
-        found: dict[str, Any] = schema.to_plain(self)
-        return found
+        record: dict[str, Any] = schema.to_plain(self)
+        return record
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> LeafSpec:
@@ -294,18 +294,18 @@ def cuts_at(files: Sequence[tuple[str, int]]) -> dict[int, str]:
     paths = [path.split("/") for path, _ in files]
     folders = zip(*(path[:-1] for path in paths), strict=False)
     shared = len(list(itertools.takewhile(lambda names: len(set(names)) == 1, folders)))
-    found, start = {}, 0
+    starts, start = {}, 0
     for path, (_, rows) in zip(paths, files, strict=True):
         if start and rows:
-            found[start] = "/".join(path[shared:])
+            starts[start] = "/".join(path[shared:])
         start += rows
-    return found
+    return starts
 
 
 def cut_number(name: str) -> int:
     """A number that depends on the name of a file, by which files form groups."""
-    found = hashlib.sha256(name.encode(errors="surrogateescape"))
-    return int.from_bytes(found.digest()[:4], "little")
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 class StreamSource(Source):
@@ -365,8 +365,8 @@ def _arguments(cls: type[Source]) -> dict[str, Any]:
     """The arguments of the constructor of a source that are in its spec, and their types."""
     hints = typing.get_type_hints(getattr(cls, "__init__"), include_extras=True)  # noqa: B009 - mypy
     several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    found = inspect.signature(cls).parameters.values()
-    names = [each.name for each in found if each.name != "treedef" and each.kind not in several]
+    parameters = inspect.signature(cls).parameters.values()
+    names = [p.name for p in parameters if p.name != "treedef" and p.kind not in several]
     return {name: hints.get(name, Any) for name in names}
 
 

@@ -88,10 +88,10 @@ def innermost(
     """The source that stores a value (the first by default), and the leaf and the index there."""
     at = (0,) * (1 + len(source.leaves[leaf].shape)) if index is None else index
     while isinstance(source, DerivedSource):
-        found, leaf, at = source.origin(leaf, at)
-        if found is source:
+        inner, leaf, at = source.origin(leaf, at)
+        if inner is source:
             break
-        source = found
+        source = inner
     return source, leaf, at
 
 

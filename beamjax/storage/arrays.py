@@ -88,8 +88,8 @@ def encode_arrays(arrays: Sequence[Any], meta: dict[str, Any] | None = None) -> 
     position = _CHECKED_PREFIX.size + len(header_bytes)
     payload_crc = 0
     for view, offset in zip(views, offsets, strict=True):
-        found = view.parts if isinstance(view, Joined) else [view]
-        more: list[Buffer] = [bytes(offset - position), *map(_as_bytes, found)]
+        pieces = view.parts if isinstance(view, Joined) else [view]
+        more: list[Buffer] = [bytes(offset - position), *map(_as_bytes, pieces)]
         for part in more:
             payload_crc = zlib.crc32(part, payload_crc)
             parts.append(part)

@@ -120,12 +120,12 @@ def listed(folder: str) -> list[Listed]:
     """The files in a folder; none if it is not there."""
     if is_url(folder):
         return list(itertools.starmap(Listed, remote().listed(folder)))
-    found = []
+    entries = []
     for name in names(folder):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             status = os.lstat(os.path.join(folder, name))
-            found.append(Listed(name, status.st_size, status.st_mtime))
-    return found
+            entries.append(Listed(name, status.st_size, status.st_mtime))
+    return entries
 
 
 @patiently

@@ -50,7 +50,7 @@ class PartialCache:
         try:
             if files.is_url(path) and not files.exists(path):
                 return None
-            found = decode_arrays(files.read(path))
+            decoded = decode_arrays(files.read(path))
         except FileNotFoundError:
             return None
         except ArrayFormatError as error:
@@ -64,7 +64,7 @@ class PartialCache:
             # the file, or this one may not write it.
             with contextlib.suppress(OSError):
                 os.utime(path)
-        return found
+        return decoded
 
     def store(self, address: str, arrays: Sequence[np.ndarray], meta: dict[str, Any]) -> None:
         """Stores arrays; only logs a warning if the folder can't be written."""
@@ -97,10 +97,10 @@ class PartialCache:
 
     def trim(self) -> None:
         """Removes the least recently used files until the others are within the limit."""
-        found = sorted(files.listed(self.folder), key=lambda file: file.time)
+        by_age = sorted(files.listed(self.folder), key=lambda file: file.time)
         old = time.time() - _UNFINISHED
-        gone = [f.name for f in found if f.name.endswith(files.TEMPORARY) and f.time < old]
-        stored = [file for file in found if file.name.endswith(SUFFIX)]
+        gone = [f.name for f in by_age if f.name.endswith(files.TEMPORARY) and f.time < old]
+        stored = [file for file in by_age if file.name.endswith(SUFFIX)]
         total = sum(file.nbytes for file in stored)
         for file in stored:
             if total <= self.limit:

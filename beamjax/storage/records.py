@@ -50,8 +50,8 @@ def error_record(error: BaseException, step: str = "") -> dict[str, Any]:
     known = getattr(error, "failure", None) or Failure(step)
     text = "".join(traceback.format_exception(error))
     kinds = (kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
-    found: dict[str, Any] = to_plain(known)
-    return found | {
+    record: dict[str, Any] = to_plain(known)
+    return record | {
         # An error of a private type counts as the public one that it derives from.
         "type": next(kinds, type(error)).__name__,
         "message": _message(error),
@@ -83,13 +83,13 @@ def error_of(
     raised = from_plain(_Raised, record, path)
     failure = from_plain(Failure, record, path)
     # Python prints errors as they are, and the process that wrote this one may run foreign code.
-    found = replace(raised, message=printable(raised.message, lines=True))
+    shown = replace(raised, message=printable(raised.message, lines=True))
     failure = replace(failure, traceback=printable(failure.traceback, lines=True))
-    made = getattr(errors, found.type, None)
-    if isinstance(made, type) and issubclass(made, BeamjaxError):
-        error = made(found.message)
+    kind = getattr(errors, shown.type, None)
+    if isinstance(kind, type) and issubclass(kind, BeamjaxError):
+        error = kind(shown.message)
     else:
         where = f"step {failure.step!r}: " if failure.step else ""
-        error = otherwise(f"{where}{found.type}: {found.message}")
+        error = otherwise(f"{where}{shown.type}: {shown.message}")
     error.failure = failure
     return error

@@ -92,8 +92,8 @@ def read(path: str) -> memoryview:
 def read_all(paths: Sequence[str]) -> list[bytes]:
     """The content of files of one store, all of which are there. They are read at the same time."""
     with _requests(paths[0]) as system:
-        found = system.cat(list(paths))
-        return [found[system._strip_protocol(path)] for path in paths]
+        contents = system.cat(list(paths))
+        return [contents[system._strip_protocol(path)] for path in paths]
 
 
 def write_all(data: Mapping[str, bytes]) -> None:
@@ -116,24 +116,24 @@ def size(path: str) -> int:
 def status(path: str) -> tuple[int, str]:
     """Bytes of a file, and the time of its last change as its file system reports it."""
     with _requests(path) as system:
-        found = system.info(path)
-        return int(found["size"]), str(_first(found, _CHANGED))
+        info = system.info(path)
+        return int(info["size"]), str(_first(info, _CHANGED))
 
 
 def content_mark(path: str) -> str:
     """A short string that changes with the content: a checksum, or the time of the change."""
     # Only object stores have checksums that do not require reading the file.
     with _requests(path) as system:
-        found = system.info(path)
-        mark = _first(found, _CHECKSUMS) or _first(found, _CHANGED)
-        return f"{found['size']} bytes, {mark}"
+        info = system.info(path)
+        mark = _first(info, _CHECKSUMS) or _first(info, _CHANGED)
+        return f"{info['size']} bytes, {mark}"
 
 
 def match(pattern: str) -> list[str]:
     """URLs of the files that match a pattern, in the order of their names."""
     with _requests(pattern) as system:
-        found = system.glob(pattern, detail=True)
-        names = [name for name, entry in found.items() if entry["type"] == "file"]
+        entries = system.glob(pattern, detail=True)
+        names = [name for name, entry in entries.items() if entry["type"] == "file"]
         # File systems name files without the scheme, and some without the host.
         origin = pattern.removesuffix(system._strip_protocol(pattern))
         return sorted(origin + name for name in names)
@@ -358,8 +358,8 @@ def _has_size(system: Any, path: str, nbytes: int) -> bool:
         return False
 
 
-def _first(found: dict[str, Any], keys: Sequence[str]) -> Any:
-    return next((found[key] for key in keys if found.get(key) is not None), None)
+def _first(info: dict[str, Any], keys: Sequence[str]) -> Any:
+    return next((info[key] for key in keys if info.get(key) is not None), None)
 
 
 def _seconds(entry: dict[str, Any]) -> float:

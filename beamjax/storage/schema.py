@@ -87,10 +87,10 @@ def from_plain(kind: type[T], value: Any, path: str) -> T:
 def _value(kind: Any, value: Any, path: str, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        found = _value(arguments[0], value, path, where)
+        inner = _value(arguments[0], value, path, where)
         for check in arguments[1:]:
-            _called(check, found, path, where)
-        return found
+            _called(check, inner, path, where)
+        return inner
     if origin in (typing.Union, types.UnionType):
         return _one_of(arguments, value, path, where)
     for known, (_, decode) in _CODECS.items():

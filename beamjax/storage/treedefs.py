@@ -25,11 +25,11 @@ def tree_to_json(treedef: PyTreeDef) -> Any:
     children = [tree_to_json(child) for child in treedef.children()]
     if kind is type(None):
         return None
-    for name, made in _LISTS.items():
-        if kind is made:
+    for name, known in _LISTS.items():
+        if kind is known:
             return {name: children}
-    for name, made in _DICTS.items():
-        if kind is made and all(type(key) in (str, int, bool) for key in extra):
+    for name, known in _DICTS.items():
+        if kind is known and all(type(key) in (str, int, bool) for key in extra):
             return {name: [[key, child] for key, child in zip(extra, children, strict=True)]}
     where = f"{kind.__module__}.{kind.__qualname__}"
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -83,16 +83,16 @@ def _key(item: Any, path: str) -> Any:
 
 
 def _named(module: str, name: str, names: list[str]) -> Any:
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    tuples = isinstance(found, type) and issubclass(found, tuple)
-    if not tuples or list(getattr(found, "_fields", ())) != names:
+        value = getattr(value, part, None)
+    tuples = isinstance(value, type) and issubclass(value, tuple)
+    if not tuples or list(getattr(value, "_fields", ())) != names:
         raise StructureError(
             f"the result holds a named tuple {module}.{name} of {', '.join(map(str, names))}, "
             f"which is not there in this process; import its module first, or {_LIKE}"
         )
-    return found
+    return value
 
 
 def like(tree: Any, leaves: int) -> PyTreeDef:

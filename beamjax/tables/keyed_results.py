@@ -41,18 +41,18 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
     """Finds each `Keyed` in the tree of a result."""
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
     nodes = jax.tree_util.tree_flatten_with_path(numbered, is_leaf=_is_keyed)[0]
-    found = [
+    outputs = [
         KeyedOutput(jax.tree_util.keystr(path), tuple(jax.tree_util.tree_leaves(node)))
         for path, node in nodes
         if _is_keyed(node)
     ]
-    if found and "drop" in (options.on_error, options.on_nonfinite):
+    if outputs and "drop" in (options.on_error, options.on_nonfinite):
         raise OptionsError(
-            f"result{found[0].path}: reduce_by_key without a number of keys reduces members after "
-            "the program, which does not know the dropped members; give num_keys, or leave out "
-            "on_error='drop' and on_nonfinite='drop'"
+            f"result{outputs[0].path}: reduce_by_key without a number of keys reduces members "
+            "after the program, which does not know the dropped members; give num_keys, or leave "
+            "out on_error='drop' and on_nonfinite='drop'"
         )
-    return found
+    return outputs
 
 
 def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options: Options) -> Any:

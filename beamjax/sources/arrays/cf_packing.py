@@ -66,10 +66,10 @@ def packing_of(
         "true" if stored.kind == "i" else "false"
     )
     read = _other_sign(stored) if unsigned else stored
-    found = [_number(attributes, name, where, each) for name in _FILLS
-             for each in np.ravel(np.asarray(attributes.get(name, []), object))]  # fmt: skip
-    found += [] if fill is None else [fill.item() if isinstance(fill, np.generic) else fill]
-    known = (_as_stored(number, read, unsigned) for number in found if number is not None)
+    numbers = [_number(attributes, name, where, item) for name in _FILLS
+             for item in np.ravel(np.asarray(attributes.get(name, []), object))]  # fmt: skip
+    numbers += [] if fill is None else [fill.item() if isinstance(fill, np.generic) else fill]
+    known = (_as_stored(number, read, unsigned) for number in numbers if number is not None)
     fills = tuple(dict.fromkeys(number for number in known if number is not None))
     scale, offset = (None if scale == 1 else scale), (None if offset == 0 else offset)
     if scale is None and offset is None and not fills and not unsigned:

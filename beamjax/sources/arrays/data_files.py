@@ -55,11 +55,11 @@ class DataFile:
         if is_url(self.path):
             return None
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return None
-        times = found.st_mtime_ns, found.st_ctime_ns
-        same = (found.st_size, str(found.st_mtime_ns)) == (self.nbytes, self.stamp)
+        times = status.st_mtime_ns, status.st_ctime_ns
+        same = (status.st_size, str(status.st_mtime_ns)) == (self.nbytes, self.stamp)
         # Another change of a file that was just written might not show in its times.
         settled = time.time_ns() - max(times) > SETTLED
         return [*dataclasses.astuple(self), *times] if same and settled else None
@@ -71,10 +71,10 @@ class DataFile:
                 status = os.stat(self.path)
                 if (status.st_size, str(status.st_mtime_ns)) == (self.nbytes, self.stamp):
                     return
-        found = look(self.path)
-        if found != self:
+        now = look(self.path)
+        if now != self:
             raise SourceError(
-                f"{self.path}: found {found.nbytes} bytes written at {found.stamp}, expected "
+                f"{self.path}: found {now.nbytes} bytes written at {now.stamp}, expected "
                 f"{self.nbytes} bytes written at {self.stamp}; the file was changed after the "
                 "source was made from it."
             )
@@ -104,25 +104,25 @@ def find_files_in_folders(
     # `endings`, a folder (a URL with a `/` at its end) stands for its files with these endings,
     # also those in folders below that are named `name=value`.
     several = list(paths) if isinstance(paths, list | tuple) else [paths]
-    found: list[tuple[str, str]] = []
-    for given in several:
-        if not isinstance(given, str | os.PathLike):
+    files: list[tuple[str, str]] = []
+    for pattern in several:
+        if not isinstance(pattern, str | os.PathLike):
             raise StructureError(
-                f"{caller}: found {given!r:.80}, expected a path, a pattern such as "
+                f"{caller}: found {pattern!r:.80}, expected a path, a pattern such as "
                 "'data/part-*', a URL, or a list of these."
             )
-        given = local_path(os.fspath(given))
-        folder = given.endswith("/") if is_url(given) else os.path.isdir(given)
+        pattern = local_path(os.fspath(pattern))
+        folder = pattern.endswith("/") if is_url(pattern) else os.path.isdir(pattern)
         if endings and folder:
-            root = given.rstrip("/") if is_url(given) else os.path.abspath(given)
-            matches = _within(given, caller, endings)
+            root = pattern.rstrip("/") if is_url(pattern) else os.path.abspath(pattern)
+            matches = _within(pattern, caller, endings)
         else:
-            root = _root_of_pattern(given if is_url(given) else os.path.abspath(given))
-            matches = _matches(given, caller)
-        found += [(path, _folders_below(root, path)) for path in matches]
-    if not found:
+            root = _root_of_pattern(pattern if is_url(pattern) else os.path.abspath(pattern))
+            matches = _matches(pattern, caller)
+        files += [(path, _folders_below(root, path)) for path in matches]
+    if not files:
         raise SourceError(f"{caller}: found no files in an empty list, expected at least one.")
-    return found
+    return files
 
 
 def _root_of_pattern(pattern: str) -> str:
@@ -148,13 +148,13 @@ def _within(folder: str, caller: str, endings: Sequence[str]) -> list[str]:
         for at, folders, names_there in os.walk(root):
             folders[:] = [name for name in folders if "=" in name]  # where `os.walk` goes on
             names += [os.path.join(at, n) for n in names_there if n.endswith(tuple(endings))]
-    found = sorted(name for name in names if _is_data(root, name))
-    if not found:
+    data = sorted(name for name in names if _is_data(root, name))
+    if not data:
         raise SourceError(
             f"{caller}: found no file that ends in {' or '.join(endings)} in the folder {folder}, "
             "expected at least one; give a pattern for files of other names or in folders below."
         )
-    return found
+    return data
 
 
 def _is_data(root: str, path: str) -> bool:
@@ -253,14 +253,14 @@ class FileHashes:
     def to_json(self) -> dict[str, Any]:
         """The hashes as plain JSON values, except those of files that have just changed."""
         # These files may change again without a new size or time.
-        return {path: found for path, found in self._known.items() if path not in self._unsettled}
+        return {path: digest for path, digest in self._known.items() if path not in self._unsettled}
 
     def _hash(self, path: str) -> str:
         with readable(path):
             if is_url(path):
                 return str(remote().content_mark(path))
-            found = os.stat(path)
-            seen = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+            status = os.stat(path)
+            seen = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
             match self._known.get(path):
                 case [*before, str(digest)] if before == seen:
                     return digest
@@ -268,7 +268,7 @@ class FileHashes:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, _new_hash).hexdigest()
             self._known[path] = [*seen, digest]
-            if now - max(found.st_mtime_ns, found.st_ctime_ns) < SETTLED:
+            if now - max(status.st_mtime_ns, status.st_ctime_ns) < SETTLED:
                 self._unsettled.add(path)
             return digest
 

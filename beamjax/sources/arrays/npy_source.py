@@ -135,17 +135,17 @@ class NpySource(HoldsLeaves, ByIndex, FileSource):
         return int(self._ends[0][-1])
 
     def _at(self, which: Which) -> list[np.ndarray]:
-        found, checked = [], set[str]()
+        members, checked = [], set[str]()
         for files, ends, leaf in zip(self._files, self._ends, self._leaves, strict=True):
             if len(files) == 1:  # The usual case; small reads take half the time without blocks.
-                found.append(files[0].array(leaf, checked)[which])
+                members.append(files[0].array(leaf, checked)[which])
                 continue
 
             def load(block: SourceBlock, files: Any = files, leaf: Any = leaf) -> Arrays:
                 return [files[block.number].array(leaf, checked)]
 
-            found += read_blocks([leaf], functools.partial(blocks_of, ends), load, which)
-        return found
+            members += read_blocks([leaf], functools.partial(blocks_of, ends), load, which)
+        return members
 
     def where(self, leaf: int, index: tuple[int, ...]) -> str:
         number = int(np.searchsorted(self._ends[leaf], index[0], side="right")) - 1
@@ -215,13 +215,13 @@ def from_npy(paths: Any) -> NpySource:
     """
     import jax
 
-    found, treedef = jax.tree_util.tree_flatten_with_path(paths)
+    located, treedef = jax.tree_util.tree_flatten_with_path(paths)
     files, sizes, names = [], [], []
     leaves: list[LeafSpec] = []
-    for path, given in found:
+    for path, pattern in located:
         name = jax.tree_util.keystr(path)
         series: list[ArrayFile] = []
-        for file in _listed(given, name):
+        for file in _listed(pattern, name):
             array = map_file(file)
             if array.dtype.kind == "V":
                 raise StructureError(f"{leaf_name(name)}: {_unknown(array.dtype)} ({file})")
@@ -289,20 +289,20 @@ def _unknown(dtype: np.dtype) -> str:
     )
 
 
-def _listed(given: Any, name: str) -> list[str]:
+def _listed(pattern: Any, name: str) -> list[str]:
     """The files of a leaf."""
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(pattern, str | os.PathLike):
         raise StructureError(
-            f"{leaf_name(name)}: found {type(given).__name__}, expected the path of a .npy file."
+            f"{leaf_name(name)}: found {type(pattern).__name__}, expected the path of a .npy file."
         )
-    path = _absolute(given, leaf_name(name))
+    path = _absolute(pattern, leaf_name(name))
     if glob.has_magic(path) and not os.path.lexists(path):
         return find_files(path, "from_npy")
     return [path]
 
 
-def _absolute(given: str | os.PathLike[str], caller: str) -> str:
-    path = local_path(os.fspath(given))
+def _absolute(path_or_url: str | os.PathLike[str], caller: str) -> str:
+    path = local_path(os.fspath(path_or_url))
     if is_url(path):
         raise StructureError(
             f"{caller}: found the URL {path}, expected a local path: files of NumPy are mapped. "
@@ -438,7 +438,7 @@ def _zipped_array(file: str, name: str) -> np.ndarray:
 
 def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
     """The arrays of an .npz file, mapped, by name."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     with readable(file, "an .npz file of np.savez"), open(file, "rb") as opened:
         try:
             entries = zipfile.ZipFile(opened).infolist()
@@ -447,7 +447,7 @@ def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
         for entry in entries:
             name = entry.filename.removesuffix(".npy")
             where = f"{file}, {entry.filename!r}"
-            if name == entry.filename or name in found:
+            if name == entry.filename or name in arrays:
                 raise SourceError(f"{where}: expected arrays only, each of its own name.")
             is_encrypted = entry.flag_bits & 1
             if entry.compress_type != zipfile.ZIP_STORED or is_encrypted:
@@ -456,10 +456,10 @@ def _zipped_arrays(file: str) -> dict[str, np.ndarray]:
                     f"be mapped: np.savez('new.npz', **np.load({os.path.basename(file)!r}))."
                 )
             try:
-                found[name] = _mapped_entry(opened, entry, where)
+                arrays[name] = _mapped_entry(opened, entry, where)
             except HEADER_ERRORS as error:
                 raise SourceError(f"{where}: found no whole array ({error}).") from error
-    return found
+    return arrays
 
 
 def _compare_checksums(file: str) -> None:

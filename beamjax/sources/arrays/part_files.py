@@ -116,11 +116,11 @@ class PartFiles(NpySource):
                 raise TypeError(
                     f"found {len(read.leaves)} leaves for a tree of {treedef.num_leaves}"
                 )
-            found = cls(folder, read.parts, read.leaves, treedef, read.dropped)
+            source = cls(folder, read.parts, read.leaves, treedef, read.dropped)
         except (KeyError, TypeError, ValueError) as error:
             raise ArrayFormatError(f"{path}: found no list of files ({error}).") from error
-        found.check_files()
-        return found
+        source.check_files()
+        return source
 
 
 class CollectedMembers(PartFiles):
@@ -167,7 +167,7 @@ def write_part(folder: str, part: int, arrays: Sequence[np.ndarray]) -> None:
 
 def written_parts(folder: str) -> list[Part]:
     """The parts that have files in a folder."""
-    numbers = [int(found[1]) for found in map(_FIRST_LEAF.fullmatch, os.listdir(folder)) if found]
+    numbers = [int(match[1]) for match in map(_FIRST_LEAF.fullmatch, os.listdir(folder)) if match]
     return [
         (number, len(np.load(part_path(folder, number, 0), mmap_mode="r")))
         for number in sorted(numbers)

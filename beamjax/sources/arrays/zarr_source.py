@@ -71,9 +71,9 @@ class ZarrArray:
         if is_url(self.store):
             return [self.store, self.name], []
         folder = os.path.join(self.store, self.name)
-        found = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
-        paths = sorted(found) or [self.store]  # There is no folder if the store is a .zip.
-        return [self.name, [os.path.relpath(path, folder) for path in sorted(found)]], paths
+        files = [os.path.join(at, name) for at, _, names in os.walk(folder) for name in names]
+        paths = sorted(files) or [self.store]  # There is no folder if the store is a .zip.
+        return [self.name, [os.path.relpath(path, folder) for path in sorted(files)]], paths
 
     def __str__(self) -> str:
         return f"{self.store}{f', array {self.name!r}' if self.name else ''}"
@@ -206,9 +206,9 @@ class ZarrSource(HoldsLeaves, ByIndex, FileSource):
             first = low // array.rows * array.rows
             chunk = self._chunk(opened, array, leaf, first)
             parts.append(chunk[low - first : high - first])
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        found.flags.writeable = False
-        return found
+        members = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        members.flags.writeable = False
+        return members
 
     def _rows(self, array: ZarrArray, leaf: LeafSpec, numbers: np.ndarray) -> np.ndarray:
         opened = self._opened(array, leaf)
@@ -251,9 +251,11 @@ class ZarrSource(HoldsLeaves, ByIndex, FileSource):
         return describe_source(self, f"in {first_of(self._arrays)}")
 
     def identity(self) -> tuple[Any, list[str]]:
-        found = [array.identity() for array in self._arrays]
-        arrays = [array for array, _ in found]
-        return spec_of(self) | {"arrays": arrays}, [path for _, paths in found for path in paths]
+        identities = [array.identity() for array in self._arrays]
+        arrays = [array for array, _ in identities]
+        return spec_of(self) | {"arrays": arrays}, [
+            path for _, paths in identities for path in paths
+        ]
 
 
 _ARRAYS: SharedCache[Any] = SharedCache(256, lambda _: 1)
@@ -399,16 +401,16 @@ def from_zarr(
     """
     import jax
 
-    found, outer = jax.tree_util.tree_flatten_with_path(paths)
+    located, outer = jax.tree_util.tree_flatten_with_path(paths)
     token, nodes, stores = uuid.uuid4().hex, [], list[str]()
-    for path, given in found:
-        if not isinstance(given, str | os.PathLike):
+    for path, location in located:
+        if not isinstance(location, str | os.PathLike):
             raise StructureError(
-                f"{leaf_name(jax.tree_util.keystr(path))}: found {type(given).__name__}, expected "
-                f"the path of {_EXPECTED}."
+                f"{leaf_name(jax.tree_util.keystr(path))}: found {type(location).__name__}, "
+                f"expected the path of {_EXPECTED}."
             )
-        given = os.fspath(given)
-        store = given if is_url(given) else os.path.abspath(given)
+        location = os.fspath(location)
+        store = location if is_url(location) else os.path.abspath(location)
         nodes.append(_tree(store, "", _open(store)) if arrays is None else _chosen(store, arrays))
         stores += [store] * len(jax.tree_util.tree_leaves(nodes[-1]))
     tree = jax.tree_util.tree_unflatten(outer, nodes)

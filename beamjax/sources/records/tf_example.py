@@ -50,9 +50,9 @@ class ExampleParser:
         """The features of consecutive members, for each an array of shape (records, ...)."""
         columns: list[list[_Values]] = [[] for _ in self._features]
         for place, record in enumerate(records):
-            found = _features_of(record, where, place)
+            features = _features_of(record, where, place)
             for feature, column in zip(self._features, columns, strict=True):
-                column.append(feature.values(found, where, place))
+                column.append(feature.values(features, where, place))
         return [
             feature.array(column, records, where)
             for feature, column in zip(self._features, columns, strict=True)
@@ -70,14 +70,14 @@ class _Feature:
     name: str
     leaf: LeafSpec
 
-    def values(self, found: Any, where: Where, place: int) -> _Values:
+    def values(self, features: Any, where: Where, place: int) -> _Values:
         """The feature, from all features of a record."""
-        if self.name not in found:
+        if self.name not in features:
             raise SourceError(
-                f"{where(place)}: found the features {sorted(found)}, expected {self.name!r} "
+                f"{where(place)}: found the features {sorted(features)}, expected {self.name!r} "
                 "among them."
             )
-        feature, leaf = found[self.name], self.leaf
+        feature, leaf = features[self.name], self.leaf
         kind = feature.WhichOneof("kind")
         values: Any = getattr(feature, kind).value if kind else ()
         if not _fits(kind, values, leaf):
@@ -117,19 +117,19 @@ class _Feature:
 
     def _one_by_one(self, records: Sequence[bytes], where: Where) -> np.ndarray:
         """Parses lists of floats again as numbers: some are not packed, or have another length."""
-        found = []
+        rows = []
         for place, record in enumerate(records):
             message = _parsed(record, False, where, place)
             values = message.features.feature[self.name].float_list.value
             self._check_count(FLOATS, len(values), where, place)
-            found.append(np.asarray(values, np.float32))
-        return np.concatenate(found)
+            rows.append(np.asarray(values, np.float32))
+        return np.concatenate(rows)
 
-    def _check_count(self, kind: str, found: int, where: Where, place: int) -> None:
+    def _check_count(self, kind: str, stored: int, where: Where, place: int) -> None:
         count = math.prod(self.leaf.shape)
-        if found != count:
+        if stored != count:
             raise SourceError(
-                f"{self._at(where, place)}: found {found} values in {kind}, expected {count}, of "
+                f"{self._at(where, place)}: found {stored} values in {kind}, expected {count}, of "
                 f"{self.leaf}."
             )
 
@@ -177,12 +177,12 @@ def infer_features(record: bytes, where: str) -> dict[str, Any]:
     """The types of the features of a record. A list of a single number is a scalar."""
     import jax
 
-    found = _parsed(record, False, lambda _: where, 0).features.feature
+    features = _parsed(record, False, lambda _: where, 0).features.feature
     dtypes = {FLOATS: np.float32, INTS: np.int64, BYTES: np.uint8}
     types = {}
-    for name in sorted(found):
-        kind = found[name].WhichOneof("kind")
-        values: Any = getattr(found[name], kind).value if kind else ()
+    for name in sorted(features):
+        kind = features[name].WhichOneof("kind")
+        values: Any = getattr(features[name], kind).value if kind else ()
         if not len(values) or (kind == BYTES and len(values) > 1):
             raise SourceError(
                 f"{where}, feature {name!r}: found {len(values)} values in {kind or 'no list'}, "

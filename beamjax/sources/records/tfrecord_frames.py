@@ -40,10 +40,10 @@ def compression_of(path: str) -> str:
         return named
     with readable(path, EXPECTED), open_file(path) as opened:
         data = opened.read(HEADER)
-    found = compression_of_content(data)
-    if found and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
+    ending = compression_of_content(data)
+    if ending and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
         return ""  # These bytes are the length of a record, with a valid checksum.
-    return found
+    return ending
 
 
 def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterator[np.ndarray]:
@@ -92,8 +92,8 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
 def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
     """The indices of the frames at these positions in which the checksum of the length is wrong."""
     stored = b"".join([data[begin + 8 : begin + HEADER] for begin in begins])
-    found = masked_checksums([data[begin : begin + 8] for begin in begins])
-    return np.flatnonzero(found != np.frombuffer(stored, "<u4"))
+    computed = masked_checksums([data[begin : begin + 8] for begin in begins])
+    return np.flatnonzero(computed != np.frombuffer(stored, "<u4"))
 
 
 def check_records(
@@ -160,5 +160,5 @@ def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
 def masked_checksums(records: Sequence[bytes]) -> np.ndarray:
     """CRC-32C of each record, uint32, masked as in TFRecord."""
     # A CRC over data that contains its own CRC would be degenerate, hence the mask.
-    found = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
-    return ((found >> 15) | (found << 17)) + np.uint32(0xA282EAD8)
+    checksums = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
+    return ((checksums >> 15) | (checksums << 17)) + np.uint32(0xA282EAD8)

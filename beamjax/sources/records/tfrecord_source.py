@@ -93,8 +93,8 @@ class TFRecordSource(_Examples, FileSource):
         self._files = tuple(files)
         self._ends = ends_of([count for _, count in self._files])
         self._marks = tuple(marks)
-        for counted, found in zip(files, marks, strict=True):
-            _check_marks(counted, found)
+        for counted, own in zip(files, marks, strict=True):
+            _check_marks(counted, own)
 
     @property
     def local(self) -> bool:
@@ -114,8 +114,8 @@ class TFRecordSource(_Examples, FileSource):
         records: list[bytes] = []
         for file in blocks_of(self._ends, start, stop):
             low, high = max(start, file.first), min(stop, file.last)
-            found = self._files[file.number], self._marks[file.number]
-            records += _read_records(*found, low - file.first, high - file.first)
+            counted = self._files[file.number], self._marks[file.number]
+            records += _read_records(*counted, low - file.first, high - file.first)
         return self._parser.parse(records, lambda place: self._where(start + place))
 
     def select(self, leaves: Sequence[int]) -> tuple[Source, Sequence[int]]:
@@ -132,8 +132,8 @@ class TFRecordSource(_Examples, FileSource):
 
     def _where(self, member: int) -> str:
         """The name of a member in messages."""
-        (found,) = blocks_of(self._ends, member, member + 1)
-        return f"{self._files[found.number][0].path}, record {member - found.first}"
+        (file,) = blocks_of(self._ends, member, member + 1)
+        return f"{self._files[file.number][0].path}, record {member - file.first}"
 
 
 class TFRecordStream(_Examples, FileStream):
@@ -255,15 +255,15 @@ def _read_records(counted: Counted, marks: Sequence[Mark], first: int, last: int
     reached = begin
     while reached < last:
         (at, start), (after, stop) = marks[number], [*marks, (count, file.nbytes)][number + 1]
-        found = block_offsets(file, start, at, stop)
-        if len(found) != after - at + 1:
+        positions = block_offsets(file, start, at, stop)
+        if len(positions) != after - at + 1:
             raise SourceError(
-                f"{file.path}: found {len(found) - 1} records from record {at} on, expected "
+                f"{file.path}: found {len(positions) - 1} records from record {at} on, expected "
                 f"{after - at}; the source was made from another file."
             )
-        offsets.append(found[:-1])
+        offsets.append(positions[:-1])
         reached, number = after, number + 1
-    begins = np.concatenate([*offsets, found[-1:]])[first - begin : last - begin + 1].tolist()
+    begins = np.concatenate([*offsets, positions[-1:]])[first - begin : last - begin + 1].tolist()
     with readable(file.path, EXPECTED), open_file(file.path) as opened:
         opened.seek(begins[0])
         data = opened.read(begins[-1] - begins[0])

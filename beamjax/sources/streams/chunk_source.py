@@ -111,13 +111,13 @@ def _first(function: Callable[[], Iterable[Any]]) -> ArraySource:
 
 
 def _trees(function: Callable[[], Iterable[Any]]) -> Iterable[Any]:
-    found = function()
-    if not isinstance(found, Iterable):
+    chunks = function()
+    if not isinstance(chunks, Iterable):
         raise SourceError(
-            f"from_chunks: the function returns a {type(found).__name__}, expected an iterable of "
+            f"from_chunks: the function returns a {type(chunks).__name__}, expected an iterable of "
             "chunks; write it with `yield`."
         )
-    return found
+    return chunks
 
 
 def _arrays(tree: Any, number: int) -> ArraySource | None:

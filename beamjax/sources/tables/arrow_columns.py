@@ -72,10 +72,10 @@ def checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def known_shape(values: Any, column: str, batch: Batch, found: RowType) -> tuple[int, ...]:
+def known_shape(values: Any, column: str, batch: Batch, kind: RowType) -> tuple[int, ...]:
     """The shape of the first row of an array of Arrow, for columns of lists of any length."""
     _validate(values, column, batch)
-    rows = _Rows(column, batch, found.shape, found.dtype, fill=0)  # The fill affects no shapes.
+    rows = _Rows(column, batch, kind.shape, kind.dtype, fill=0)  # The fill affects no shapes.
     return rows.converted(values.slice(0, 1)).shape[1:]
 
 
@@ -181,9 +181,9 @@ class _Rows:
         # The end of each row in the items of the chunk; None if rows are of one length.
         self.ends: np.ndarray | None = None
 
-    def at(self, item: int, each: int) -> str:
+    def at(self, item: int, per_row: int) -> str:
         """The place of an item of the chunk, for messages; a row has `each` items."""
-        row = item // each
+        row = item // per_row
         if self.ends is not None:
             row = int(np.searchsorted(self.ends, row, side="right"))
         return self.batch.at(self.column, self.first + row)
@@ -201,12 +201,12 @@ class _Rows:
                 "in another type."
             ) from error
 
-    def values(self, array: Any, depth: int, each: int) -> np.ndarray:
+    def values(self, array: Any, depth: int, per_row: int) -> np.ndarray:
         """Converts an array, the items of which are below `depth` axes, `each` of them in a row."""
         import pyarrow.types as types
 
         if types.is_dictionary(array.type):
-            return self.values(_decoded(array), depth, each)
+            return self.values(_decoded(array), depth, per_row)
         if is_time(array.type):
             array = array.view(f"int{array.type.bit_width}")
         if types.is_decimal(array.type):
@@ -215,18 +215,18 @@ class _Rows:
         if array.null_count and self.fill is not None and types.is_primitive(kind):
             array = self._filled(array)
         if array.null_count:
-            self.refuse_null(array, each)
+            self.refuse_null(array, per_row)
         if is_tensor(kind):
             order = axes_order(kind) or []
-            below = each * math.prod(kind.shape)
+            below = per_row * math.prod(kind.shape)
             inner = self.values(array.storage.flatten(), depth + len(kind.shape), below)
             inner = inner.reshape(count, *kind.shape, *inner.shape[1:])
             return inner.transpose(
                 0, *(axis + 1 for axis in order), *range(len(kind.shape) + 1, inner.ndim)
             )
         if types.is_fixed_size_list(kind) or is_list(kind):
-            size = self._size(array, depth, each)
-            inner = self.values(array.flatten(), depth + 1, each * size)
+            size = self._size(array, depth, per_row)
+            inner = self.values(array.flatten(), depth + 1, per_row * size)
             return inner.reshape(count, size, *inner.shape[1:])
         if types.is_fixed_size_binary(kind):
             width = kind.byte_width
@@ -234,7 +234,7 @@ class _Rows:
             flat = np.frombuffer(data, np.uint8)[array.offset * width :][: count * width]
             return flat.reshape(count, width)
         if is_text(kind):
-            return self._texts(array, depth, each)
+            return self._texts(array, depth, per_row)
         return array.to_numpy(zero_copy_only=not types.is_boolean(kind))
 
     def _filled(self, array: Any) -> Any:
@@ -255,7 +255,7 @@ class _Rows:
                 f"number of the type of the column, {array.type}."
             ) from error
 
-    def _texts(self, array: Any, depth: int, each: int) -> np.ndarray:
+    def _texts(self, array: Any, depth: int, per_row: int) -> np.ndarray:
         """Texts as uint8, with zeros after them up to the expected width."""
         import pyarrow as pa
 
@@ -267,7 +267,7 @@ class _Rows:
         (long,) = np.nonzero(lengths > width)
         if len(long):
             raise RowError(
-                f"{self.at(int(long[0]), each)}: found a text of "
+                f"{self.at(int(long[0]), per_row)}: found a text of "
                 f"{lengths[long[0]]} bytes, expected at most {width}; choose a larger text_bytes."
             )
         texts = np.zeros((len(flat), width), np.uint8)
@@ -275,7 +275,7 @@ class _Rows:
         texts[np.arange(width) < lengths[:, None]] = data[offsets[0] : offsets[-1]]
         return texts
 
-    def _size(self, array: Any, depth: int, each: int) -> int:
+    def _size(self, array: Any, depth: int, per_row: int) -> int:
         """The common length of all lists in an array."""
         import pyarrow.types as types
 
@@ -293,13 +293,13 @@ class _Rows:
         (odd,) = np.nonzero(lengths != size)
         if len(odd):
             raise RowError(
-                f"{self.at(int(odd[0]), each)}: found a list of "
+                f"{self.at(int(odd[0]), per_row)}: found a list of "
                 f"length {lengths[odd[0]]}, expected {size} as in the first row of the source; all "
                 "rows of a column of arrays have the same shape. Pad or cut the lists."
             )
         return size
 
-    def refuse_null(self, array: Any, each: int) -> None:
+    def refuse_null(self, array: Any, per_row: int) -> None:
         """Raises RowError for the first missing item; a row has `each` items."""
         import pyarrow as pa
         import pyarrow.compute as compute
@@ -310,7 +310,7 @@ class _Rows:
         if not pa.types.is_primitive(array.type):
             remedy = f"a {array.type} in each row, which fill_null does not replace. Leave"
         raise RowError(
-            f"{self.at(null, each)}: found null, {count} of them "
+            f"{self.at(null, per_row)}: found null, {count} of them "
             f"in this {self.batch.kind}; expected {remedy} out such rows before: arrays have no "
             "missing values."
         )

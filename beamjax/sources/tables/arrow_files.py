@@ -37,8 +37,8 @@ class ArrowFormat(Format):
         whole = _opened(file.file)
         # A different number of batches is an error of `check_unchanged`. That of rows shows when
         # the batch is decoded.
-        found = file.rows if whole.count == len(file.rows) else (0,) * whole.count
-        check_unchanged(file, self.batch_kind, number, found, whole.schema, list(types))
+        counts = file.rows if whole.count == len(file.rows) else (0,) * whole.count
+        check_unchanged(file, self.batch_kind, number, counts, whole.schema, list(types))
         if whole.mapped:
             return whole.batch(number)
         fields = {path_of(whole.schema, name)[0]: None for name in types}

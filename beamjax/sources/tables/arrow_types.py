@@ -150,9 +150,9 @@ def check_columns(schema: Any, names: Sequence[str], file: str) -> None:
 def row_type(schema: Any, column: str, file: str, how: Conversion = Conversion()) -> RowType:
     """The type of a row of a column."""
     kind = column_type(schema, column, file)
-    found = _row_type(kind, how)
-    if found is not None:
-        return found
+    converted = _row_type(kind, how)
+    if converted is not None:
+        return converted
     others = _numeric_columns(schema, how)
     ways = []
     if others:

@@ -120,12 +120,12 @@ def _common(schemas: Sequence[Any]) -> Any:
 def _widest(kinds: Sequence[Any]) -> Any:
     import pyarrow as pa
 
-    found = dict.fromkeys(kind for kind in kinds if not pa.types.is_null(kind))
-    if len(found) < 2:
-        return next(iter(found), pa.null())
-    if found.keys() == {pa.int64(), pa.float64()}:
+    distinct = dict.fromkeys(kind for kind in kinds if not pa.types.is_null(kind))
+    if len(distinct) < 2:
+        return next(iter(distinct), pa.null())
+    if distinct.keys() == {pa.int64(), pa.float64()}:
         return pa.float64()
-    if found.keys() == {pa.timestamp("s"), pa.timestamp("ns")}:
+    if distinct.keys() == {pa.timestamp("s"), pa.timestamp("ns")}:
         return pa.timestamp("ns")
     return pa.string()
 

@@ -59,9 +59,9 @@ class KeyedTable(PartFiles):
         import jax
         import pyarrow as pa
 
-        found = jax.tree_util.tree_flatten_with_path(self.arrays())[0]
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found]
-        return pa.table({name: _column(x) for name, (_, x) in zip(names, found, strict=True)})
+        columns = jax.tree_util.tree_flatten_with_path(self.arrays())[0]
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in columns]
+        return pa.table({name: _column(x) for name, (_, x) in zip(names, columns, strict=True)})
 
     def _tree(self, arrays: list[np.ndarray]) -> dict[str, Any]:
         import jax

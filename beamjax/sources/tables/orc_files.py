@@ -21,12 +21,12 @@ class OrcFormat(Format):
 
     def head(self, path: str) -> tuple[TableFile, Any]:
         file = look(path)
-        found = _layout(file)
-        return TableFile(file, found.rows), found.schema
+        layout = _layout(file)
+        return TableFile(file, layout.rows), layout.schema
 
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
-        found = _layout(file.file)
-        check_unchanged(file, self.batch_kind, number, found.rows, found.schema, list(types))
+        layout = _layout(file.file)
+        check_unchanged(file, self.batch_kind, number, layout.rows, layout.schema, list(types))
         with _opened(file.file, f"stripe {number} of ") as orc:
             return orc.read_stripe(number, columns=list(types))
 

@@ -184,13 +184,13 @@ def _from_files(
     import jax
 
     conversion.check(caller)
-    found = find_files_in_folders(
+    listed = find_files_in_folders(
         paths, caller, [e for form in forms for e in FORMATS[form].endings]
     )
-    named = (form for form in forms if found[0][0].endswith(FORMATS[form].endings))
-    form = next(named, forms[0])
+    matching = (form for form in forms if listed[0][0].endswith(FORMATS[form].endings))
+    form = next(matching, forms[0])
     reader = FORMATS[form]
-    heads = _heads(reader, found)
+    heads = _heads(reader, listed)
     first = heads[0][0].file.path
     names = chosen(heads[0][1], columns, first, caller)
     types = _row_types(heads, names, columns, conversion, caller)
@@ -217,21 +217,21 @@ def _from_files(
     )  # fmt: skip
 
 
-def _heads(reader: Format, found: Sequence[tuple[str, str]]) -> Heads:
+def _heads(reader: Format, listed: Sequence[tuple[str, str]]) -> Heads:
     """The files and their schemas, which include the columns in names of folders."""
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        heads = list(pool.map(reader.head, [path for path, _ in found]))
+        heads = list(pool.map(reader.head, [path for path, _ in listed]))
     schemas = reader.common([schema for _, schema in heads])
-    values = [folder_values(folders) for _, folders in found]
+    values = [folder_values(folders) for _, folders in listed]
     known = {name for schema in schemas for name in schema.names}
     fields = typed_fields(values, known)
     if not fields:
         return [(file, schema) for (file, _), schema in zip(heads, schemas, strict=True)]
     joined = []
-    for (file, _), schema, given in zip(heads, schemas, values, strict=True):
+    for (file, _), schema, texts in zip(heads, schemas, values, strict=True):
         for field in fields:
             schema = schema.append(field)
-        folders = {field.name: given[field.name] for field in fields}
+        folders = {field.name: texts[field.name] for field in fields}
         joined.append((dataclasses.replace(file, folders=folders), schema))
     return joined
 
@@ -240,18 +240,18 @@ def _padded_columns(
     types: dict[str, RowType], buckets: Sequence[int], file: str, caller: str
 ) -> list[str]:
     """Pads columns of lists in `types` to the last bucket; returns their names, with the mask."""
-    listed = list(buckets)
-    sound = listed and all(type(b) is int and 1 <= b <= MAX_LIST for b in listed)
-    if not sound or listed != sorted(set(listed)):
+    lengths = list(buckets)
+    sound = lengths and all(type(b) is int and 1 <= b <= MAX_LIST for b in lengths)
+    if not sound or lengths != sorted(set(lengths)):
         raise SourceError(
-            f"{caller}, buckets: found {listed}, expected lengths from 1 to {MAX_LIST}, ascending."
+            f"{caller}, buckets: found {lengths}, expected lengths from 1 to {MAX_LIST}, ascending."
         )
     if MASK in types:
         raise StructureError(
             f"{file}: found a column {MASK!r}, which is the name of the mask of the items; "
             "choose others, columns=[...]."
         )
-    ragged = [name for name, found in types.items() if found.shape[:1] == (None,)]
+    ragged = [name for name, kind in types.items() if kind.shape[:1] == (None,)]
     if not ragged:
         raise StructureError(f"{caller}, buckets: found no column of lists in {file} to pad.")
     for name in ragged:
@@ -261,8 +261,8 @@ def _padded_columns(
                 f"{file}: column {name!r} has lists of lists of any length, of which only the "
                 "outer ones are padded; write the inner ones as fixed-size lists."
             )
-        types[name] = types[name]._replace(shape=(listed[-1], *inner))
-    types[MASK] = RowType((listed[-1],), np.dtype(np.bool_))
+        types[name] = types[name]._replace(shape=(lengths[-1], *inner))
+    types[MASK] = RowType((lengths[-1],), np.dtype(np.bool_))
     return [*ragged, MASK]
 
 
@@ -285,10 +285,10 @@ def _row_types(
             )
         chosen(other, list(names), path, caller)
         for name in names:
-            found = row_type(other, name, path, conversion)
-            if not agree(types[name], found):
+            kind = row_type(other, name, path, conversion)
+            if not agree(types[name], kind):
                 advice = ""
-                if types[name].unit or found.unit:
+                if types[name].unit or kind.unit:
                     advice = " Write all times in one unit, all with or all without a time zone."
                 raise SourceError(
                     f"{path}: found the column {name!r} of the type "
@@ -296,7 +296,7 @@ def _row_types(
                     f"{column_type(schema, name, first)} as in {first}; a column is of one "
                     f"type in all files.{advice}"
                 )
-            types[name] = _merged(types[name], found)
+            types[name] = _merged(types[name], kind)
     return types
 
 
@@ -310,8 +310,8 @@ def _known_shapes(
     reader: Format, files: Sequence[TableFile], types: Mapping[str, RowType]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of a row of each column. For columns of lists, this reads the first row."""
-    open_ones = [name for name, found in types.items() if None in found.shape]
-    shapes = {name: cast(tuple[int, ...], found.shape) for name, found in types.items()}
+    open_ones = [name for name, kind in types.items() if None in kind.shape]
+    shapes = {name: cast(tuple[int, ...], kind.shape) for name, kind in types.items()}
     if open_ones:
         filled = ((f, number) for f in files for number, rows in enumerate(f.rows) if rows)
         file, number = next(filled, (None, 0))

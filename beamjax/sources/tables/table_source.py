@@ -117,7 +117,7 @@ class TableSource(HoldsLeaves, ByIndex, FileSource, RaggedMembers):
 
     @functools.cached_property
     def cuts(self) -> Mapping[int, str]:
-        return cuts_at([(each.file.path, sum(each.rows)) for each in self._files])
+        return cuts_at([(file.file.path, sum(file.rows)) for file in self._files])
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -298,11 +298,11 @@ class TableSource(HoldsLeaves, ByIndex, FileSource, RaggedMembers):
             else:
                 arrays[name] = to_rows(column, name, leaf, batch, self._number)
         (first, counts), *others = lengths.items()
-        for name, found in others:
-            (odd,) = np.nonzero(found != counts)
+        for name, other in others:
+            (odd,) = np.nonzero(other != counts)
             if len(odd):
                 raise RowError(
-                    f"{batch.at(name, int(odd[0]))}: found a list of length {found[odd[0]]}, "
+                    f"{batch.at(name, int(odd[0]))}: found a list of length {other[odd[0]]}, "
                     f"expected {counts[odd[0]]} as in the column {first!r}; lists of a row have "
                     "one mask."
                 )
