@@ -17,8 +17,8 @@ from beamjax.interpreters.placement.places import MemberAxis, PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
 from beamjax.interpreters.rules.rows import rows_by_index
 from beamjax.interpreters.rules.sharding_rules import (
-    EXPANSIONS,
     ExpansionMembers,
+    answers_of,
     shape_of,
 )
 from beamjax.interpreters.staging.flatten import flatten
@@ -94,11 +94,11 @@ def runs_on_server(program: PlacedProgram, eqn: Eqn) -> bool:
 
 
 def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
-    """Expands a single equation by the table `EXPANSIONS`."""
-    program, expansion = rewriter.program, EXPANSIONS.get(eqn.primitive.name)
+    """Expands a single equation, as the table says."""
+    program, answers = rewriter.program, answers_of(eqn)
     places = list(map(program.place, eqn.inputs))
     keys = {along.placement for along in places if along is not None}
-    if expansion is None or (expansion.ordered and not rewriter.ordered):
+    if answers.expansion is None or (answers.ordered and not rewriter.ordered):
         return None
     if eqn.is_placed_operator:
         name, n = eqn.params["placement"], shape_of(eqn.inputs[0])[0]
@@ -110,7 +110,7 @@ def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     else:
         return None
     members = ExpansionMembers(name, n, program.shard_size)
-    function = expansion.expand(eqn, [along.axis if along else None for along in places], members)
+    function = answers.expansion(eqn, [along.axis if along else None for along in places], members)
     return None if function is None else Rewrite(function, eqn.inputs)
 
 

@@ -20,13 +20,13 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.interpreters.program import Eqn, Var
-from beamjax.interpreters.rules.creations import CREATE
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
     bind,
+    creation,
     rule,
 )
 
@@ -81,13 +81,11 @@ def _by_rows(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule:
     return replace(of_rows, emit=emit)
 
 
+@creation("by_rows")
 def _create(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule of rows that a shard creates, such as those of `jnp.arange(n * b)`."""
     found = _by_rows(eqn, (), n)
     return found if isinstance(found, MemberwiseRule) else None
-
-
-CREATE["by_rows"] = _create
 
 
 # --- on the server

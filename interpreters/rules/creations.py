@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,16 +19,19 @@ from beamjax.interpreters.rules.sharding_rules import (
     MemberwiseRule,
     TracedShard,
     bind,
+    creation,
     is_threefry,
     replaced,
     shape_of,
 )
 
 
+@creation("bj_broadcast")
 def _broadcast(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     return broadcast(eqn, (None,), n) if axis == 0 else None
 
 
+@creation("stack")
 def _stack(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The same value for all members, as in `jnp.stack([x] * n)`."""
     if eqn.params["axis"] != axis or any(atom is not eqn.inputs[0] for atom in eqn.inputs):
@@ -40,6 +43,7 @@ def _stack(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule((None,) * n, (axis,), emit)
 
 
+@creation("iota")
 def _iota(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if eqn.inputs or eqn.params["shape"][axis] != n:
         return None
@@ -54,6 +58,7 @@ def _iota(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule((), (axis,), emit)
 
 
+@creation("pad")
 def _pad(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """A server value for some members and a scalar for the others: the derivative of a slice."""
     low, high, interior = eqn.params["padding_config"][axis]
@@ -82,6 +87,7 @@ def _draws_by_index(eqn: Eqn, axis: int, n: Any) -> bool:
     return hashes and shape_of(key) == () and axis == 0 and shape[:1] == (n,)
 
 
+@creation("random_split")
 def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     if not _draws_by_index(eqn, axis, n):
         return None
@@ -96,6 +102,7 @@ def _random_split(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     return MemberwiseRule((None,), (0,), emit)
 
 
+@creation("random_bits")
 def _random_bits(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
     inner = math.prod(shape[1:])
@@ -136,14 +143,3 @@ def _element_numbers(shard: TracedShard, inner: int) -> tuple[jax.Array, jax.Arr
     low = start + lax.iota(word, inner)[None, :]
     high = r1 * m1 + ((r0 * m1) >> half) + ((r1 * m0) >> half) + (middle >> half)
     return high + (low < start).astype(word), low
-
-
-CREATE: dict[str, Callable[[Eqn, int, Any], MemberwiseRule | None]] = {
-    "bj_broadcast": _broadcast,
-    "iota": _iota,
-    "pad": _pad,
-    "random_bits": _random_bits,
-    "random_split": _random_split,
-    "stack": _stack,
-}
-"""For each primitive, a function of the equation, the axis of its result and n to its rule."""

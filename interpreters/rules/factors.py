@@ -21,41 +21,27 @@ import numpy as np
 
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import (
-    REDUCTION_RULES,
     Axes,
+    Factors,
+    Labels,
     MemberwiseRule,
     ReductionRule,
     TracedShard,
+    answers_of,
     as_is,
     bind,
+    factors,
     is_threefry,
     replaced,
     shape_of,
 )
 from beamjax.numerics.reducers import REDUCTIONS
 
-Labels = Sequence[Hashable]
-"""A label for each axis; None, or no entry, for an axis without one."""
-Factors = tuple[list[Labels], list[Labels]]
-"""The labels of the operands and of the results."""
-
-FACTORS: dict[str, Callable[[Eqn], Factors | None]] = {}
-"""For each primitive, a function of an equation to its factors; None if they are unknown."""
-
-
-def factors(*names: str) -> Callable[[Any], Any]:
-    """Registers the factors of the primitives with these names."""
-
-    def register(function: Any) -> Any:
-        FACTORS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
 
 def _factors(eqn: Eqn) -> Factors | None:
     """The factors of an equation, or None."""
-    found = FACTORS[eqn.primitive.name](eqn)
+    of_primitive = answers_of(eqn).factors
+    found = of_primitive(eqn) if of_primitive else None
     if found is None:
         return None
     operands, results = found
@@ -98,8 +84,7 @@ def _of_label(
     # If only some results have the label, the equation is neither memberwise nor a reduction.
     if None not in out_axes:
         return MemberwiseRule(in_axes, out_axes, _emit(eqn, in_axes, out_axes))
-    reduction = REDUCTION_RULES.get(eqn.primitive.name)
-    reduces = reduction is not None and all(axis is None for axis in out_axes)
+    reduction, reduces = answers_of(eqn).reduction, all(axis is None for axis in out_axes)
     return reduction(eqn, in_axes, n) if reduction and reduces else None
 
 

@@ -53,12 +53,10 @@ def _needs_vmap(closed: Any) -> bool:
     )
 
 
+@rule("bj_broadcast")
 def broadcast(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule:
     """The rule of a broadcast, of which a shard makes its own copies."""
     return MemberwiseRule((None,), (0,), _at_shard_size)
-
-
-rule("bj_broadcast")(broadcast)  # As a decorator, it would widen the type of the function.
 
 
 def _at_shard_size(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:

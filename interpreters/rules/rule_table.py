@@ -1,8 +1,8 @@
 """Looks up the sharding rule of an equation.
 
 If the operands of an equation have their members along these axes, can it be computed a shard at a
-time? `factors` answers for most primitives by the axes alone, and functions in `RULES` for the
-others.
+time? The table (`sharding_rules.TABLE`) answers for most primitives by the axes alone, and by a
+rule of their own for the others.
 """
 
 # The answer is one of
@@ -26,6 +26,7 @@ from beamjax.interpreters.program import Eqn
 # These modules register their rules when they are imported.
 from beamjax.interpreters.rules import (  # noqa: F401
     by_rows,
+    creations,
     function_reductions,
     indexing,
     neighbour_rules,
@@ -34,14 +35,13 @@ from beamjax.interpreters.rules import (  # noqa: F401
     reduction_rules,
     scans,
 )
-from beamjax.interpreters.rules.creations import CREATE
-from beamjax.interpreters.rules.factors import FACTORS, backward, forward
+from beamjax.interpreters.rules.factors import backward, forward
 from beamjax.interpreters.rules.sharding_rules import (
-    EXPANSIONS,
-    RULES,
+    TABLE,
     Axes,
     MemberwiseRule,
     ReductionRule,
+    answers_of,
     replaced,
     shape_of,
 )
@@ -50,17 +50,16 @@ from beamjax.ops.primitives import OPERATORS
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule for `eqn`, whose operands have their n members along `axes`; None to gather them."""
-    name = eqn.primitive.name
-    found = forward(eqn, axes, n) if name in FACTORS else None
-    if found is None and name in RULES:
-        found = RULES[name](eqn, axes, n)
+    found, rule = forward(eqn, axes, n), answers_of(eqn).rule
+    if found is None and rule is not None:
+        found = rule(eqn, axes, n)
     return _checked(eqn, found, n)
 
 
 def axes_of_operator(eqn: Eqn) -> Axes | None:
     """The axes of the operands along which a placed operator needs members; None for the server."""
     nowhere = [None] * len(eqn.inputs)
-    if eqn.primitive.name in EXPANSIONS:
+    if answers_of(eqn).expansion:
         return [0] * len(eqn.inputs)
     found = classify(eqn, nowhere, None)
     return None if found is None else found.in_axes
@@ -68,7 +67,8 @@ def axes_of_operator(eqn: Eqn) -> Axes | None:
 
 def check_operators(names: Iterable[str]) -> None:
     """Raises a TypeError if one of these placed operators has neither a rule nor an expansion."""
-    missing = [name for name in names if name not in RULES and name not in EXPANSIONS]
+    known = {name for name, answers in TABLE.items() if answers.rule or answers.expansion}
+    missing = [name for name in names if name not in known]
     if missing:
         raise TypeError(
             f"found no rule of the placed operators {missing}, expected one in rules.rule_table: "
@@ -103,13 +103,12 @@ def _fits(eqn: Eqn, sharding_rule: MemberwiseRule | ReductionRule, n: Any) -> bo
 
 def invert(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule by which result number `out` of `eqn` gets its members along `axis`, or None."""
-    name = eqn.primitive.name
+    answers = answers_of(eqn)
     candidates: list[MemberwiseRule | ReductionRule | None] = []
-    if name in CREATE:
-        candidates.append(CREATE[name](eqn, axis, n))
-    if name in FACTORS:
-        candidates.append(_checked(eqn, backward(eqn, out, axis, n), n))
-    if name in RULES:
+    if answers.creation:
+        candidates.append(answers.creation(eqn, axis, n))
+    candidates.append(_checked(eqn, backward(eqn, out, axis, n), n))
+    if answers.rule:
         candidates += (classify(eqn, axes, n) for axes in _axes_of_members(eqn, n))
     for found in candidates:
         if isinstance(found, MemberwiseRule) and found.out_axes[out] == axis:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -136,33 +137,12 @@ class FunctionReductionRule(ReductionRule):
     results: tuple[int, ...]  # For each result of the equation, the index of its array.
 
 
+Labels = Sequence[Hashable]
+"""A label for each axis; None, or no entry, for an axis without one."""
+Factors = tuple[list[Labels], list[Labels]]
+"""The labels of the operands and of the results."""
 Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
 """Takes an equation, the axes of its operands and the number of members; None if it has no rule."""
-
-RULES: dict[str, Rule] = {}
-REDUCTION_RULES: dict[str, Callable[[Eqn, Axes, Any], ReductionRule | None]] = {}
-"""The rules of equations that reduce over the members, as `rules.factors` finds out. They take the
-`in_axes` that it found instead of the axes of the operands."""
-
-
-def reduction(*names: str) -> Callable[[Any], Any]:
-    """Registers a reduction over the members for the primitives with these names."""
-
-    def register(function: Any) -> Any:
-        REDUCTION_RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for the primitives with these names."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 @dataclass(frozen=True)
@@ -180,27 +160,55 @@ the operands with the same results, all of whose equations have rules; None if t
 
 
 @dataclass(frozen=True)
-class Expansion:
-    """How the equations of a primitive are replaced by others, which have rules."""
+class Answers:
+    """What is known of the equations of a primitive."""
 
-    expand: Expand
-    # Whether it needs all members in order. Dropped members leave gaps, so where members may be
-    # dropped, such an expansion is not used.
-    ordered: bool
+    # Which axes run over the same indices; see `rules.factors`.
+    factors: Callable[[Eqn], Factors | None] | None = None
+    # The rule of a reduction that the factors find. It takes the `in_axes` that they find.
+    reduction: Callable[[Eqn, Axes, Any], ReductionRule | None] | None = None
+    # The rule of an equation that has no factors, or whose factors have no answer.
+    rule: Rule | None = None
+    # The rule by which a shard creates its part of a server value with n members along an axis.
+    creation: Callable[[Eqn, int, Any], MemberwiseRule | None] | None = None
+    # Other equations, which have rules, for an equation without one.
+    expansion: Expand | None = None
+    # Whether the expansion needs all members in order. Dropped members leave gaps, so where members
+    # may be dropped, it is not used.
+    ordered: bool = False
 
 
-EXPANSIONS: dict[str, Expansion] = {}
-"""The expansion of each primitive that has one."""
+NO_ANSWERS = Answers()
+TABLE: dict[str, Answers] = {}
+"""The answers for each primitive, by name."""
 
 
-def expansion(*names: str, ordered: bool = False) -> Callable[[Expand], Expand]:
-    """Registers an expansion of the primitives with these names."""
+def answers_of(eqn: Eqn) -> Answers:
+    """The answers for the primitive of an equation."""
+    return TABLE.get(eqn.primitive.name, NO_ANSWERS)
 
-    def register(function: Expand) -> Expand:
-        EXPANSIONS.update(dict.fromkeys(names, Expansion(function, ordered)))
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _answer(kind: str, *names: str, **more: Any) -> Callable[[Function], Function]:
+    """Registers a function as the answer of a kind for the primitives with these names."""
+
+    def register(function: Function) -> Function:
+        changes: dict[str, Any] = {kind: function, **more}
+        for name in names:
+            TABLE[name] = replace(TABLE.get(name, NO_ANSWERS), **changes)
         return function
 
     return register
+
+
+# Decorators, with the names of primitives; `expansion` also takes `ordered`.
+factors = functools.partial(_answer, "factors")
+reduction = functools.partial(_answer, "reduction")
+rule = functools.partial(_answer, "rule")
+creation = functools.partial(_answer, "creation")
+expansion = functools.partial(_answer, "expansion")
 
 
 # --- helpers to emit equations

@@ -13,7 +13,9 @@ from explained import all_steps, facts_of
 from helpers import planned
 
 import beamjax as bj
-from beamjax.interpreters.placement import propagate, rewrites
+from beamjax.interpreters.placement import propagate
+from beamjax.interpreters.placement.rewrites import expanded
+from beamjax.interpreters.placement.row_groups import by_rows
 from beamjax.interpreters.staging import flatten
 
 N = 12
@@ -78,20 +80,22 @@ def changes(x):
     return bj.map_fn(lambda v: v[1] - v[0], bj.neighbours(x, before=1))
 
 
+NO_EXPANSIONS = propagate, "PATTERNS", (by_rows,)
+NO_ROWS = propagate, "PATTERNS", (expanded,)
 REWRITES = [
-    (decomposed, rewrites, "EXPANSIONS", {}),
-    (changes, rewrites, "EXPANSIONS", {}),
-    (one_entry, propagate, "PATTERNS", (rewrites.expanded,)),
-    (soft_totals, rewrites, "EXPANSIONS", {}),
-    (running_sums, rewrites, "EXPANSIONS", {}),
-    (maps_and_adds, rewrites, "EXPANSIONS", {}),
-    (largest_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
-    (place_of_the_largest, propagate, "PATTERNS", (rewrites.expanded,)),
-    (product_of_all, propagate, "PATTERNS", (rewrites.expanded,)),
+    (decomposed, *NO_EXPANSIONS),
+    (changes, *NO_EXPANSIONS),
+    (soft_totals, *NO_EXPANSIONS),
+    (running_sums, *NO_EXPANSIONS),
+    (maps_and_adds, *NO_EXPANSIONS),
+    (one_entry, *NO_ROWS),
+    (largest_of_all, *NO_ROWS),
+    (place_of_the_largest, *NO_ROWS),
+    (product_of_all, *NO_ROWS),
     (centered, flatten, "hoist", nothing),
     (loops_over_members, propagate, "as_member_equation", nothing),
-    (made_of_rows, propagate, "PATTERNS", (rewrites.expanded,)),
-    (made_of_computed_rows, propagate, "PATTERNS", (rewrites.expanded,)),
+    (made_of_rows, *NO_ROWS),
+    (made_of_computed_rows, *NO_ROWS),
 ]
 
 

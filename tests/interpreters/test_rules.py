@@ -17,13 +17,7 @@ from rule_rows import GROUPS, N, Placed
 
 import beamjax as bj
 from beamjax.interpreters.rules import factors, rule_table
-from beamjax.interpreters.rules.creations import CREATE
-from beamjax.interpreters.rules.factors import FACTORS
-from beamjax.interpreters.rules.sharding_rules import (
-    EXPANSIONS,
-    REDUCTION_RULES,
-    RULES,
-)
+from beamjax.interpreters.rules.sharding_rules import TABLE
 
 OPTIONS = {"shard_size": 8}
 IN_GATE = """
@@ -110,16 +104,17 @@ def test_every_rule_fires(monkeypatch):
 
         return found
 
-    of_label = factors._of_label
-    tables = RULES, CREATE, REDUCTION_RULES
-    names = {name for name in (*FACTORS, *RULES, *CREATE) if not name.startswith("bj_")}
-    names |= {f"{name} expanded" for name in EXPANSIONS if not name.startswith("bj_")}
-    for name, each in EXPANSIONS.items():
-        expand = noted(f"{name} expanded", each.expand)
-        monkeypatch.setitem(EXPANSIONS, name, dataclasses.replace(each, expand=expand))
-    for rules in tables:
-        for name, sharding_rule in rules.items():
-            monkeypatch.setitem(rules, name, noted(name, sharding_rule))
+    of_label, names = factors._of_label, set()
+    for name, answers in TABLE.items():
+        noting = {}
+        for kind in ("reduction", "rule", "creation", "expansion"):
+            if found := getattr(answers, kind):
+                label = f"{name} expanded" if kind == "expansion" else name
+                noting[kind] = noted(label, found)
+                names.add(label)
+        names.update([name] if answers.factors else [])
+        monkeypatch.setitem(TABLE, name, dataclasses.replace(answers, **noting))
+    names = {name for name in names if not name.startswith("bj_")}
     monkeypatch.setattr(
         factors, "_of_label", lambda eqn, *args: noted(eqn.primitive.name, of_label)(eqn, *args)
     )
