@@ -93,15 +93,15 @@ class MemoryEstimate:
     shared: bool  # the launching process is the worker
 
 
-def parts(found: Iterable[tuple[str, float]]) -> dict[str, int]:
+def parts(sizes: Iterable[tuple[str, float]]) -> dict[str, int]:
     """Returns the parts that take memory, in whole bytes."""
-    return {what: math.ceil(nbytes) for what, nbytes in found if nbytes}
+    return {what: math.ceil(nbytes) for what, nbytes in sizes if nbytes}
 
 
 def peak(kept: Parts, steps: Mapping[str, Parts]) -> int:
     """Returns the bytes during the step that takes the most."""
-    each = (sum(step.values()) for step in steps.values())
-    return sum(kept.values()) + max(each, default=0)
+    totals = (sum(step.values()) for step in steps.values())
+    return sum(kept.values()) + max(totals, default=0)
 
 
 # --- processes
@@ -133,7 +133,7 @@ class _Estimation:
         kept = parts(self.keeping())
         kept = (launcher if self.workers.shared else dict([first])) | kept
         simple = [step for step in self.steps if not isinstance(step, Loop | Branch)]
-        steps = {step.name: found for step in simple if (found := parts(self.step(step)))}
+        steps = {step.name: taken for step in simple if (taken := parts(self.step(step)))}
         worker = peak(kept, steps)
         whole = worker if self.workers.shared else sum(launcher.values())
         return MemoryEstimate(kept, steps, worker, launcher, whole, self.workers.shared)
@@ -147,14 +147,14 @@ class _Estimation:
         whole = {name for i in arrays for name in _names(plan.inputs[i])}
         live = {id(s): s for s in self.sources.values() if s.local and s.spec() is None}.values()
         served = {spec.server for spec in plan.inputs if spec.server is not None}
-        given = self.members(whole | served) + self.members(served) + sum(map(members_bytes, live))
-        yield "inputs in memory", given
+        nbytes = self.members(whole | served) + self.members(served) + sum(map(members_bytes, live))
+        yield "inputs in memory", nbytes
         outputs = plan.returned().keys()
         kept = self.options.keep == "placed"
         returned = {x for x in outputs if plan.values[x].placement is None or not kept}
         yield "results", 2 * SLACK * self.members(returned)
-        made = {name for step in self.steps if isinstance(step, Server) for name in step.outputs}
-        yield "server values", SLACK * self.members(made - returned)
+        servers = {name for step in self.steps if isinstance(step, Server) for name in step.outputs}
+        yield "server values", SLACK * self.members(servers - returned)
         between = {x for s in self.steps if isinstance(s, Map) for x in s.results} - outputs
         handed = sum(min(self.members([x]), HANDED_BYTES) for x in between)
         yield "placed values between passes", (2 if self.workers.beam else 1) * handed
@@ -182,8 +182,8 @@ class _Estimation:
             served = {x for s in maps for x in s.broadcasts}
             yield "broadcasts on devices", device_broadcasts(self.plan)
             if self.in_loops:
-                made = self.members({x for s in maps for x in s.results})
-                yield "placed values for later steps", min(made, store_budget(limit))
+                results = self.members({x for s in maps for x in s.results})
+                yield "placed values for later steps", min(results, store_budget(limit))
             # The values of earlier rounds stay until the caches drop them.
             again = MAX_EXECUTORS if self.in_loops else 1
             yield "broadcasts", min(again * self.members(served), store_budget(limit))
@@ -228,11 +228,13 @@ class _Estimation:
         # Each of several devices computes a shard, and has another one in its queue.
         devices = self.options.local_devices or 1
         ahead = 1 if devices == 1 else 2 * devices
-        each = {name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)}
-        yield "members of a shard", SLACK * (ahead + 1) * sum(each[x] for x in step.operands)
+        shard_bytes = {
+            name: size * plan.values[name].nbytes for name in (*step.operands, *step.results)
+        }
+        yield "members of a shard", SLACK * (ahead + 1) * sum(shard_bytes[x] for x in step.operands)
         working = max(plan.bodies[body].working for body in step.all_bodies)
         yield "computing", SLACK * devices * working
-        results = sum(each[x] for x in step.results)
+        results = sum(shard_bytes[x] for x in step.results)
         if results:
             files = FILES_BYTES if self.workers.beam else 0
             yield "placed results", SLACK * ((ahead + 1) * results + files)
@@ -295,9 +297,9 @@ def device_broadcasts(plan: Plan) -> int:
 def device_estimates(plan: Plan, options: Options, beam: bool) -> list[DeviceEstimate]:
     """Estimates the memory of an accelerator of a worker, for each platform of the plan."""
     # A CPU uses the memory of its process. The driver and its libraries are not included.
-    found = {platform for body in plan.bodies.values() for platform in body.artefacts}
+    exported = {platform for body in plan.bodies.values() for platform in body.artefacts}
     known = options.platforms or ()
-    platforms = sorted(found, key=lambda name: (name not in known, name))
+    platforms = sorted(exported, key=lambda name: (name not in known, name))
     return [_device(plan, name, beam) for name in platforms if name != "cpu"]
 
 
@@ -310,8 +312,8 @@ def _device(plan: Plan, platform: str, beam: bool) -> DeviceEstimate:
     # Workers of a pipeline keep broadcasts for later shards.
     kept = parts([("broadcasts", device_broadcasts(plan))]) if beam else {}
     computing = [step for step in walk(plan.steps) if isinstance(step, Map | Server)]
-    found = {step.name: parts(_on_device(plan, step, working, beam)) for step in computing}
-    steps = {name: each for name, each in found.items() if each}
+    by_step = {step.name: parts(_on_device(plan, step, working, beam)) for step in computing}
+    steps = {name: taken for name, taken in by_step.items() if taken}
     exported = [compiled[key] for key, body in plan.bodies.items() if platform in body.artefacts]
     if None in exported:
         made_from = (
@@ -357,11 +359,11 @@ def _reported_by_xla(artefact: bytes, x64: bool) -> int | None:
     with with_x64(x64):
         exported = export.deserialize(bytearray(artefact))
         specs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-        found = jax.jit(exported.call).lower(*specs).compile().memory_analysis()
-    if found is None:  # some backends do not report it
+        analysis = jax.jit(exported.call).lower(*specs).compile().memory_analysis()
+    if analysis is None:  # some backends do not report it
         return None
-    code = found.generated_code_size_in_bytes
-    return int(found.temp_size_in_bytes + found.output_size_in_bytes + code)
+    code = analysis.generated_code_size_in_bytes
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes + code)
 
 
 def _bytes(plan: Plan, names: Iterable[str]) -> int:
@@ -380,10 +382,10 @@ def check_memory(plan: Plan, sources: Mapping[int, Source], options: Options, ru
         _check_accumulators(plan, options)
         return
     workers = Workers.of(runner, options)
-    found = estimate(plan, sources, options, workers)
-    if found.worker_bytes <= limit:
+    bound = estimate(plan, sources, options, workers)
+    if bound.worker_bytes <= limit:
         return
-    raise _refusal(plan, found, limit, list(_advice(plan, sources, options, workers)))
+    raise _refusal(plan, bound, limit, list(_advice(plan, sources, options, workers)))
 
 
 def _check_accumulators(plan: Plan, options: Options) -> None:
@@ -410,10 +412,10 @@ def machine_bytes() -> int | None:
         return None
 
 
-def _refusal(plan: Plan, found: MemoryEstimate, limit: int, advice: Sequence[str]) -> StagingError:
+def _refusal(plan: Plan, bound: MemoryEstimate, limit: int, advice: Sequence[str]) -> StagingError:
     """Makes the error for a plan that may take more than `limit` bytes in a worker process."""
-    name = max(found.steps, key=lambda name: sum(found.steps[name].values()), default=None)
-    largest = [*found.kept.items(), *(found.steps[name].items() if name else ())]
+    name = max(bound.steps, key=lambda name: sum(bound.steps[name].values()), default=None)
+    largest = [*bound.kept.items(), *(bound.steps[name].items() if name else ())]
     at = "the run"
     if name:
         (step,) = (step for step in walk(plan.steps) if step.name == name)
@@ -423,7 +425,7 @@ def _refusal(plan: Plan, found: MemoryEstimate, limit: int, advice: Sequence[str
         for what, nbytes in sorted(largest, key=lambda part: -part[1])
     )
     return StagingError(
-        f"{at}: a worker process may take {human_bytes(found.worker_bytes)}, but memory="
+        f"{at}: a worker process may take {human_bytes(bound.worker_bytes)}, but memory="
         f"{human_bytes(limit)}: {parts}. To change that, {'; or '.join(advice)}"
     )
 

@@ -61,12 +61,12 @@ def plan_json(
     plan = planned.plan
     read = list(_inputs(plan, arguments))
     steps = [_step(plan, step, options) for step in plan.steps]
-    every = list(all_steps(steps))
+    flat = list(all_steps(steps))
     # The names of values are unique in a plan, so a name leads to one input or step.
-    makers = {name: each["path"] for each in read for name in each["names"]}
-    makers |= {value["name"]: step["name"] for step in every for value in _made(step)}
+    makers = {name: leaf["path"] for leaf in read for name in leaf["names"]}
+    makers |= {value["name"]: step["name"] for step in flat for value in _made(step)}
     outputs = list(_outputs(planned, read, makers))
-    edges = [edge for step in every for edge in _edges(step, makers)]
+    edges = [edge for step in flat for edge in _edges(step, makers)]
     edges += [_edge(o["source"], o["path"], o["value"], o["nbytes"]) for o in outputs if o["value"]]
     return {
         "program": plan.name,
@@ -85,14 +85,14 @@ def plan_json(
         # A step that reads a value twice has one edge for it.
         "edges": list({tuple(edge.values())[:3]: edge for edge in edges}.values()),
         "outputs": outputs,
-        **_sums(every),
+        **_sums(flat),
         "notes": [*notes, *padding_notes(plan, arguments), *_cache_notes(plan, options, inputs)],
         "memory": _memory(plan, arguments, options, runner),
         "choices": [
             dict(zip(("what", "chosen", "why", "option"), row, strict=True))
-            for row in _choices(plan, every, options, runner)
+            for row in _choices(plan, flat, options, runner)
         ],
-        "source_lines": _source_lines(every),
+        "source_lines": _source_lines(flat),
     }  # fmt: skip
 
 
@@ -104,11 +104,11 @@ def all_steps(steps: Iterable[Json]) -> Iterator[Json]:
             yield from all_steps(block["steps"])
 
 
-def _sums(every: Sequence[Json]) -> Json:
-    passes = [step for step in every if step["kind"] == "Map"]
-    gathered = (v["nbytes"] for step in every if step["kind"] == "Gather" for v in step["placed"])
+def _sums(steps: Sequence[Json]) -> Json:
+    passes = [step for step in steps if step["kind"] == "Map"]
+    gathered = (v["nbytes"] for step in steps if step["kind"] == "Gather" for v in step["placed"])
     executables: dict[str, int] = {}
-    for step in every:
+    for step in steps:
         for platform, nbytes in step.get("executables", {}).items():
             executables[platform] = executables.get(platform, 0) + nbytes
     return {
@@ -124,8 +124,8 @@ def _memory(plan: Plan, arguments: Sequence[Argument], options: Options, runner:
     sources = {i: a.value for i, a in enumerate(arguments) if a.is_source}
     workers = Workers.of(runner, options)
     devices = device_estimates(plan, options, workers.beam)
-    found: Json = to_plain(estimate(plan, sources, options, workers))
-    return found | {"where": f"{runner}, {workers.text()}", "devices": to_plain(devices)}
+    bound: Json = to_plain(estimate(plan, sources, options, workers))
+    return bound | {"where": f"{runner}, {workers.text()}", "devices": to_plain(devices)}
 
 
 def _cache_notes(plan: Plan, options: Options, inputs: Inputs | None) -> tuple[str, ...]:
@@ -155,15 +155,15 @@ def _cached_text(plan: Plan, step: Map, options: Options, inputs: Inputs | None)
 _LINE = re.compile(r"(.+):(\d+)(?: \(|$)")  # "file.py:12 (function)" or "file.py:12"
 
 
-def _source_lines(every: Iterable[Json]) -> dict[str, str]:
+def _source_lines(steps: Iterable[Json]) -> dict[str, str]:
     """Returns the text of the user's lines that are readable, by `file:line (function)`."""
-    found = {}
-    for line in dict.fromkeys(line for step in every for line in step["lines"]):
+    texts = {}
+    for line in dict.fromkeys(line for step in steps for line in step["lines"]):
         match = _LINE.match(line)
         text = linecache.getline(match[1], int(match[2])).strip() if match else ""
         if text:
-            found[line] = text
-    return found
+            texts[line] = text
+    return texts
 
 
 # --- steps
@@ -173,31 +173,31 @@ def _step(plan: Plan, step: Step, options: Options) -> Json:
     more: Json = {}
     placement: str | None = None
     reads: Sequence[str]
-    made: Sequence[str]
+    makes: Sequence[str]
     match step:
         case Server():
             body = plan.bodies[step.body]
-            reads, made, lines = step.inputs, step.outputs, body.lines
+            reads, makes, lines = step.inputs, step.outputs, body.lines
             more = {"executables": _sizes([body]), "python": _python(body), "reason": step.reason}
             more["cost"] = _cost(plan, step)
         case Map():
             body = plan.bodies[step.body]
-            reads, made, lines = (*step.broadcasts, *step.operands), step.results, body.lines
+            reads, makes, lines = (*step.broadcasts, *step.operands), step.results, body.lines
             placement, more = step.placement, _pass(plan, step, options)
         case Gather() | Scatter():
-            reads, made, lines = [step.operand], [step.result], (step.line,)
+            reads, makes, lines = [step.operand], [step.result], (step.line,)
             more = {"axis": step.axis, "reason": step.reason}
             placed = step.operand if isinstance(step, Gather) else step.result
             placement = plan.values[placed].placement
         case Rows():
-            reads, made, lines = [step.operand, step.numbers], [step.result], (step.line,)
+            reads, makes, lines = [step.operand, step.numbers], [step.result], (step.line,)
             placement = plan.values[step.operand].placement
         case Loop():
             reads = [v.init for v in step.carried] + [v.operand for v in step.sliced]
-            made = [*(v.result for v in step.carried), *step.stacked]
+            makes = [*(v.result for v in step.carried), *step.stacked]
             lines, more = (step.line,), _loop(plan, step, options)
         case Branch():
-            reads, made, lines = [step.index], step.results, (step.line,)
+            reads, makes, lines = [step.index], step.results, (step.line,)
             blocks = enumerate(step.blocks)
             more["blocks"] = [_block(plan, f"block {i}", x, options) for i, x in blocks]
     read = [_value(plan, name) for name in reads]
@@ -207,7 +207,7 @@ def _step(plan: Plan, step: Step, options: Options) -> Json:
         "placement": placement,
         "served": [value for value in read if value["member_bytes"] is None],
         "placed": [value for value in read if value["member_bytes"] is not None],
-        "results": [_value(plan, name) for name in made],
+        "results": [_value(plan, name) for name in makes],
         "reductions": [],
         "reason": "",
         "rule": plan.rules.get(step.name, ""),
@@ -237,7 +237,7 @@ def _pass(plan: Plan, step: Map, options: Options) -> Json:
         "cost": _cost(plan, step),
         "read_bytes": add_bytes(_value(plan, name)["nbytes"] for name in step.operands),
         "broadcast_bytes": sum(plan.values[name].nbytes for name in step.broadcasts),
-        "partial_bytes": sum(each["nbytes"] for each in reductions),
+        "partial_bytes": sum(reduction["nbytes"] for reduction in reductions),
         "reason": "; ".join(ways),
         "merge": to_plain(merge) if step.buffers else None,
     }
@@ -283,27 +283,27 @@ def _block(plan: Plan, title: str, block: Block, options: Options) -> Json:
 def _value(plan: Plan, name: str) -> Json:
     """Returns a value: its name, type and bytes; those of a member and a shard if it is placed."""
     value = plan.values[name]
-    found = {"name": name, "type": str(value), "nbytes": value.nbytes}
+    facts = {"name": name, "type": str(value), "nbytes": value.nbytes}
     if value.placement is None:
-        return found | {"member_bytes": None, "shard_bytes": None}
+        return facts | {"member_bytes": None, "shard_bytes": None}
     # `nbytes` of a placed type are those of one member.
     shard = value.nbytes * plan.shard_sizes[value.placement]
     known = plan.sizes[value.placement] is not None
     nbytes: Bytes = plan.nbytes(name) if known else {"each": value.nbytes, "fixed": 0}
-    return found | {"nbytes": nbytes, "member_bytes": value.nbytes, "shard_bytes": shard}
+    return facts | {"nbytes": nbytes, "member_bytes": value.nbytes, "shard_bytes": shard}
 
 
 def _reductions(plan: Plan, step: Map, mode: str) -> Iterator[Json]:
-    def made(result: str, reducer: str, buffer: str, exact: str, nbytes: int) -> Json:
-        found = {"result": _value(plan, result), "reducer": reducer, "buffer": buffer}
-        return found | {"exactness": exact, "nbytes": nbytes}
+    def entry(result: str, reducer: str, buffer: str, exact: str, nbytes: int) -> Json:
+        facts = {"result": _value(plan, result), "reducer": reducer, "buffer": buffer}
+        return facts | {"exactness": exact, "nbytes": nbytes}
 
     for buffer in step.buffers:
         dtype, kind = np.dtype(buffer.dtype), f"{buffer.kind} {buffer.dtype}"
         exact = accumulator_kind(buffer.kind, dtype, mode).exactness(dtype)
-        for each in buffer.reductions:
-            nbytes = each.size * dtype.itemsize
-            yield made(each.result, each.reducer, kind, exact, nbytes)
+        for reduction in buffer.reductions:
+            nbytes = reduction.size * dtype.itemsize
+            yield entry(reduction.result, reduction.reducer, kind, exact, nbytes)
     for combine in step.combines:
         pairs = list(zip(combine.results, combine.leaves, strict=True))
         # The leaves that are no results count for the first result.
@@ -311,7 +311,7 @@ def _reductions(plan: Plan, step: Map, mode: str) -> Iterator[Json]:
         exact = "in the order of the members, the same bits on any runner"
         for name, leaf in pairs:
             if name is not None:
-                yield made(name, combine.name, "separate", exact, leaf.nbytes + beside)
+                yield entry(name, combine.name, "separate", exact, leaf.nbytes + beside)
                 beside = 0
 
 
@@ -328,14 +328,14 @@ def _made(step: Json) -> list[Json]:
     """Returns the values that a step makes for other steps, or for those in its own blocks."""
     # Parameters of a loop's block stand for carried and sliced values from outside. A stacked entry
     # has no value outside before the loop: a step of the block makes it.
-    params = [each["inside"] for each in step.get("handed", ()) if each["outside"] is not None]
-    return [*step["results"], *(each["result"] for each in step["reductions"]), *params]
+    params = [value["inside"] for value in step.get("handed", ()) if value["outside"] is not None]
+    return [*step["results"], *(reduction["result"] for reduction in step["reductions"]), *params]
 
 
 def _edges(step: Json, makers: Mapping[str, str]) -> Iterator[Json]:
     """Yields the edges to a step: from the makers of what it reads, and from its own blocks."""
-    given = [value for block in step["blocks"] for value in block["outputs"]]
-    for value in (*step["served"], *step["placed"], *given):
+    returned = [value for block in step["blocks"] for value in block["outputs"]]
+    for value in (*step["served"], *step["placed"], *returned):
         maker = makers[value["name"]]
         if maker != step["name"]:  # a block may return a parameter of its own step
             yield _edge(maker, step["name"], value["name"], value["nbytes"])
@@ -401,8 +401,8 @@ def _outputs(planned: Planned, inputs: Sequence[Json], makers: Mapping[str, str]
     paths = jax.tree_util.tree_flatten_with_path(leaves)[0]
     for out, (keys, _) in zip(plan.outputs, paths, strict=True):
         if out.value is not None:
-            found, source, value = _value(plan, out.value), makers[out.value], out.value
-            kind, nbytes = found["type"], found["nbytes"]
+            output, source, value = _value(plan, out.value), makers[out.value], out.value
+            kind, nbytes = output["type"], output["nbytes"]
         elif out.input is not None:
             known = inputs[out.input]
             kind, nbytes, source = known["type"], known["nbytes"], known["path"]
@@ -431,7 +431,7 @@ def _at_once_bytes(plan: Plan, step: Map) -> int:
     return members * operands + plan.bodies[step.body].working
 
 
-def _choices(plan: Plan, every: Iterable[Json], options: Options, runner: str) -> Iterator[Choice]:
+def _choices(plan: Plan, steps: Iterable[Json], options: Options, runner: str) -> Iterator[Choice]:
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     for placement in dict.fromkeys(step.placement for step in passes.values()):
         why = "as few as pay for a call, by counted operations"
@@ -444,11 +444,11 @@ def _choices(plan: Plan, every: Iterable[Json], options: Options, runner: str) -
         why = step.loop_reason or "all members of a shard"
         why += f": {human_bytes(_at_once_bytes(plan, step))} at once"
         yield f"members in {name}", str(step.vectorization), why, "member_loop"
-    for each in every:
-        if merge := each.get("merge"):
+    for entry in steps:
+        if merge := entry.get("merge"):
             groups = f"{merge['groups']} groups" if merge["groups"] > 1 else "one step"
-            chosen = f"{human_bytes(each['partial_bytes'])} a shard, merged in {groups}"
-            yield f"reduction of {each['name']}", chosen, merge["why"], ""
+            chosen = f"{human_bytes(entry['partial_bytes'])} a shard, merged in {groups}"
+            yield f"reduction of {entry['name']}", chosen, merge["why"], ""
     for name, step in passes.items():
         readers = [x for x, other in passes.items() if set(step.results) & set(other.operands)]
         if readers:

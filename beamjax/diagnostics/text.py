@@ -76,15 +76,15 @@ def tables(plan: Json) -> dict[str, Table]:
 
 
 def _totals(plan: Json) -> Iterator[Row]:
-    every = list(all_steps(plan["steps"]))
-    for step in every:
+    steps = list(all_steps(plan["steps"]))
+    for step in steps:
         if step["kind"] == "Map":
             yield f"read by {step['name']}", f"{human_bytes(step['read_bytes'])} of members"
     yield "read by all passes", human_bytes(plan["read_bytes"])
     yield "broadcast", human_bytes(plan["broadcast_bytes"])
     yield "gathered", human_bytes(plan["gathered_bytes"])
     yield "reduced", f"{human_bytes(plan['partial_bytes'])} a shard"
-    if any(step["kind"] == "Loop" for step in every):
+    if any(step["kind"] == "Loop" for step in steps):
         yield "rounds", "each round of a loop is counted once in these totals"
     for platform, nbytes in plan["executable_bytes"].items():
         yield f"code for {platform}", human_bytes(nbytes)
@@ -96,13 +96,13 @@ def _memory(memory: Json) -> Iterator[tuple[str, Table]]:
     rows.append(("a worker process", human_bytes(memory["worker_bytes"]), _LARGEST))
     what = "the same process" if memory["shared"] else _row("", memory["launcher"])[2]
     rows.append(("the launching process", human_bytes(memory["launcher_bytes"]), what))
-    yield f"memory at most, {memory['where']}", Table(head, rows)
+    yield f"peak memory (upper bound), {memory['where']}", Table(head, rows)
     for device in memory["devices"]:
         rows = _parts(device["kept"], device["steps"])
         rows.append(("a device", human_bytes(device["nbytes"]), _LARGEST))
         excluded = "the driver, its libraries and what JAX reserves are not included"
         rows.append(("estimated from", "", f"{device['made_from']}; {excluded}"))
-        yield f"memory of a device, {device['platform']}, about", Table(head, rows)
+        yield f"peak memory of a device (estimate), {device['platform']}", Table(head, rows)
 
 
 def _parts(kept: Mapping[str, int], steps: Mapping[str, Mapping[str, int]]) -> list[Row]:
@@ -162,10 +162,10 @@ def step_notes(step: Json, plan: Json) -> Iterator[Row]:
     if functions := step.get("functions"):
         yield "functions", ", ".join(functions)
     if cost := step.get("cost"):
-        each = "a member: " if step["kind"] == "Map" else ""
+        unit = "a member: " if step["kind"] == "Map" else ""
         guess = f", if loops have {GUESSED_ROUNDS} rounds" if cost["guessed"] else ""
         nbytes = human_bytes(round(cost["moved_bytes"]))
-        yield "computes", f"{each}{cost['operations']:,.0f} operations, {nbytes} moved{guess}"
+        yield "computes", f"{unit}{cost['operations']:,.0f} operations, {nbytes} moved{guess}"
     if step["reason"]:
         yield "why", step["reason"]
     for line in step["lines"]:
@@ -264,13 +264,13 @@ def plan_mermaid(plan: Json) -> str:
     # Loops and branches are subgraphs. A node in each stands for the loop or branch itself: edges
     # of values that its rounds read begin there, and edges of values that they return end there.
     ends = {edge["source"] for edge in plan["edges"]}
-    inputs = [each for each in plan["inputs"] if each["path"] in ends]
+    inputs = [value for value in plan["inputs"] if value["path"] in ends]
     steps = list(all_steps(plan["steps"]))
-    keys = [each["path"] for each in inputs] + [step["name"] for step in steps]
+    keys = [value["path"] for value in inputs] + [step["name"] for step in steps]
     names = {key: f"n{i}" for i, key in enumerate([*keys, *(o["path"] for o in plan["outputs"])])}
 
-    def end(each: Json) -> str:
-        return f"  {_node(names[each['path']], '([', '])', each['path'], each['type'])}"
+    def end(value: Json) -> str:
+        return f"  {_node(names[value['path']], '([', '])', value['path'], value['type'])}"
 
     memory = plan["memory"]["steps"].items()
     notes = {name: f"memory up to {human_bytes(sum(parts.values()))}" for name, parts in memory}
@@ -303,7 +303,7 @@ def _step_nodes(step: Json, names: Mapping[str, str], notes: Mapping[str, str]) 
     lines.append(f"  {_node(name, left, right, step['name'], rounds)}")
     for i, block in enumerate(step["blocks"]):
         if block["steps"]:
-            inner = [line for each in block["steps"] for line in _step_nodes(each, names, notes)]
+            inner = [line for child in block["steps"] for line in _step_nodes(child, names, notes)]
             lines.append(f'  subgraph {name}_{i}["{_escaped(block["title"])}"]')
             lines += [*(f"    {line}" for line in inner), "  end"]
     return [*lines, "end"]

@@ -52,8 +52,8 @@ class Workers:
     def with_fewer_threads(self) -> Iterator[Workers]:
         """Yields the same workers with fewer threads, the largest number first."""
         for count in range(self.all_threads - 1, 0, -1):
-            one = self.threads == 1
-            yield replace(self, computing=count) if one else replace(self, threads=count)
+            single = self.threads == 1
+            yield replace(self, computing=count) if single else replace(self, threads=count)
 
     def text(self) -> str:
         """Returns the workers in words."""

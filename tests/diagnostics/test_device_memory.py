@@ -98,7 +98,7 @@ def test_xla_reports_the_memory_where_it_compiles(monkeypatch):
 def test_explain_shows_the_memory_of_devices():
     options = {"platforms": ["cuda"], "shard_size": 8}
     explanation = bj.explain(total, *args(), runner="DataflowRunner", options=options)
-    text = str(explanation).split("\nmemory of a device, cuda, about\n")[1]
+    text = str(explanation).split("\npeak memory of a device (estimate), cuda\n")[1]
     for word in (
         "during map_clients_0",
         "broadcasts 16.0 KiB",

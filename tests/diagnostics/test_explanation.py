@@ -78,7 +78,7 @@ def test_bytes_of_a_plain_sum():
     totals = section(explanation, "totals")
     for row in (r"read by all passes +420 B", r"broadcast +12 B", r"gathered +0 B"):
         assert re.search(row, totals)
-    device = section(explanation, "memory of a device, cuda, about")
+    device = section(explanation, "peak memory of a device (estimate), cuda")
     assert re.search(r"during all steps +12 B +broadcasts 12 B\n", device)
     assert re.search(r"shard, twice 960 B, .* results of the previous shard 20 B\n", device)
 

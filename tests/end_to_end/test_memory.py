@@ -383,7 +383,9 @@ def test_a_plan_that_just_fits_runs():
 def test_explain_shows_memory():
     args = np.zeros((16, 4), np.float32), Unread(1000)
     explanation = bj.explain(two_passes, *args, options={"local_threads": 3})
-    text = str(explanation).split("\nmemory at most, DirectRunner, 3 threads of the launching ")[1]
+    text = str(explanation).split(
+        "\npeak memory (upper bound), DirectRunner, 3 threads of the launching "
+    )[1]
     for word in (
         "during all steps",
         "during map_clients_0",

@@ -243,7 +243,7 @@ def test_explain_tells_of_the_runner_that_is_asked_for():
 
     def told(runner, **options):
         found = bj.explain(outer, *args, runner=runner, options=options)
-        where = str(found).split("\nmemory at most, ")[1].split("\n")[0]
+        where = str(found).split("\npeak memory (upper bound), ")[1].split("\n")[0]
         return facts_of(found).memory, where
 
     local, where = told("local", local_threads=1)

@@ -107,15 +107,15 @@ class _Graph:
 
     def block(self, step: Json, block: Json, home: Home) -> Json:
         """Returns the area of a block."""
-        read, given = _handed_words(step, block)
+        read, returned = _handed_words(step, block)
         nodes = [_node("in", "in", [[word, ""] for word in read])]
         nodes += [self.step(inner, home) for inner in block["steps"]]
-        nodes.append(_node("out", "out", [[word, ""] for word in given]))
+        nodes.append(_node("out", "out", [[word, ""] for word in returned]))
         return {"title": block["title"], "nodes": nodes, "edges": self.edges(home)}
 
     def edges(self, home: Home) -> list[Json]:
         """Returns the lines of an area: one for each pair of boxes between which values pass."""
-        found: dict[tuple[str, str], list[Json]] = {}
+        lines: dict[tuple[str, str], list[Json]] = {}
         for edge in self.plan["edges"]:
             source = _within(self.paths.get(edge["source"], ()), home)
             target = _within(self.paths.get(edge["target"], ()), home)
@@ -124,8 +124,8 @@ class _Graph:
             elif home and edge["target"] == home[-1][0]:
                 target = "out"
             if source is not None and target is not None and source != target:
-                found.setdefault((source, target), []).append(edge)
-        return [self.edge(*ends, edges) for ends, edges in found.items()]
+                lines.setdefault((source, target), []).append(edge)
+        return [self.edge(*ends, edges) for ends, edges in lines.items()]
 
     def edge(self, source: str, target: str, edges: Sequence[Json]) -> Json:
         """Returns one line for these values."""
@@ -134,9 +134,9 @@ class _Graph:
         title, members = [], 0
         for name, nbytes in distinct.items():
             value = self.values.get(name, {})
-            each = value.get("member_bytes")
-            members += each or 0
-            more = f", {human_bytes(each)} a member" if each is not None else ""
+            member = value.get("member_bytes")
+            members += member or 0
+            more = f", {human_bytes(member)} a member" if member is not None else ""
             title.append(f"{name}: {value.get('type', '')}, {human_bytes(nbytes)}{more}")
         first = next(iter(distinct)) if len(distinct) == 1 else f"{len(distinct)} values"
         words = [first, human_bytes(total)]
@@ -206,13 +206,13 @@ def _handed_words(step: Json, block: Json) -> tuple[list[str], list[str]]:
     if step["kind"] == "Branch":
         return [block["title"]], [f"returns {_sized(block['outputs'])}"]
     by: dict[str, list[Json]] = {"carries": [], "slices": [], "stacks": []}
-    for each in step["handed"]:
-        by[each["how"]].append(each["inside"])
+    for value in step["handed"]:
+        by[value["how"]].append(value["inside"])
     read = {"carried:": by["carries"], "one entry of:": by["slices"]}
-    given = {"carries": by["carries"], "stacks": by["stacks"]}
+    returned = {"carries": by["carries"], "stacks": by["stacks"]}
     above, below = (
-        [f"{how} {_sized(values)}" for how, values in each.items() if values]
-        for each in (read, given)
+        [f"{how} {_sized(values)}" for how, values in side.items() if values]
+        for side in (read, returned)
     )
     if block["title"] == "condition":
         below = ["another round?"]
@@ -230,12 +230,12 @@ def _values(plan: Json) -> Iterator[Json]:
     for step in all_steps(plan["steps"]):
         yield from (*step["served"], *step["placed"], *step["results"])
         yield from (reduction["result"] for reduction in step["reductions"])
-        yield from (each["inside"] for each in step.get("handed", ()))
+        yield from (value["inside"] for value in step.get("handed", ()))
         for block in step["blocks"]:
             yield from block["outputs"]
 
 
 def _root(path: str) -> str:
     """Returns `args[0]` of `args[0]['w']`, `result` of `result[1]`, `constant` of `constant 2`."""
-    found = re.match(r"args\[\d+\]|\w+", path)
-    return found[0] if found else path
+    match = re.match(r"args\[\d+\]|\w+", path)
+    return match[0] if match else path

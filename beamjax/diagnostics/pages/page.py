@@ -117,24 +117,24 @@ def _json(data: Any) -> Markup:
 
 @functools.cache
 def _templates() -> jinja2.Environment:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("beamjax.diagnostics.pages"),
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {
+    environment.filters |= {
         "cell": _cell, "json": _json, "bytes": human_bytes, "seconds": texts.human_seconds,
         "number": lambda n: "n" if n is None else f"{n:,}",
         "capitalized": lambda text: text[:1].upper() + text[1:],
         "kinds": lambda tally: {kind: tally[kind] for kind in SECONDS},
         "seconds_of": lambda kinds: sum(kinds.values()),
     }  # fmt: skip
-    made.globals |= {
+    environment.globals |= {
         "bundled": _bundled, "all_steps": all_steps, "KINDS": KINDS, "STATES": STATES,
         "SECONDS": SECONDS, "count": texts.count, "tables": texts.tables,
         "step_notes": texts.step_notes, "step_values": texts.step_values,
         "rounds_text": texts.rounds_text, "parts_text": texts.parts_text,
     }  # fmt: skip
-    return made
+    return environment
 
 
 @functools.cache
