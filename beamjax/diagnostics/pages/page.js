@@ -356,6 +356,10 @@ const marks = (chart) => ({ hooks: { draw: (plot) => {
 
 const plain = (value) => value == null ? "" : Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4, ...(Math.abs(value) < 1e-3 && value && { notation: "scientific" }) });
 
+// At an axis: "15M", where "15,000,000" would not fit.
+const brief = (value) => value == null ? "" : Math.abs(value) < 1e5 ? plain(value) : value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
 // The lines of a logarithmic axis: only powers of ten, of the ticks of all digits.
 const decades = (_, ticks) => ticks.map((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6))) ? tick : null);
 
@@ -367,7 +371,8 @@ const showChart = (figure, chart) => {
   const axis = (label) => ({
     label, labelSize: 16, size: label === chart.y_name ? 58 : 26, stroke: () => paint("--muted"), font: "11px sans-serif", labelFont: "11px sans-serif",
     grid: { stroke: () => paint("--rule"), width: 1, ...(isLog && label === chart.y_name && { filter: decades }) }, ticks: { show: false },
-    ...(label === chart.y_name && { values: (_, ticks) => ticks.map((tick) => tick === null ? "" : plain(tick)) }),
+    ...(label === chart.y_name && { values: (_, ticks) => ticks.map(brief) }),
+    ...(label === "round" && { incrs: WHOLE }),
   });
   let below = chart.x.map(() => 0);
   const columns = chart.series.map(({ y }) => chart.stacked ? (below = below.map((b, i) => b + y[i])) : y);

@@ -61,7 +61,9 @@ def _chart(
     elif x_name == "round":
         last = f"round {points[-1][0]:g}: {points[-1][1]:.4g}"
     else:
-        last = f"{points[-1][1]:,.6g} {y_name} at {points[-1][0]:.4g} {x_name}"
+        value = points[-1][1]
+        number = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+        last = f"{number} {y_name} at {points[-1][0]:.4g} {x_name}"
     series = [
         {
             "name": name,
@@ -125,11 +127,11 @@ def _bins(seconds: Sequence[float]) -> list[int]:
     """Returns the indices of the samples at which intervals of time begin or end."""
     # Workers report once a second: shorter intervals would show a comb. A short run has eight.
     length = max((seconds[-1] - seconds[0]) / BINS, min(2.0, (seconds[-1] - seconds[0]) / 8))
-    found = [0]
+    bins = [0]
     for i, second in enumerate(seconds):
-        if second - seconds[found[-1]] >= length and second > seconds[found[-1]]:
-            found.append(i)
-    return found
+        if second - seconds[bins[-1]] >= length and second > seconds[bins[-1]]:
+            bins.append(i)
+    return bins
 
 
 def _kinds_over_time(samples: Json) -> tuple[list[float], dict[str, list[float]]]:
