@@ -214,40 +214,9 @@ def order() -> None:
             row(f"{label}, NumPy with all in memory", took, taken)
 
 
-# --- a median by key
-
-
-def median_by_key() -> None:
-    """A median for each of 1,000 keys of 10,000,000 rows, by passes and by DuckDB."""
-    import duckdb
-
-    rows, keys = 10_000_000, 1000
-    rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as name:
-        path = str(Path(name, "rows.parquet"))
-        table = {"key": rng.integers(0, keys, rows).astype(np.int32), "x": rng.normal(size=rows)}
-        table["x"] = table["x"].astype(np.float32)
-        pq.write_table(pa.table(table), path, row_group_size=1_000_000)
-
-        @bj.program(placements={"rows": None})
-        def medians(table: Any) -> Any:
-            return bj.quantile(table["x"], 0.5, keys=table["key"], num_keys=keys)
-
-        sql = 'SELECT quantile_cont(x, 0.5) m FROM "{}" GROUP BY key ORDER BY key'
-        print(f"The median of each of {keys:,} keys of {rows:,} rows in a Parquet file")
-        taken, found = seconds(lambda: bj.run(medians, bj.from_parquet(path)))
-        took, expected = seconds(lambda: duckdb.sql(sql.format(path)).fetchnumpy()["m"])
-        np.testing.assert_array_equal(found, np.asarray(expected, np.float32))
-        row("bj.quantile on DirectRunner, 4 passes", taken, took, "the same bits")
-        row("DuckDB, quantile_cont", took, took)
-        taken, again = seconds(lambda: bj.run(medians, bj.from_parquet(path), runner="local"))
-        np.testing.assert_array_equal(found, again)
-        row("bj.quantile on local", taken, took)
-
-
 def main() -> None:
     print(f"jax {jax.__version__}")
-    parts = (standard_errors, failed_member, changed_data, order, median_by_key)
+    parts = (standard_errors, failed_member, changed_data, order)
     for part in parts:
         if part.__name__ in (sys.argv[1:] or [each.__name__ for each in parts]):
             part()

@@ -13,8 +13,8 @@ from benchmarks.suite.ways import ALL, DIRECT, LOCAL, LOOP, SESSION
 HEAD = """\
 # Benchmark suite
 
-This page compares beamjax with a plain loop, `jax.jit`, hand-written Beam, Dask, Ray Data, DrJAX
-and FedJAX on one machine. `python -m benchmarks.suite` measures them and writes the page. The
+This page compares beamjax with a plain loop, `jax.jit`, hand-written Beam, Dask, Ray Data, DuckDB,
+DrJAX and FedJAX on one machine. `python -m benchmarks.suite` measures them and writes the page. The
 [last section](#how-it-is-measured) explains the columns.
 """
 
@@ -48,6 +48,12 @@ The other tools:
   arrays.
 - **FedJAX** steps through each client's batches. It needs an older JAX.
 - **H** needs a gradient. Beam, Dask and Ray Data, which have none, get hand-written derivatives.
+- **N** is no sum over members. Each tool computes it in its own way: DuckDB and Dask by a
+  group-by, Ray Data by a function of each group, `jit` by a sort, and the shard loop by NumPy with
+  all rows in memory. beamjax counts digits, in passes over shards.
+- **P** has more data than the 2 GiB of memory that beamjax may take (`memory="2GiB"`). The shard
+  loop, Dask and Ray Data sum the gradient and the Hessian of row groups. Dask-ML is its estimator
+  with the solver `newton`, on arrays of a Dask data frame.
 """
 
 
@@ -109,7 +115,7 @@ def _summary(found: Mapping[str, Any]) -> Iterator[str]:
         ratios = (rows.get(way, {}).get("x_loop") for way in (LOCAL, DIRECT, SESSION))
         cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
         title = measured["title"].partition(":")[0].partition(", then")[0]
-        time = "" if loop is None else f"{loop:.3f} s"
+        time = "" if loop is None else f"{loop:.3f}&nbsp;s"
         yield f"| {case}: {title} | {time} | {' | '.join(cells)} |"
     yield ""
 

@@ -33,6 +33,7 @@ class Problem(abc.ABC):
 
     functions: Mapping[str, Callable[..., Tree]]
     server: Tree
+    options: Mapping[str, Any] = {}  # of runs of beamjax
 
     def __init__(self, folder: Path, size: Mapping[str, int]):
         self.folder, self.size, self.n = Path(folder), dict(size), size["n"]

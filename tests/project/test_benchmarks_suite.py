@@ -18,7 +18,12 @@ EACH = [
     for case in CASES
     for way in WAYS
 ]
-EACH += [pytest.param("O", way, marks=pytest.mark.long) for way in ("loop", "local", "direct")]
+EACH += [
+    pytest.param(case, way, marks=pytest.mark.long)
+    for case in "NOP"
+    for way in ("loop", "local", "direct")
+]
+EACH.append(pytest.param("N", "duckdb", marks=pytest.mark.long))
 
 
 @pytest.fixture(scope="module", autouse=True)

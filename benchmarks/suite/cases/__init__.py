@@ -134,6 +134,13 @@ CASES = {
         small={"n": 40, "features": 8, "width": 4},
         limits={"element": {"n": 400}},
     ),
+    "N": Case(
+        "Median of each of {keys} keys of {n} rows in Parquet files",
+        "medians:Medians",
+        full={"n": 10_000_000, "keys": 1_000},
+        small={"n": 1_000, "keys": 5},
+        ways=("jit", "loop", "local", "direct", "session", "dask-2", "ray-2", "duckdb"),
+    ),
     "O": Case(
         "{rounds} rounds of {steps} steps at {cohort} of {n} clients of {rows} x {features}",
         "cohorts:Cohorts",
@@ -141,5 +148,12 @@ CASES = {
         small={**SMALL_REGRESSION, "cohort": 6, "rounds": 3},
         fedjax=True,
         ways=("jit", "loop", "local", "direct", "session", "fedjax"),
+    ),
+    "P": Case(
+        "Logistic regression of {n} rows of {features} columns in Parquet files, five Newton steps",
+        "logistic:Logistic",
+        full={"n": 100_000_000, "features": 8},
+        small={"n": 1_000, "features": 3},
+        ways=("loop", "local", "direct", "session", "dask-2", "dask-ml", "ray-2"),
     ),
 }

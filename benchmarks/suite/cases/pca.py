@@ -75,8 +75,9 @@ class Pca(Problem):
     def source(self, bj: Any) -> Any:
         return bj.from_npy(self.folder / "table.npy")
 
-    def by_dask_array(self, array: Any, chunk: int) -> Callable[[], Tree]:
+    def by_dask(self, chunk: int) -> Callable[[], Tree]:
         """As Dask's users write it: arrays of NumPy's in chunks; compute with a client open."""
+        from dask import array
         from dask.delayed import delayed
 
         rows = delayed(rows_of_table)

@@ -101,6 +101,10 @@ WAYS = {
     BATCH: Way("Beam, BatchElements", "beam:batch_elements", ("apache_beam",)),
     "dask-2": Way("Dask, 2 workers", "dask:call", ("dask",), {"workers": 2}, "dask:cluster"),
     "ray-2": Way("Ray Data, 2 workers", "ray:call", ("ray",), {"workers": 2}, "ray:cluster"),
+    "dask-ml": Way(
+        "Dask-ML, 2 workers", "dask:dask_ml", ("dask", "dask_ml"), {"workers": 2}, "dask:cluster"
+    ),
+    "duckdb": Way("DuckDB", "duckdb:call", ("duckdb",)),
     "drjax": Way("DrJAX", "in_process:drjax", ("drjax",)),
     "fedjax": Way("FedJAX for-each-client", "fedjax:call", ("fedjax",)),
 }
@@ -124,6 +128,8 @@ PEERS = tuple(name for name in WAYS if name not in (JIT, LOOP, *OURS))
 
 
 def usual(case: str) -> tuple[str, ...]:
-    """The ways of a workload."""
-    found = CASES[case].ways or tuple(WAYS)
-    return tuple(way for way in found if way != "fedjax" or CASES[case].fedjax)
+    """The ways of a workload: those that it names, or all that can do any."""
+    if CASES[case].ways:
+        return CASES[case].ways
+    left_out = ["dask-ml", "duckdb", *([] if CASES[case].fedjax else ["fedjax"])]
+    return tuple(way for way in WAYS if way not in left_out)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.suite.cases.pca import Pca
 from benchmarks.suite.problem import Tree
 from benchmarks.suite.sums import added, dealt, opened, sum_of
 from benchmarks.suite.ways import Call, Job
@@ -34,10 +33,8 @@ def cluster(workers: int) -> Iterator[Any]:
 def call(job: Job, started: Any) -> Call:
     client, workers = started
     problem = opened(job)
-    if isinstance(problem, Pca):
-        from dask import array
-
-        return problem.by_dask_array(array, max(job.shard_size, 1 << 18))
+    if hasattr(problem, "by_dask"):  # with Dask's own arrays or data frames
+        return problem.by_dask(max(job.shard_size, 1 << 18))
     runs = dealt(job, TASKS * workers)
 
     def sums(name: str, server: Tree) -> Tree:
@@ -46,6 +43,11 @@ def call(job: Job, started: Any) -> Call:
         return client.submit(sum_of_parts, parts, pure=False).result()
 
     return lambda: problem.solve(sums)
+
+
+def dask_ml(job: Job, started: Any) -> Call:
+    """An estimator of Dask-ML."""
+    return opened(job).by_dask_ml()
 
 
 def sum_of_parts(parts: list[Tree]) -> Tree:

@@ -45,7 +45,8 @@ def beamjax(job: Job, runner: str = "DirectRunner", options: Mapping[str, Any] =
 
     if runner != "local":
         import apache_beam  # noqa: F401  (2 s that are not the first call's)
-    problem, chosen = opened(job), {"progress": False, **options}
+    problem = opened(job)
+    chosen = {"progress": False, **problem.options, **options}
     program, source = problem.program(bj), problem.source(bj)
     return lambda: bj.run(program, problem.server, source, runner=runner, options=chosen)
 
@@ -65,4 +66,4 @@ def in_session(job: Job, started: Any) -> Call:
 
     problem = opened(job)
     program, source = problem.program(bj), problem.source(bj)
-    return lambda: started.run(program, problem.server, source)
+    return lambda: started.run(program, problem.server, source, options=dict(problem.options))

@@ -43,6 +43,8 @@ def call(job: Job, workers: int) -> Call:
     import ray
 
     problem = opened(job)
+    if hasattr(problem, "by_ray"):  # with Ray Data's own groups
+        return problem.by_ray(ray)
     shards = problem.shards(job.shard_size)
     blocks = min(BLOCKS * workers, len(shards))
 
