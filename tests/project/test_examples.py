@@ -60,6 +60,9 @@ def test_examples_are_short_and_say_how_they_are_called():
         assert f"    python examples/{path.name} " in text
         assert "--runner" in text
         assert f"{{literalinclude}} ../examples/{path.name}" in shown
+        picture = f"images/examples/{path.stem}.svg"  # of docs/gallery.py
+        assert picture in shown
+        assert (ROOT / "docs" / picture).is_file()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
