@@ -19,7 +19,7 @@ from beamjax.pipelines.run import (
     graph_inputs,
     is_one_pipeline,
     source_specs,
-    store_program,
+    stored_bodies,
 )
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
@@ -80,9 +80,9 @@ def first_job(plan: Plan, inputs: Inputs, options: Options) -> tuple[Any, dict[s
         if not is_one_pipeline(plan, connection):
             add_workers(pipeline, connection, ServeTasks(store.root, b""))
         else:
-            sources = source_specs(inputs, store, connection.shared)[0]
-            program = store_program(plan, store, connection.shared)
-            launcher = Launcher(connection, store, Monitor(plan), program)
+            sources = source_specs(inputs, store, connection.shared)
+            bodies = stored_bodies(plan, store, connection.shared)
+            launcher = Launcher(connection, store, Monitor(plan), bodies)
             bound = graph_inputs(inputs, sources, store)
             launcher.outputs(pipeline, as_one_pipeline(plan), bound, "result", store)
         result: Any = pipeline.run()

@@ -233,38 +233,15 @@ def encode_model(
     types = [_type_of(path, leaf) for path, leaf in paths]
     if not types:
         raise StructureError("JaxModelHandler: example has no arrays, expected one at least.")
-    result_tree = None
-
-    def flat(params: list[Any], batch: list[Any]) -> list[Any]:
-        nonlocal result_tree
-        result = fn(
-            tree_util.tree_unflatten(params_tree, params), tree_util.tree_unflatten(tree, batch)
-        )
-        found, result_tree = tree_util.tree_flatten(result)
-        return found
-
+    flat = _Flat(fn, params_tree, tree)
     avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
-
-    def exported(size: Any) -> bytes:
-        made = export.export(jax.jit(flat), platforms=platforms)(avals, _batch_of(types, size))
-        _check_results(made.out_avals, result_tree, size)
-        return bytes(made.serialize())
-
-    (any_size,) = export.symbolic_shape("n")
     try:
-        artefacts = {0: exported(any_size)}
+        artefacts = _artefacts(flat, avals, types, sizes, platforms)
     except StructureError:
         raise
-    except Exception:
-        # The model may not support a symbolic batch size. If the model itself is wrong, its error
-        # is raised by this second export.
-        try:
-            artefacts = {size: exported(size) for size in sizes}
-        except StructureError:
-            raise
-        except Exception as error:
-            _explain(flat, avals, types, example, error)
-            raise
+    except Exception as error:
+        _explain(flat, avals, types, example, error)
+        raise
     meta = {
         "format": _FORMAT,
         "artefacts": list(artefacts),
@@ -272,11 +249,50 @@ def encode_model(
         "x64": jax.config.jax_enable_x64,
         "example": _checked_tree(tree, "example"),
         "types": [[dtype_name(np.dtype(t.dtype)), list(t.shape)] for t in types],
-        "result": _checked_tree(result_tree, "the result of fn"),
+        "result": _checked_tree(flat.result, "the result of fn"),
     }
     return encode_arrays(
         [*(np.frombuffer(data, np.uint8) for data in artefacts.values()), *values], meta
     )
+
+
+class _Flat:
+    """A model as a function of flat lists."""
+
+    def __init__(self, fn: Callable[[Any, Any], Any], params: Any, example: Any):
+        self.fn = fn
+        self.trees = params, example
+        self.result: Any = None  # the tree of its results, once it was traced
+
+    def __call__(self, params: list[Any], batch: list[Any]) -> list[Any]:
+        trees = map(tree_util.tree_unflatten, self.trees, (params, batch))
+        found, self.result = tree_util.tree_flatten(self.fn(*trees))
+        return found
+
+
+def _artefacts(
+    flat: _Flat,
+    avals: Sequence[Any],
+    types: Sequence[Any],
+    sizes: Sequence[int],
+    platforms: Sequence[str] | None,
+) -> dict[int, bytes]:
+    """The exported model: for any batch size, with the key 0, or else for each of `sizes`."""
+
+    def exported(size: Any) -> bytes:
+        made = export.export(jax.jit(flat), platforms=platforms)(avals, _batch_of(types, size))
+        _check_results(made.out_avals, flat.result, size)
+        return bytes(made.serialize())
+
+    (any_size,) = export.symbolic_shape("n")
+    try:
+        return {0: exported(any_size)}
+    except StructureError:
+        raise
+    except Exception:
+        # The model may not support a symbolic batch size. If the model itself is wrong, its error
+        # is raised by this second export.
+        return {size: exported(size) for size in sizes}
 
 
 def _param_arrays(params: Any) -> tuple[list[np.ndarray], Any]:

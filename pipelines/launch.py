@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,10 +26,9 @@ from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.runners.loopback import loopback_only, submission_files_in
 from beamjax.pipelines.runners.runner_table import spec_of
 from beamjax.pipelines.runners.spec import Look
-from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import lost_workers, orphans
-from beamjax.pipelines.worker.tasks import StoredBody
+from beamjax.pipelines.worker.tasks import StoredBodies
 from beamjax.pipelines.worker.worker_errors import PipelineError, own_errors
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
@@ -47,12 +46,9 @@ class Launcher:
     connection: Connection
     store: Store
     monitor: Monitor
-    # The pickled program, for bodies that run as Python in other processes.
-    program: StoreRef | None = None
+    bodies: StoredBodies
     # The placed values that are materialized.
     results: MaterializedOutputs = NOTHING
-    # Those that are in the store, by key.
-    bodies: dict[str, StoredBody] = field(default_factory=dict)
     # The programs that resident workers run, by their step, so that rounds share them.
     programs: dict[Any, Any] = field(default_factory=dict)
     # The names of the files in the store that outlive the run.
@@ -60,7 +56,7 @@ class Launcher:
 
     def files(self) -> set[str]:
         """The names of the files in the store that later passes need."""
-        return files_of(self.bodies, self.program) | self.lasting
+        return self.bodies.files() | self.lasting
 
     def run(self, plan: Plan, inputs: build.GraphInputs, stem: str) -> dict[str, Ref]:
         """Runs a pipeline and waits for it; returns the outputs that steps compute, by name."""
@@ -110,19 +106,11 @@ class Launcher:
         store: Store,
     ) -> Outputs:
         """Adds to a pipeline the steps of a plan and the steps that write its outputs."""
-        inputs = replace(inputs, program=self.program)
         graph = build.Graph(pipeline, plan, inputs, store, self.connection, self.bodies)
         graph.build()
         outputs = Outputs(graph, stem, self.results)
         outputs.write()
         return outputs
-
-
-def files_of(bodies: Mapping[str, StoredBody], program: StoreRef | None) -> set[str]:
-    """The names of the files in a store that hold bodies and the pickled program."""
-    refs = [ref for body in bodies.values() for ref in body.artefacts.values()]
-    refs += [program] if program else []
-    return {name for ref in refs for name, _ in ref.files}
 
 
 def run_steps(

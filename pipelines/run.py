@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,9 @@ from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.resident_job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
-from beamjax.pipelines.values.refs import Ref as StoreRef
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.tasks import SourceSpecs, caching_for
+from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
 from beamjax.plan.liveness import made
 from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
 from beamjax.runtime.driver import Driver, Schedule, starts_anew
@@ -32,7 +31,8 @@ from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import StreamSource, live_spec, register, release, spec_of
+from beamjax.sources.source_base import live_spec, register, spec_of
+from beamjax.sources.streams.chunks import Streams
 from beamjax.storage import files, patience, temporary
 from beamjax.storage.shared_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -52,17 +52,17 @@ def run_plan(
     monitor = monitor or Monitor(plan)
     folder = monitor.folder.path if monitor.folder else None
     with folder_of(connection.options), run_store(connection, folder) as store:
-        program = store_program(plan, store, connection.shared)
+        bodies = stored_bodies(plan, store, connection.shared)
         # With checkpoints, which link files of the store, placed results are first written to the
         # store, and from there to the files of results at the end. Otherwise directly.
         direct = NOTHING if options.checkpoint else results
-        launcher = Launcher(connection, store, monitor, program, direct)
+        launcher = Launcher(connection, store, monitor, bodies, direct)
         if not is_one_pipeline(plan, connection):
             values = values_for(inputs, store, connection.shared)
             with resident_job(connection, store) as job:
                 return drive(plan, inputs, values, launcher, job, results)
         monitor.letters.begin(anew=True)
-        with sources_for(inputs, store, connection.shared) as sources:
+        with source_specs(inputs, store, connection.shared) as sources:
             bound = graph_inputs(inputs, sources, store)
             found = launcher.run(as_one_pipeline(plan), bound, "result")
         return {
@@ -141,32 +141,17 @@ def values_for(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
 ) -> dict[str, Ref]:
     """The inputs of a plan by name, of which workers can read the placed ones."""
-    reader = inputs.reader() if shared else source_specs(inputs, store, shared, known)[0].open()
+    reader = inputs.reader() if shared else source_specs(inputs, store, shared, known).open()
     served = {name: server(array) for name, array in inputs.server().items()}
     return served | inputs.placed(reader)
 
 
-def stream_specs(
-    sources: Sequence[StreamSource], shared: bool
-) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """The specs with which workers open sources of unknown length, and the tokens of live ones."""
+def stream_specs(streams: Streams, shared: bool) -> SourceSpecs:
+    """Sources of unknown length as plain data."""
     if not shared:
-        return tuple(spec_of(source) for source in sources), []
-    tokens = [register(source) for source in sources]
-    return tuple(map(live_spec, tokens)), tokens
-
-
-@contextlib.contextmanager
-def opened_streams(
-    sources: Sequence[StreamSource], shared: bool
-) -> Iterator[tuple[dict[str, Any], ...]]:
-    """A context with the specs of `stream_specs`, which releases the tokens at its end."""
-    specs, tokens = stream_specs(sources, shared)
-    try:
-        yield specs
-    finally:
-        for token in tokens:
-            release(token)
+        return SourceSpecs(tuple(map(spec_of, streams.sources)), streams.where, streams.x64)
+    tokens = tuple(map(register, streams.sources))
+    return SourceSpecs(tuple(map(live_spec, tokens)), streams.where, streams.x64, tokens)
 
 
 @contextlib.contextmanager
@@ -232,44 +217,23 @@ def remove_store(store: Store) -> None:
         temporary.remove(store.root)
 
 
-@contextlib.contextmanager
-def sources_for(inputs: Inputs, store: Store, shared: bool) -> Iterator[SourceSpecs]:
-    """A context with the specs of `source_specs`, which releases the tokens at its end."""
-    sources, tokens = source_specs(inputs, store, shared)
-    try:
-        yield sources
-    finally:
-        for token in tokens:
-            release(token)
-
-
 def source_specs(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
-) -> tuple[SourceSpecs, list[str]]:
-    """Placed inputs as plain data, and the tokens of live sources, which the caller releases."""
+) -> SourceSpecs:
+    """Placed inputs as plain data."""
     reader = inputs.reader()
-    tokens: list[str] = []
-    specs: list[dict[str, Any]] = []
-    # For each leaf of each source: the index of its spec, and its index among the leaves there.
-    leaves: list[list[tuple[int, int]]] = []
-    for number, source in enumerate(reader.sources):
-        if shared:
-            tokens.append(register(source))
-            found = [live_spec(tokens[-1])]
-        else:
-            # Arrays are written to the store, as workers don't share the memory of this process;
-            # `known` are uploads of earlier runs there.
-            found = in_files(source, store, reader.x64, number, known)
-        each = len(found) == len(source.leaves)
-        first, count = len(specs), len(source.leaves)
-        leaves.append([(first + leaf * each, leaf * (not each)) for leaf in range(count)])
-        specs += found
-    where = {name: leaves[source][leaf] for name, (source, leaf) in reader.where.items()}
-    return SourceSpecs(tuple(specs), where, reader.x64), tokens
+    if shared:
+        tokens = tuple(map(register, reader.sources))
+        return SourceSpecs(tuple(map(live_spec, tokens)), reader.where, reader.x64, tokens)
+    # Arrays are written to the store, as workers don't share the memory of this process; `known`
+    # are uploads of earlier runs there.
+    specs = [in_files(x, store, reader.x64, i, known) for i, x in enumerate(reader.sources)]
+    return SourceSpecs(tuple(specs), reader.where, reader.x64)
 
 
-def store_program(plan: Plan, store: Store, shared: bool) -> StoreRef | None:
-    """Writes the pickled program to the store, if bodies run as Python on workers."""
+def stored_bodies(plan: Plan, store: Store, shared: bool) -> StoredBodies:
+    """The bodies of a plan in the store, with the pickled program if workers run some as Python."""
     if plan.recipe is None or shared:
-        return None
-    return store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")
+        return StoredBodies(store)
+    program = store.put([np.frombuffer(plan.recipe.pickled(), np.uint8)], "program")
+    return StoredBodies(store, program)

@@ -12,13 +12,13 @@ import numpy as np
 
 from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.options import Options
-from beamjax.pipelines.launch import Launcher, files_of
+from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.resident_job import resident_job
-from beamjax.pipelines.run import drive, run_store, store_program, values_for
+from beamjax.pipelines.run import drive, run_store, stored_bodies, values_for
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
-from beamjax.pipelines.values.refs import Ref
 from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import StoredBodies
 from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
@@ -39,14 +39,8 @@ class _Known:
     # While it is held, no other plan can have its `id`, which is part of the key.
     plan: Plan
     # For both, see `Launcher`.
-    bodies: dict[str, Any] = field(default_factory=dict)
+    bodies: StoredBodies
     programs: dict[Any, Any] = field(default_factory=dict)
-    # The pickled program, for bodies that run as Python.
-    pickled: Ref | None = None
-
-    def files(self) -> set[str]:
-        """The names of the files of its bodies."""
-        return files_of(self.bodies, self.pickled)
 
 
 class SessionWorkers:
@@ -138,18 +132,18 @@ class SessionWorkers:
     ) -> dict[str, np.ndarray | Placed]:
         store, shared = self._store, self.connection.shared
         key = id(plan), options
-        known = self._known.setdefault(key, _Known(plan))
+        if key not in self._known:
+            self._known[key] = _Known(plan, stored_bodies(plan, store, shared))
+        known = self._known[key]
         self._known.move_to_end(key)
         if len(self._known) > MOST_PLANS:
             self._known.popitem(last=False)
-        if known.pickled is None:
-            known.pickled = store_program(plan, store, shared)
         # As in `run_plan`.
         direct = NOTHING if options.checkpoint else results
-        lasting = frozenset[str]().union(*(other.files() for other in self._known.values()))
+        lasting = frozenset(self._files())
         launcher = Launcher(
             replace(self.connection, options=replace(options, beam=self._options.beam)),
-            store, monitor, known.pickled, direct, known.bodies, known.programs, lasting,
+            store, monitor, known.bodies, direct, known.programs, lasting,
         )  # fmt: skip
         values = values_for(inputs, store, shared, self._uploads)
         try:
@@ -162,4 +156,8 @@ class SessionWorkers:
         while len(self._uploads) > MOST_UPLOADS:
             stem, _ = self._uploads.popitem(last=False)
             remove_upload(self._store, stem)
-        self._store.sweep(set().union(*(known.files() for known in self._known.values())))
+        self._store.sweep(self._files())
+
+    def _files(self) -> set[str]:
+        """The names of the files in the store that hold bodies."""
+        return set().union(*(known.bodies.files() for known in self._known.values()))

@@ -20,15 +20,14 @@ from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.streaming import count_members
-from beamjax.pipelines.run import remove_store, source_specs, store_program, stream_specs
+from beamjax.pipelines.run import remove_store, source_specs, stored_bodies, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
 from beamjax.pipelines.values.elements import MemberBlock, whole
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
+from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
-from beamjax.sources import release
 from beamjax.storage import temporary
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
@@ -73,20 +72,18 @@ class PlanTransform(beam.PTransform):
         connection = connection_of(pipeline, self.options)
         shared = connection.shared
         store = _store(pipeline, connection)
-        sources, tokens = source_specs(self.given, store, shared)
-        for token in tokens:
-            weakref.finalize(pipeline, release, token)
+        sources = source_specs(self.given, store, shared)
+        weakref.finalize(pipeline, sources.release)
         static = {name: store.put([a], name) for name, a in self.given.server().items()}
-        bound = build.GraphInputs(static, sources, program=store_program(self.plan, store, shared))
+        bound = build.GraphInputs(static, sources)
         if self.abstract:
             self._form_blocks(input_or_inputs, bound, store)
         streams = self.given.streams()
         if streams is not None:
-            specs, tokens = stream_specs(streams.sources, shared)
-            for token in tokens:
-                weakref.finalize(pipeline, release, token)
-            bound.streams = SourceSpecs(specs, dict(streams.where), self.plan.x64)
-        graph = build.Graph(pipeline, self.plan, bound, store, connection)
+            bound.streams = stream_specs(streams, shared)
+            weakref.finalize(pipeline, bound.streams.release)
+        bodies = stored_bodies(self.plan, store, shared)
+        graph = build.Graph(pipeline, self.plan, bound, store, connection, bodies)
         graph.build()
         leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]
         return jax.tree_util.tree_unflatten(self.out_tree, leaves)
@@ -131,6 +128,30 @@ class PlanTransform(beam.PTransform):
     def _form_blocks(
         self, members: beam.PCollection, bound: build.GraphInputs, store: Store
     ) -> None:
+        placement = self._placement_of_members()
+        n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
+        leaves = tuple(self._leaf(i) for i in self.abstract)
+        names = tuple(leaf.name for leaf in leaves if leaf.name is not None)
+        bound.carried[placement] = names
+        keyed = members | "Key by shard" >> beam.ParDo(KeyByShard(leaves, self.groups, n, size))
+        if n is not None:
+            # One element for every shard, so that shards without members are noticed.
+            expected = (
+                members.pipeline
+                | "Impulse" >> beam.Impulse()
+                | "All shards" >> beam.ParDo(Expected(len(self.plan.shards(placement))))
+            )
+            keyed = (keyed, expected) | "Flatten" >> beam.Flatten()
+        bound.blocks[placement] = blocks = (
+            keyed
+            | "Group into shards" >> beam.GroupByKey()
+            | "Form blocks" >> beam.ParDo(FormBlocks(store, names, n, size))
+        )
+        if n is None:
+            bound.sizes[placement] = count_members(blocks, store, placement)
+
+    def _placement_of_members(self) -> str:
+        """The placement of the members of the PCollection."""
         specs = [self.plan.inputs[i] for i in self.abstract]
         for spec in specs:
             if spec.views:
@@ -154,32 +175,7 @@ class PlanTransform(beam.PTransform):
                     f"transform: the number of members of placement {other!r} is unknown, and the "
                     "PCollection has none of them; give it in the decorator of the program"
                 )
-        n, size = self.plan.sizes[placement], self.plan.shard_sizes[placement]
-        leaves = tuple(self._leaf(i) for i in self.abstract)
-        names = tuple(leaf.name for leaf in leaves if leaf.name is not None)
-        keyed = members | "Key by shard" >> beam.ParDo(KeyByShard(leaves, self.groups, n, size))
-        if n is None:
-            blocks = (
-                keyed
-                | "Group into shards" >> beam.GroupByKey()
-                | "Form blocks" >> beam.ParDo(FormBlocks(store, names, None, size))
-            )
-            bound.blocks[placement], bound.carried[placement] = blocks, names
-            bound.sizes[placement] = count_members(blocks, store, placement)
-            return
-        # One element for every shard, so that shards without members are noticed.
-        expected = (
-            members.pipeline
-            | "Impulse" >> beam.Impulse()
-            | "All shards" >> beam.ParDo(Expected(len(self.plan.shards(placement))))
-        )
-        bound.blocks[placement] = (
-            (keyed, expected)
-            | "Flatten" >> beam.Flatten()
-            | "Group into shards" >> beam.GroupByKey()
-            | "Form blocks" >> beam.ParDo(FormBlocks(store, names, n, size))
-        )
-        bound.carried[placement] = names
+        return placement
 
     def _leaf(self, index: int) -> Leaf:
         spec, aval = self.plan.inputs[index], self.given.values[index]
@@ -200,7 +196,7 @@ class PlanTransform(beam.PTransform):
         if name is None:
             static = graph.store.put([self._known(output)], label)
         else:
-            static = graph.tasks.static[name]
+            static = graph.inputs.static[name]
         begin = graph.root | f"{label}/Impulse" >> beam.Impulse()
         return begin | label >> beam.ParDo(Load(graph.store, static))
 
@@ -339,14 +335,14 @@ class Load(StepFn):
 
     yields = np.ndarray
 
-    def __init__(self, store: Store, value: str | Ref):
+    def __init__(self, store: Store, value: str | StoreRef):
         self.store = store
         # The name of the value in the element, an `Environment`; or a reference, which does not
         # depend on the element.
         self.value = value
 
     def process(self, element: Any) -> Iterator[np.ndarray]:
-        ref = self.value if isinstance(self.value, Ref) else element.values[self.value]
+        ref = self.value if isinstance(self.value, StoreRef) else element.values[self.value]
         yield self.store.array(ref)
 
 

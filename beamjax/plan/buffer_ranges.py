@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from beamjax.plan.steps import FusedBuffer, Map
 
@@ -12,28 +12,17 @@ RANGE_VALUES = 1 << 20
 and at worst 64 MiB, the limit for Beam elements."""
 
 
-@dataclass(frozen=True)
-class ValueRange:
+class ValueRange(NamedTuple):
     """The values [start, stop) of buffer number `buffer` of a step."""
 
     buffer: int
     start: int
     stop: int
 
-    @classmethod
-    def from_key(cls, key: str) -> ValueRange:
-        """The inverse of `key_of`."""
-        return cls(*map(int, key.split(":")))
-
     def cut(self, limit: int) -> Iterator[ValueRange]:
         """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
         for start in range(self.start, max(self.stop, self.start + 1), limit):
             yield ValueRange(self.buffer, start, min(start + limit, self.stop))
-
-
-def key_of(piece: ValueRange) -> str:
-    """The text that identifies a range of a step."""
-    return f"{piece.buffer}:{piece.start}:{piece.stop}"
 
 
 def buffer_ranges(number: int, buffer: FusedBuffer) -> Iterator[ValueRange]:

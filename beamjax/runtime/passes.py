@@ -72,11 +72,7 @@ class Partials:
 
     def merge(self, piece: ValueRange, accumulator: Accumulator) -> None:
         """Adds the accumulator of other shards for a range; the caller must not use it any more."""
-        before = self.accumulators.get(piece)
-        if before is None:
-            self.accumulators[piece] = accumulator
-        else:
-            before.merge(accumulator)
+        self.accumulators[piece] = merged(self.accumulators.get(piece), accumulator)
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
         """The server values that the pass reduces to, by name, when all shards are added."""
@@ -101,6 +97,14 @@ class Partials:
             )
             for name, arrays in parts.items()
         }
+
+
+def merged(left: Accumulator | None, right: Accumulator) -> Accumulator:
+    """The accumulator of the shards of both; the caller must not use either any more."""
+    if left is None:
+        return right
+    left.merge(right)
+    return left
 
 
 @dataclass(frozen=True)

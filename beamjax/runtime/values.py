@@ -6,7 +6,7 @@ share its parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -145,6 +145,11 @@ class Ref:
             at: Any = (slice(first - start, last - start), *part.at)
             rows[at] = part.read(first, last)
         return rows
+
+    def with_data(self, change: Callable[[Data], Data]) -> Ref:
+        """The same value, with the data of its parts elsewhere."""
+        parts = tuple(replace(part, data=change(part.data)) for part in self.parts)
+        return replace(self, parts=parts)
 
     def entry(self, index: int) -> Ref:
         """The entry of this index along the first axis, or along that of each member."""

@@ -164,6 +164,10 @@ class Machine:
         # Unpickling is the first that a worker does with a step, so JAX has not started yet unless
         # another module started it.
         self.__dict__.update(state)
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Sets what this process lacks; called before it computes anything."""
         if not self.is_here:
             with _receiving:
                 self._make_settings(_compat.backends_started())

@@ -25,6 +25,8 @@ MAX_JSON_DEPTH = 400
 or compares them."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
+_PLAIN = (str, int, bool, bytes)
+"""Types that are the same in JSON, or, as bytes, beside it. Most values have one of them."""
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Codecs of types that are no dataclasses: to plain values, and back."""
 
@@ -64,6 +66,8 @@ def _depth(text: bytes) -> int:
 
 def to_plain(value: Any) -> Any:
     """Converts dataclasses and mappings to dicts, and tuples, also named ones, to lists."""
+    if type(value) in _PLAIN:
+        return value
     for kind, (encode, _) in _CODECS.items():
         if isinstance(value, kind):
             return encode(value)
@@ -85,7 +89,13 @@ def from_plain(kind: type[T], value: Any, path: str) -> T:
 
 
 def _value(kind: Any, value: Any, path: str, where: str) -> Any:
+    if type(value) is kind and kind in _PLAIN:
+        return value
+    if isinstance(kind, TypeVar):
+        return _one_of(kind.__constraints__, value, path, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(origin):  # a generic one
+        kind = origin
     if origin is typing.Annotated:
         inner = _value(arguments[0], value, path, where)
         for check in arguments[1:]:

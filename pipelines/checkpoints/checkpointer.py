@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,7 @@ from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.refs import Here, content_key, ref_to_files
-from beamjax.pipelines.values.refs import Ref as StoreRef
+from beamjax.pipelines.values.refs import Here, StoreRef, content_key, ref_to_files
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import Stored
 from beamjax.plan.liveness import Position, live_at, loops_at
@@ -149,7 +148,7 @@ class Checkpointer:
             entries.rows.append(row)
             if len(entries.rows) >= ROWS or len(entries.rows) * entry.nbytes >= ROWS_BYTES:
                 rows = server(np.stack(entries.rows))
-                entries.written.append(self._with_data(rows, lambda x: self._array(name, x)))
+                entries.written.append(rows.with_data(lambda x: self._array(name, x)))
                 entries.rows = []
         entries.done = len(values)
         rest = (server(np.stack(entries.rows)),) if entries.rows else ()
@@ -157,11 +156,7 @@ class Checkpointer:
 
     def _written(self, name: str, value: Ref) -> Ref:
         """A value as a checkpoint has it, with its data in files of the folder."""
-        return self._with_data(value, lambda data: self._data(name, data, value.n is not None))
-
-    def _with_data(self, value: Ref, put: Callable[[Data], Data]) -> Ref:
-        parts = tuple(replace(part, data=put(part.data)) for part in value.parts)
-        return replace(value, parts=parts)
+        return value.with_data(lambda data: self._data(name, data, value.n is not None))
 
     def _data(self, name: str, data: Data, placed: bool) -> Data:
         if id(data) in self._names:

@@ -6,6 +6,7 @@ values of earlier passes travel as `MemberBlock`s. Labels are the names of the p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from beamjax.pipelines.graph.streaming import (
 )
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.elements import Environment
-from beamjax.pipelines.values.refs import Ref as StoreRef
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import members, stored
 from beamjax.pipelines.worker.map_shards import (
@@ -41,20 +42,20 @@ from beamjax.pipelines.worker.map_shards import (
     PARTIALS,
     MapShards,
     Ranges,
-    RunServer,
     combined,
+    compute_server,
 )
 from beamjax.pipelines.worker.merge import (
-    Assemble,
+    RANGE,
     AssignGroups,
-    FinishCombine,
-    FinishPieces,
     MergeAccumulators,
     MergeGroup,
-    PartsOfBlocks,
-    PartsOfSource,
+    assemble,
+    finish_combine,
+    finish_pieces,
+    part_of_block,
 )
-from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBody
+from beamjax.pipelines.worker.tasks import ServerFn, SourceSpecs, StoredBodies
 from beamjax.plan.dropping import Dropped
 from beamjax.plan.merging import range_width
 from beamjax.plan.steps import Gather, Map, Plan, Scatter, Server, size_name
@@ -78,8 +79,6 @@ class GraphInputs:
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
     # The placed inputs of the open placement, which are read from start to end.
     streams: SourceSpecs | None = None
-    # The pickled program, for bodies that run as Python in other processes.
-    program: StoreRef | None = None
 
 
 @dataclass(frozen=True)
@@ -100,24 +99,15 @@ class Graph:
         inputs: GraphInputs,
         store: Store,
         connection: Connection,
-        bodies: dict[str, StoredBody] | None = None,
+        bodies: StoredBodies,
     ):
         self.root = root  # the pipeline, or its `PBegin`
         self.plan = plan
         self.inputs = inputs
         # For values that are too large for an element.
         self.store = store
-        self.options = connection.options
         self.spread = connection.spread
-        self.tasks = StepTasks(
-            plan,
-            inputs.static,
-            inputs.sources,
-            inputs.program,
-            store,
-            connection,
-            {} if bodies is None else bodies,
-        )
+        self.tasks = StepTasks(plan, connection, store, bodies)
         # The members that passes drop, one PCollection for each pass.
         self.dropped: list[beam.PCollection] = []
         # The environment of each server value that a step computes, by the name of the value.
@@ -134,6 +124,8 @@ class Graph:
         if inputs.streams is not None:
             self._read_streams(inputs.streams)
         self.scattered: dict[str, tuple[str, int]] = {}
+        # The blocks of placed inputs that steps gather, or that are results, by name.
+        self._read: dict[str, beam.PCollection] = {}
 
     def build(self) -> None:
         """Adds all steps."""
@@ -150,12 +142,14 @@ class Graph:
 
     def server(self, step: Server) -> None:
         """Adds a step that runs once."""
-        task = self.tasks.task(step, step.inputs)
+        task = self.tasks.task(step, self._static(step.inputs))
         # The latest environment is the main input, which a runner can fuse, unlike a side input.
         main, *others = self._environments(step.inputs)[::-1] or [
             self.root | f"{step.name}/Impulse" >> beam.Impulse()
         ]
-        environment = main | step.name >> beam.ParDo(RunServer(task), *_side_inputs(others))
+        environment = main | step.name >> beam.ParDo(
+            ServerFn(task, compute_server), *_side_inputs(others)
+        )
         self._serve(environment, step.outputs)
 
     def map(self, step: Map, needed: set[str]) -> None:
@@ -165,15 +159,9 @@ class Graph:
         served = [*step.broadcasts, *(name for name, _ in scattered.values())]
         lasting = bool(needed & set(step.results))
         carried = tuple(n for n in stream.names if n in needed) if stream and lasting else ()
-        fn = MapShards(
-            self.tasks.task(step, served),
-            self.tasks.sources_of(step.operands),
-            scattered,
-            carried,
-            self.options.reduction,
-            self.options.drop_limit,
-            whole=lasting,
-        )
+        task = self.tasks.task(step, self._static(served))
+        sources = self.inputs.sources.select(step.operands)
+        fn = MapShards(task, sources, scattered, carried, whole=lasting)
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
         environments = _side_inputs(self._environments(served))
         tags = [combined(number) for number in range(len(step.combines))]
@@ -184,7 +172,7 @@ class Graph:
         for tag in drops:
             outputs[tag].element_type = bytes
             self.dropped.append(outputs[tag])
-        outputs[PARTIALS].element_type = typehints.KV[str, bytes]
+        outputs[PARTIALS].element_type = typehints.KV[RANGE, bytes]
         if step.results:
             made = _Stream(outputs.blocks, (*carried, *step.results))
             self.streams.setdefault(step.placement, []).append(made)
@@ -200,8 +188,7 @@ class Graph:
         fan = self.tasks.fan_out(step)
         sizes = _side_inputs(self._environments(self._sizes_found(step)))
         label, task = step.name, self.tasks.task(step)
-        finish = FinishPieces(task)
-        merging = MergeAccumulators(step.name, self.store.reports, self.store)
+        merging = MergeAccumulators(step.name, self.store)
         if fan.groups > 1:
             partials = (
                 partials
@@ -210,18 +197,17 @@ class Graph:
                 | f"{label}/MergeGroups" >> beam.ParDo(MergeGroup(merging))
             )
         merged = partials | f"{label}/Merge" >> beam.CombinePerKey(merging)
-        parts = merged | f"{step.name}/Finish" >> beam.ParDo(finish, *sizes)
-        results = [r.result for buffer in step.buffers for r in buffer.reductions]
-        if not finish.whole:
-            types = {name: self.plan.values[name] for name in results}
-            parts = self._together(step.name, parts) | f"{step.name}/Assemble" >> beam.ParDo(
-                Assemble(self.store, types, {})
+        parts = merged | f"{label}/Finish" >> beam.ParDo(ServerFn(task, finish_pieces), *sizes)
+        if fan.pieces > 1:
+            parts = self._together(label, parts) | f"{label}/Assemble" >> beam.ParDo(
+                ServerFn(task, assemble)
             )
-        self._serve(parts, results)
+        self._serve(parts, [r.result for buffer in step.buffers for r in buffer.reductions])
 
     def _combine(self, step: Map, number: int, partials: beam.PCollection) -> None:
         combine, label = step.combines[number], f"{step.name}/Combine_{number}"
-        finish = FinishCombine(self.tasks.task(step, combine.inputs), number)
+        task = self.tasks.task(step, self._static(combine.inputs))
+        finish = ServerFn(task, functools.partial(finish_combine, number))
         needed = (*combine.inputs, *self._sizes_found(step))
         environments = _side_inputs(self._environments(needed))
         values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
@@ -229,33 +215,30 @@ class Graph:
 
     def gather(self, step: Gather) -> None:
         """Adds a step that makes a placed value a server value."""
-        where = self.inputs.sources.where
-        placement = self.plan.values[step.operand].placement or ""
-        label = f"{step.name}/Parts"
-        if step.operand in where:
-            sources = self.tasks.sources_of([step.operand])
-            shards = self.plan.shards(placement)
-            parts = self._ranges(step.name, placement) | label >> beam.ParDo(
-                PartsOfSource(self.store, sources, step, shards)
-            )
-        else:
-            parts = self.placed(step.operand) | label >> beam.ParDo(PartsOfBlocks(self.store, step))
-        types = {step.result: self.plan.values[step.result]}
-        assemble = Assemble(self.store, types, {step.result: step.axis})
-        environment = self._together(step.name, parts) | step.name >> beam.ParDo(assemble)
-        self._serve(environment, [step.result])
+        task = self.tasks.task(step)
+        parts = self.placed(step.operand) | f"{step.name}/Parts" >> beam.ParDo(
+            ServerFn(task, part_of_block)
+        )
+        whole = self._together(step.name, parts) | step.name >> beam.ParDo(ServerFn(task, assemble))
+        self._serve(whole, [step.result])
 
     def placed(self, name: str) -> beam.PCollection:
         """The blocks that hold a placed value, which a step computes or a source has."""
-        where = self.inputs.sources.where
-        if name in where:
-            placement = self.plan.values[name].placement or ""
-            source = self.tasks.sources_of([name])
+        placement = self.plan.values[name].placement or ""
+        if name not in self.inputs.sources.where:
+            return self._find(placement, name).blocks
+        if name not in self._read:
+            label, source = f"Read {name}", self.inputs.sources.select([name])
             read = ReadMembers(source, name, self.plan.shards(placement), self.store)
-            return self._ranges(f"Read {name}", placement) | f"Read {name}" >> beam.ParDo(read)
-        return self._find(self.plan.values[name].placement or "", name).blocks
+            self._read[name] = self._ranges(label, placement) | label >> beam.ParDo(read)
+        return self._read[name]
 
     # ------------------------------------------------------------------------------- parts
+
+    def _static(self, names: Iterable[str]) -> dict[str, StoreRef]:
+        """Those of these server values that are in the store before the first step."""
+        static = self.inputs.static
+        return {name: static[name] for name in names if name in static}
 
     def _serve(self, environment: beam.PCollection, names: Iterable[str]) -> None:
         self.served.update(dict.fromkeys(names, environment))

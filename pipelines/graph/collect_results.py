@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from beamjax.errors import ArrayFormatError, WorkerError
 from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
 from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock, cut
@@ -15,6 +13,7 @@ from beamjax.pipelines.values.refs import SUFFIX, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import leaf_spec
 from beamjax.pipelines.worker.metrics import WorkerSpans
+from beamjax.pipelines.worker.placed_files import PlacedFiles
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import Shards
@@ -23,9 +22,6 @@ from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.spans import timed
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-
-FILE_BYTES = 4 << 20
-"""Bytes of members that a bundle collects before it writes them to files."""
 
 
 class WriteServed(StepFn):
@@ -54,6 +50,7 @@ class ReadMembers(StepFn):
         self.sources = sources
         self.name = name
         self.shards = shards
+        self.spans = WorkerSpans(store.reports)
 
     def setup(self) -> None:
         """Opens the source."""
@@ -61,80 +58,46 @@ class ReadMembers(StepFn):
 
     def process(self, element: tuple[int, int]) -> Iterator[MemberBlock]:
         for shard in self.shards.between(*element):
-            values = self.reader.read([self.name], shard.start, shard.start + shard.count)
+            with timed(self.spans, f"read {self.name}", "read", shard) as span:
+                values = self.reader.read([self.name], shard.start, shard.start + shard.count)
+                span.nbytes = values[self.name].nbytes
             yield from cut(
                 MemberBlock(shard.start, shard.count, self.shards.size, values), self.store
             )
 
+    def finish_bundle(self) -> None:
+        """Reports the work of this bundle."""
+        self.spans.report()
+
 
 class WritePlaced(StepFn):
-    """Writes a placed value to files of consecutive members, many blocks in a file."""
+    """Writes a placed value to files; see `PlacedFiles`."""
 
     yields = Any
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        stem: str,
-        results: MaterializedOutputs = NOTHING,
-        cached: bool = False,
-    ):
+    def __init__(self, store: Store, name: str, stem: str, results: MaterializedOutputs = NOTHING):
         self.store = store
         self.name = name
         self.stem = stem
-        # If the value is a materialized result, it is written there instead.
         self.results = results
-        # Whether to cache what is written, for later passes in this process. The stem must then be
-        # unique among all runs.
-        self.cached = cached
         self.spans = WorkerSpans(store.reports)
 
     def start_bundle(self) -> None:
-        self.blocks: list[tuple[int, np.ndarray]] = []
-        self.nbytes = 0
+        self.files = PlacedFiles(self.store, self.name, self.stem, self.results)
         self.provenance = UNKNOWN
 
     def process(self, block: MemberBlock) -> None:
         self.provenance |= block.provenance
         with timed(self.spans, f"write {self.name}", "transfer"):
             members = block.array(self.name, self.store)
-        self.blocks.append((block.start, members))
-        self.nbytes += members.nbytes
-        if self.nbytes >= FILE_BYTES:
-            self.finish_bundle()
+        self.files.add(block.start, members, self.spans)
 
     def finish_bundle(self) -> None:
-        """Writes the remaining blocks: each run of consecutive members to a file."""
-        run: list[tuple[int, np.ndarray]] = []
-        for start, members in sorted(self.blocks, key=lambda block: block[0]):
-            if run and start != run[-1][0] + len(run[-1][1]):
-                self._write(run)
-                run = []
-            run.append((start, members))
-        if run:
-            self._write(run)
+        """Writes the remaining blocks, and the provenance."""
+        self.files.flush(self.spans)
         if self.provenance:
             _write_provenance(self.store, self.stem, self.provenance)
-        self.start_bundle()
         self.spans.report()
-
-    def _write(self, run: list[tuple[int, np.ndarray]]) -> None:
-        with timed(self.spans, f"write {self.name}", "transfer"):
-            self._write_members(run)
-
-    def _write_members(self, run: list[tuple[int, np.ndarray]]) -> None:
-        start, members = run[0][0], np.concatenate([members for _, members in run])
-        if self.name in self.results.folders:
-            self.results.write(self.name, start, members)
-            return
-        # A file is named after the members in it. A bundle that is retried may cut the members into
-        # other files, which hold the same values.
-        name = MembersSource.file_name(self.stem, start, len(members))
-        if self.cached:
-            self.store.write_members(name, members)
-        else:
-            self.store.write(name, encode_arrays([members]))
 
 
 def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:

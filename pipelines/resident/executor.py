@@ -11,9 +11,10 @@ import collections
 import contextlib
 import copy
 import functools
+import json
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,35 +22,25 @@ import numpy as np
 
 from beamjax.bodies.export import default_platform, run_server
 from beamjax.bodies.xla_threads import compute_device
-from beamjax.numerics.provenance import UNKNOWN
-from beamjax.pipelines.graph.collect_results import ReadMembers, find_placed, find_provenance
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.resident_job import ResidentJob
-from beamjax.pipelines.resident.task_messages import Output, Pass, Program
-from beamjax.pipelines.values.elements import Environment
-from beamjax.pipelines.values.refs import Here
+from beamjax.pipelines.resident.task_messages import Pass, Piece, Program, Result
+from beamjax.pipelines.values.elements import NodeKey
+from beamjax.pipelines.values.members import MembersSource
+from beamjax.pipelines.values.refs import Here, StoreRef
 from beamjax.pipelines.values.store import fixed
-from beamjax.pipelines.values.stored_values import Operands, Stored, files_of_data, members, stored
+from beamjax.pipelines.values.stored_values import (
+    SourceLeaf,
+    Stored,
+    files_of_data,
+    leaf_spec,
+    members,
+    stored,
+)
 from beamjax.pipelines.worker import lost_workers
-from beamjax.pipelines.worker.map_shards import (
-    DROPPED,
-    PARTIALS,
-    MapShards,
-    Ranges,
-    RunServer,
-    combined,
-)
-from beamjax.pipelines.worker.merge import (
-    Assemble,
-    FinishCombine,
-    FinishPieces,
-    MergeAccumulators,
-    MergeGroup,
-    PartsOfSource,
-    receive,
-)
-from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
+from beamjax.pipelines.worker.map_shards import ranges as ranges_of
+from beamjax.pipelines.worker.merge import assembled, combined_nodes, receive
 from beamjax.pipelines.worker.worker_errors import own_errors
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
@@ -58,13 +49,12 @@ from beamjax.plan.steps import Gather, Map, Plan, Server, Step
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.passes import Partials
-from beamjax.runtime.values import Leaf, Part, Ref, Values, server
+from beamjax.runtime.shard_executor import join_shards
+from beamjax.runtime.values import Data, Leaf, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import Source
+from beamjax.sources.source_base import spec_of
 from beamjax.spans import timed
-from beamjax.storage import files
 from beamjax.telemetry.watchdog import Watchdog, bounded
-from beamjax.telemetry.worker_records import collecting
 
 WORKER_MERGE_BYTES = 8 << 20
 """Total bytes of the partials of a pass above which workers, not this process, merge them."""
@@ -84,15 +74,13 @@ class Resident:
         self.store = launcher.store
         self._options = launcher.connection.options
         self._is_here = launcher.connection.shared
-        self._no_sources = SourceSpecs((), {}, plan.x64)
-        self._tasks = StepTasks(
-            plan, {}, self._no_sources, launcher.program, self.store, launcher.connection,
-            launcher.bodies,
-        )  # fmt: skip
+        self._tasks = StepTasks(plan, launcher.connection, self.store, launcher.bodies)
         # Values in this process that workers have needed, as they are in the store.
         self._sent: weakref.WeakKeyDictionary[Ref, Ref] = weakref.WeakKeyDictionary()
         # What is in files of the store, as long as any value refers to it.
         self._in_files: weakref.WeakSet[Stored | Leaf] = weakref.WeakSet()
+        # The specs of sources that workers have read, as values of the store.
+        self._specs: weakref.WeakKeyDictionary[Leaf, StoreRef] = weakref.WeakKeyDictionary()
 
     def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
         if isinstance(step, Server) and self._runs_here(step):
@@ -122,46 +110,52 @@ class Resident:
 
     # ------------------------------------------------------------------------------- values
 
-    def _environment(self, names: Iterable[str], values: Values) -> Environment | None:
+    def _served(self, names: Iterable[str], values: Values) -> dict[str, Any]:
         """References of workers to server values; the first one writes a value to the store."""
         refs = {}
         for name in names:
             data = self._in_store(name, values[name]).data
             assert isinstance(data, Stored), name
             refs[name] = data.ref
-        return Environment(refs) if refs else None
+        return refs
 
-    def _operands(self, names: Iterable[str], values: Values) -> Operands:
-        """The placed values that workers read."""
-        # Copies: workers in this process hold the values of their last pass, whose files may go.
-        refs = {name: _copied(self._in_store(name, values[name])) for name in names}
-        return Operands(refs, self.plan.x64)
+    def _operands(self, names: Iterable[str], values: Values) -> dict[str, Ref]:
+        """The placed values that workers read, as messages have them."""
+        return {
+            name: self._in_store(name, values[name]).with_data(self._in_message) for name in names
+        }
 
     def _in_store(self, name: str, value: Ref) -> Ref:
         """A value with the parts in this process written to the store, once."""
         if not any(isinstance(part.data, np.ndarray) for part in value.parts):
             return value
         if value not in self._sent:
-            self._sent[value] = found = replace(
-                value, parts=tuple(self._part_in_store(name, part) for part in value.parts)
-            )
+            self._sent[value] = found = value.with_data(lambda data: self._put(name, data))
             self._note(found)
         return self._sent[value]
 
-    def _part_in_store(self, name: str, part: Part) -> Part:
-        array = part.data
-        if not isinstance(array, np.ndarray):
-            return part
-        if self._is_here:
-            return replace(part, data=Stored(self.store, Here(fixed(array))))
-        return replace(part, data=Stored(self.store, self.store.put([array], name)))
+    def _put(self, name: str, data: Data) -> Data:
+        if not isinstance(data, np.ndarray):
+            return data
+        ref = Here(fixed(data)) if self._is_here else self.store.put([data], name)
+        return Stored(self.store, ref)
 
-    def _taken(self, environment: Environment) -> dict[str, Ref]:
+    def _in_message(self, data: Data) -> Any:
+        if self._is_here:
+            # A copy: workers hold the values of their last pass, whose files may go.
+            return copy.copy(data)
+        if isinstance(data, Stored):
+            return data.ref
+        assert isinstance(data, Leaf)
+        if data not in self._specs:
+            spec = json.dumps(spec_of(data.source)).encode()
+            self._specs[data] = self.store.put([np.frombuffer(spec, np.uint8)], "source")
+        return SourceLeaf(self._specs[data], data.leaf)
+
+    def _taken(self, refs: Mapping[str, StoreRef]) -> dict[str, Ref]:
         """The server values that a step has computed."""
-        self.monitor.computed(environment.provenance)
         found = {
-            name: stored(self.store, ref, self.plan.values[name])
-            for name, ref in environment.values.items()
+            name: stored(self.store, ref, self.plan.values[name]) for name, ref in refs.items()
         }
         for value in found.values():
             self._note(value)
@@ -175,6 +169,7 @@ class Resident:
     def _sweep(self) -> None:
         """Removes the files of earlier passes from the store that no value needs."""
         held = [files_of_data(data) for data in self._in_files]
+        held += [files_of_data(Stored(self.store, ref)) for ref in self._specs.values()]
         self.store.sweep(self.launcher.files().union(*held))
 
     # -------------------------------------------------------------------------------- steps
@@ -216,198 +211,147 @@ class Resident:
             self.monitor.spans.watch = None
 
     def _run_server_on_workers(self, step: Server, values: Values) -> Values:
-        program = self._program(step, lambda: RunServer(self._tasks.task(step, step.inputs)))
-        served = self._environment(step.inputs, values)
-        ((_, environment),) = self._run_on_workers(program, step, [served])
-        return self._taken(environment)
+        program = self._program("server", step)
+        current = self._pass(program, self._served(step.inputs, values))
+        (result,) = self._run_on_workers(program, current, [(0, 1)])
+        return self._taken({key.name: ref for key, ref in result.values})
 
     def _map(self, step: Map, values: Values, needed: Collection[str]) -> Values:
         """Runs a pass; workers write the placed results that a later step reads."""
         written = [name for name in step.results if name in needed]
-
-        def make() -> StepFn:
-            limit = self._options.drop_limit
-            task = self._tasks.task(step, step.broadcasts)
-            mode = self._options.reduction
-            return MapShards(
-                task, self._no_sources, {}, (), mode, limit, whole=False,
-                as_files=self._merged_on_workers(step),
-            )  # fmt: skip
-
-        program = self._program(step, make, written)
-        served = self._environment(step.broadcasts, values)
-        operands = self._operands(step.operands, values)
-        by_tag: dict[str | None, list[Any]] = collections.defaultdict(list)
-        ranges = self._ranges(step.placement)
-        outputs = self._run_on_workers(program, step, ranges, served, operands, written)
-        for tag, element in outputs:
-            by_tag[tag].append(element)
-        if by_tag[DROPPED]:
-            lines = b"".join(sorted(by_tag[DROPPED]))
+        program = self._program("map", step, written)
+        served = self._served(step.broadcasts, values)
+        current = self._pass(program, served, self._operands(step.operands, values))
+        results = self._run_on_workers(program, current, self._ranges(step.placement))
+        if lines := b"".join(sorted(result.dropped for result in results)):
             self.monitor.drop(decode_lines(lines, step.name), self.plan.sizes)
-        found = self._find_written(written)
+        found = self._find_written(program, current, results)
         if step.buffers:
-            found |= self._reduce(step, by_tag[PARTIALS])
+            pieces = [piece for result in results for piece in result.partials]
+            found |= self._reduce(step, pieces)
         for number, _ in enumerate(step.combines):
-            found |= self._combine(step, number, by_tag[combined(number)], values)
+            nodes = [dict(result.combined[number]) for result in results]
+            found |= self._combine(step, number, nodes, values)
         return found
 
     def _merged_on_workers(self, step: Map) -> bool:
-        """Whether the partials of a pass, one for each worker, are too large to pass through here.
-
-        Messages would bring them to this process, and then to the workers that merge them.
-        """
+        """Whether the partials of a pass, one a worker, are too large to pass through here."""
+        # Messages would bring them to this process, and then to the workers that merge them.
         workers = min(self._tasks.workers or 1, len(self.plan.shards(step.placement)))
         return self._tasks.fan_out(step).nbytes * workers > WORKER_MERGE_BYTES
 
-    def _reduce(self, step: Map, partials: Sequence[tuple[str, Any]]) -> dict[str, Ref]:
+    def _reduce(self, step: Map, pieces: Sequence[Piece]) -> dict[str, Ref]:
         """Merges the partials of each range of values, and rounds them to results."""
         # Small partials are merged here, which saves a pass over the workers.
-        nbytes = self._tasks.fan_out(step).nbytes * len(partials) / len(accumulator_ranges(step))
+        nbytes = self._tasks.fan_out(step).nbytes * len(pieces) / len(accumulator_ranges(step))
         if nbytes > WORKER_MERGE_BYTES and not self._is_here:
-            return self._reduce_on_workers(step, partials)
+            return self._reduce_on_workers(step, pieces)
         merged = Partials(step, self._options.reduction, accumulator_ranges(step))
         with timed(self.monitor.spans, step.name, "merge"):
-            for key, data in partials:
-                accumulator = receive(self.store, data) if isinstance(data, bytes) else data
-                self.monitor.computed(accumulator.provenance)
-                merged.merge(ValueRange.from_key(key), accumulator)
+            for piece in pieces:
+                for data in piece.partials:
+                    accumulator = receive(self.store, data) if isinstance(data, bytes) else data
+                    merged.merge(piece.values, accumulator)
             found = merged.of_buffers(self.plan)
         return {name: server(array) for name, array in found.items()}
 
-    def _reduce_on_workers(
-        self, step: Map, partials: Iterable[tuple[str, bytes]]
-    ) -> dict[str, Ref]:
-        pieces: dict[str, list[bytes]] = collections.defaultdict(list)
-        for key, data in partials:
-            pieces[key].append(data)
-        fan = self._tasks.fan_out(step)
-        # `MergeGroup` expects keys that end in the number of a group.
-        merge = self._program(step, lambda: self._merging(step), use="merge")
-        for groups in (fan.groups, 1) if fan.groups > 1 else (1,):
-            grouped = [
-                (f"{key}|{i}", parts[i::groups])
-                for key, parts in pieces.items()
-                for i in range(min(groups, len(parts)))
+    def _reduce_on_workers(self, step: Map, pieces: Iterable[Piece]) -> dict[str, Ref]:
+        together = _together(pieces)
+        groups = self._tasks.fan_out(step).groups
+        if groups > 1:
+            parts = [
+                Piece(piece.values, piece.partials[i::groups])
+                for piece in together
+                for i in range(min(groups, len(piece.partials)))
             ]
-            pieces = collections.defaultdict(list)
-            for _, (key, data) in self._run_on_workers(merge, step, grouped):
-                pieces[key].append(data)
-        elements = [(key, data) for key, (data,) in pieces.items()]
-        finish = self._program(step, lambda: FinishPieces(self._tasks.task(step)), use="finish")
-        made = [environment for _, environment in self._run_on_workers(finish, step, elements)]
-        if finish.fn.whole:  # type: ignore[attr-defined]
-            return {k: v for environment in made for k, v in self._taken(environment).items()}
-        results = [r.result for buffer in step.buffers for r in buffer.reductions]
-        return self._assemble(made, results)
-
-    def _merging(self, step: Map) -> StepFn:
-        merging = MergeAccumulators(step.name, self.store.reports, self.store, as_files=True)
-        merge = MergeGroup(merging)
-        merge.store = self.store  # type: ignore[attr-defined]
-        return merge
+            program = self._program("merge", step)
+            results = self._run_on_workers(program, self._pass(program), parts)
+            together = _together(piece for result in results for piece in result.partials)
+        program = self._program("finish", step)
+        results = self._run_on_workers(program, self._pass(program), together)
+        if len(together) == 1:
+            return self._taken({key.name: ref for key, ref in results[0].values})
+        names = [r.result for buffer in step.buffers for r in buffer.reductions]
+        return self._assemble(results, names)
 
     def _combine(
-        self, step: Map, number: int, partials: Sequence[Environment], values: Values
+        self, step: Map, number: int, nodes: Sequence[Mapping[NodeKey, StoreRef]], values: Values
     ) -> dict[str, Ref]:
-        inputs = step.combines[number].inputs
-        program = self._program(
-            step, lambda: FinishCombine(self._tasks.task(step, inputs), number),
-            use=combined(number),
-        )  # fmt: skip
-        served = self._environment(inputs, values)
-        ((_, environment),) = self._run_here(program, step, [(b"", partials)], served)
-        return self._taken(environment)
+        combine = step.combines[number]
+        device = compute_device(self._options.xla_threads)
+        self.monitor.computed(provenance_here(self._options.xla_threads))
+        with timed(self.monitor.spans, step.name, "merge"):
+            known = {name: values[name].array() for name in combine.inputs}
+            join = join_shards(self.plan, step, combine, known, device)
+            found = combined_nodes(combine, join, nodes, self.store)
+        return {name: server(array) for name, array in found.items()}
 
     def _gather(self, step: Gather, values: Values) -> Values:
-        placement = self.plan.values[step.operand].placement or ""
-        shards = self.plan.shards(placement)
-        program = self._program(
-            step, lambda: PartsOfSource(self.store, self._no_sources, step, shards)
-        )
-        operands = self._operands([step.operand], values)
-        outputs = self._run_on_workers(program, step, self._ranges(placement), None, operands)
-        parts = [environment for _, environment in outputs]
-        return self._assemble(parts, [step.result], {step.result: step.axis})
+        program = self._program("gather", step)
+        current = self._pass(program, operands=self._operands([step.operand], values))
+        ranges = self._ranges(self.plan.values[step.operand].placement or "")
+        results = self._run_on_workers(program, current, ranges)
+        return self._assemble(results, [step.result], {step.result: step.axis})
 
     def _write(self, name: str, value: Ref) -> None:
         """Lets workers write a result to its files."""
         step = Gather(f"write {name}", name, name, 0, "", "")
-        placement = self.plan.values[name].placement or ""
-        shards = self.plan.shards(placement)
-        program = self._program(
-            step, lambda: ReadMembers(self._no_sources, name, shards, self.store), [name]
-        )
-        operands, ranges = self._operands([name], {name: value}), self._ranges(placement)
+        program = self._program("write", step, [name])
+        operands = self._operands([name], {name: value})
+        current = replace(self._pass(program, operands=operands), results=self.results)
         with self._errors_of(step):
-            self._run_on_workers(program, step, ranges, None, operands, [name], self.results)
+            ranges = self._ranges(self.plan.values[name].placement or "")
+            self._run_on_workers(program, current, ranges)
 
     def _ranges(self, placement: str) -> list[tuple[int, int]]:
         """The ranges of shards of a pass, as in a pipeline."""
         count = len(self.plan.shards(placement))
-        return list(Ranges(count, range_width(count, self._tasks.workers)).process(None))
+        return list(ranges_of(count, range_width(count, self._tasks.workers)))
 
     def _assemble(
-        self, parts: list[Environment], names: Iterable[str], axes: dict[str, int] | None = None
+        self, results: Sequence[Result], names: Iterable[str], axes: dict[str, int] | None = None
     ) -> dict[str, Ref]:
         types = {name: self.plan.values[name] for name in names}
-        assemble = Assemble(self.store, types, axes or {})
-        (environment,) = assemble.process((b"", parts))
-        return self._taken(environment)
+        parts = [dict(result.values) for result in results]
+        return self._taken(assembled(self.store, types, axes or {}, parts))
 
     # ------------------------------------------------------------------------------ programs
 
-    def _program(
-        self,
-        step: Any,
-        make: Callable[[], StepFn],
-        written: Sequence[str] = (),
-        use: str = "",
-    ) -> Program:
+    def _program(self, kind: str, step: Any, written: Sequence[str] = ()) -> Program:
         """The program of a step, which is the same in each round."""
-        key = step, tuple(written), use
+        key = kind, step, tuple(written)
         programs = self.launcher.programs
         if key not in programs:
-            programs[key] = Program(uuid.uuid4().hex, make(), tuple(written))
+            computes = kind in ("map", "server")
+            programs[key] = Program(
+                uuid.uuid4().hex,
+                kind,
+                self._tasks.task(step, {} if computes else None),
+                tuple(written),
+                as_files=kind == "map" and self._merged_on_workers(step),
+            )
         return programs[key]
 
+    def _pass(
+        self,
+        program: Program,
+        served: Mapping[str, Any] | None = None,
+        operands: Mapping[str, Ref] | None = None,
+    ) -> Pass:
+        """A new run of a program."""
+        # The folders of results are part of the pass, not of the program: in a session, another
+        # call may run the same program with others.
+        results = self.launcher.results if program.written else NOTHING
+        stem = f"pass-{uuid.uuid4().hex}"
+        return Pass(program.name, stem, served or {}, operands or {}, results)
+
     def _run_on_workers(
-        self,
-        program: Program,
-        step: Any,
-        elements: Sequence[Any],
-        served: Environment | None = None,
-        operands: Operands | None = None,
-        written: Sequence[str] = (),
-        results: MaterializedOutputs | None = None,
-    ) -> list[Output]:
-        """Runs a program on the workers."""
-        # Part of the pass, not of the program: in a session, another call may run the same program
-        # with other folders of results.
-        found = (results or self.launcher.results) if written else NOTHING
-
-        def current(number: int) -> Pass:
-            self._stem = f"pass-{number}-{uuid.uuid4().hex}"
-            return Pass(number, program.name, self._stem, served, operands, found)
-
-        return self.job.run(program, current, elements, self._check, self.monitor)
-
-    def _run_here(
-        self,
-        program: Program,
-        step: Any,
-        elements: Iterable[Any],
-        served: Environment | None = None,
-    ) -> list[Output]:
-        """Runs a program in this process."""
-        fn: Any = program.fn
-        arguments = () if served is None else (served,)
-        with collecting() as done:
-            fn.start_bundle()
-            found = [out for element in elements for out in fn.process(element, *arguments)]
-            fn.finish_bundle()
-        self.monitor.reported("launcher", done.take())
-        return [(None, element) for element in found]
+        self, program: Program, current: Pass, elements: Sequence[Any]
+    ) -> list[Result]:
+        results = self.job.run(program, current, elements, self._check, self.monitor)
+        for result in results:
+            self.monitor.computed(result.provenance)
+        return results
 
     def _check(self) -> None:
         self.monitor.tick()
@@ -415,25 +359,29 @@ class Resident:
         if error is not None:
             raise error
 
-    def _find_written(self, names: Sequence[str]) -> dict[str, Ref]:
-        """The placed values that workers have written in the last pass."""
-        if not names:
-            return {}
-        store, results, listed = self.store, self.launcher.results, files.names(self.store.root)
-        provenance, found = UNKNOWN, {}
-        for number, name in enumerate(names):
-            own = f"{self._stem}-placed-{number}"
-            provenance |= find_provenance(store, own, listed)
-            source: Source = (
-                results.find(self.plan, name)
-                if name in results.folders
-                else find_placed(store, self.plan, name, own, listed)
-            )
-            found[name] = members(source, self.plan, name)
+    def _find_written(
+        self, program: Program, current: Pass, results: Sequence[Result]
+    ) -> dict[str, Ref]:
+        """The placed values that workers have written in a pass."""
+        plan, found = self.plan, dict[str, Ref]()
+        for number, name in enumerate(program.written):
+            if name in current.results.folders:
+                found[name] = members(current.results.find(plan, name), plan, name)
+                continue
+            # Only files of replies that counted: another worker may still write a late copy.
+            parts = [part for result in results for part in result.written[name]]
+            value, stem = plan.values[name], f"{current.stem}-placed-{number}"
+            n = plan.sizes[value.placement or ""]
+            source = MembersSource(self.store.root, stem, parts, leaf_spec(value), n)
+            source.check_complete(f"result {name}")
+            found[name] = members(source, plan, name)
             self._note(found[name])
-        self.monitor.computed(provenance)
         return found
 
 
-def _copied(value: Ref) -> Ref:
-    return replace(value, parts=tuple(replace(p, data=copy.copy(p.data)) for p in value.parts))
+def _together(pieces: Iterable[Piece]) -> list[Piece]:
+    """The partials of each range of values together."""
+    found: dict[ValueRange, list[Any]] = collections.defaultdict(list)
+    for piece in pieces:
+        found[piece.values] += piece.partials
+    return [Piece(values, tuple(partials)) for values, partials in found.items()]

@@ -37,10 +37,8 @@ from beamjax.pipelines.resident.task_messages import (
     Program,
     Reply,
     WorkerTask,
-    decode_reply,
-    decode_task,
-    encode_reply,
-    encode_task,
+    decode,
+    encode,
     signed,
     verified,
 )
@@ -114,7 +112,6 @@ class WorkerEnd(abc.ABC):
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
-        self._programs: dict[str, Program] = {}
 
     @abc.abstractmethod
     def tasks(self) -> Iterator[WorkerTask]:
@@ -125,16 +122,8 @@ class WorkerEnd(abc.ABC):
         """Sends the reply to the last task."""
 
     @abc.abstractmethod
-    def _encoded(self, name: str) -> bytes:
-        """A published program as bytes."""
-
     def program(self, name: str) -> Program:
-        """A published program, decoded once for each worker."""
-        if name not in self._programs:
-            if len(self._programs) == MOST_PROGRAMS:  # remove the oldest
-                del self._programs[next(iter(self._programs))]
-            self._programs[name] = Program.decode(self._encoded(name))
-        return self._programs[name]
+        """A published program."""
 
 
 # --- workers that are threads of this process
@@ -146,7 +135,7 @@ class MemoryMailbox:
 
     # Workers only read programs and `stopped`; each other attribute is filled by one side and
     # emptied by the other, by single operations of queues and dicts, which are atomic.
-    programs: dict[str, bytes] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
     stopped: threading.Event = field(default_factory=threading.Event)
     _new: queue.SimpleQueue[Peer] = field(default_factory=queue.SimpleQueue)
     _tasks: dict[str, queue.SimpleQueue[WorkerTask | None]] = field(default_factory=dict)
@@ -157,9 +146,7 @@ class MemoryMailbox:
         return [self._new.get() for _ in range(self._new.qsize())]
 
     def publish(self, program: Program) -> None:
-        # Encoded, so that each worker has its own DoFns, as in Beam: they have state.
-        if program.name not in self.programs:
-            self.programs[program.name] = program.encode()
+        self.programs[program.name] = program
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
         peer.sent += 1
@@ -213,7 +200,7 @@ class MemoryWorker(WorkerEnd):
                 return
             yield task
 
-    def _encoded(self, name: str) -> bytes:
+    def program(self, name: str) -> Program:
         return self.mailbox.programs[name]
 
     def reply(self, reply: Reply) -> None:
@@ -252,12 +239,12 @@ class FileMailbox:
     def publish(self, program: Program) -> None:
         # Before the first task that names the program, so a worker that reads the task finds it.
         if program.name not in self._published:
-            self._write_signed(f"program-{program.name}", program.encode())
+            self._write_signed(f"program-{program.name}", encode(program))
             self._published.add(program.name)
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
         # The number is part of the signed name, so an old task can't be passed off as the next one.
-        self._write_signed(f"task-{peer.name}-{peer.sent}", encode_task(task))
+        self._write_signed(f"task-{peer.name}-{peer.sent}", encode(task))
         peer.sent += 1
 
     def reply(self, peer: Peer) -> Reply | None:
@@ -267,7 +254,7 @@ class FileMailbox:
             return None
         # The worker already waits for the next number, so it reads neither file again.
         files.remove_files(self.folder, [name, f"task-{peer.name}-{peer.sent - 1}"])
-        return decode_reply(verified(self.secret, name, data))
+        return decode(Reply, verified(self.secret, name, data))
 
     def wait(self, since: float) -> None:
         time.sleep(_pause(self.folder, since))
@@ -324,7 +311,7 @@ class RemoteMailbox(FileMailbox):
 
     def send(self, peer: Peer, task: WorkerTask) -> None:
         name = f"{peer.name}-{peer.sent}"
-        content = signed(self.secret, f"task-{name}", encode_task(task))
+        content = signed(self.secret, f"task-{name}", encode(task))
         self._outbox[files.join(self.folder, f"task-{name}")] = content
         self._awaited[f"reply-{name}"] = f"task-{name}"
         peer.sent += 1
@@ -332,7 +319,7 @@ class RemoteMailbox(FileMailbox):
     def reply(self, peer: Peer) -> Reply | None:
         name = f"reply-{peer.name}-{peer.sent - 1}"
         data = self._inbox.pop(name, None)
-        return None if data is None else decode_reply(verified(self.secret, name, data))
+        return None if data is None else decode(Reply, verified(self.secret, name, data))
 
     def wait(self, since: float) -> None:
         begun = time.monotonic()
@@ -366,6 +353,7 @@ class FileWorker(WorkerEnd):
         super().__init__()
         self.folder = folder
         self.secret = secret
+        self._programs: dict[str, Program] = {}
         self._next = 0
         self._launcher = LauncherWatch(folder)
         self._heart = Heart(files.join(folder, f"worker-{self.name}"))
@@ -381,9 +369,9 @@ class FileWorker(WorkerEnd):
                 data = self._launcher.look_for(name)
                 if data is not None:
                     try:
-                        task = decode_task(verified(self.secret, name, data))
+                        task = decode(WorkerTask, verified(self.secret, name, data))
                     except ArrayFormatError as error:
-                        self.reply(Reply(NO_PASS, 0, [], 0.0, error=str(error)))
+                        self.reply(Reply(NO_PASS, 0, error=str(error)))
                     else:
                         yield task
                     since = time.monotonic()
@@ -397,14 +385,20 @@ class FileWorker(WorkerEnd):
         finally:
             self._heart.stop()
 
-    def _encoded(self, name: str) -> bytes:
-        file = f"program-{name}"
-        content = bytes(files.read(files.join(self.folder, file)))
-        return verified(self.secret, file, content)
+    def program(self, name: str) -> Program:
+        if name not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:  # remove the oldest
+                del self._programs[next(iter(self._programs))]
+            file = f"program-{name}"
+            content = bytes(files.read(files.join(self.folder, file)))
+            found = decode(Program, verified(self.secret, file, content))
+            found.task.machine.set_up()
+            self._programs[name] = found
+        return self._programs[name]
 
     def reply(self, reply: Reply) -> None:
         name = f"reply-{self.name}-{self._next}"
-        content = signed(self.secret, name, encode_reply(reply))
+        content = signed(self.secret, name, encode(reply))
         # The result may have taken minutes, and only this worker has it.
         retried(write, self.folder, name, content)
         self._next += 1

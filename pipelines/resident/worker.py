@@ -1,25 +1,44 @@
-"""A resident worker: a DoFn that processes tasks within one bundle until the job ends."""
+"""A resident worker: a DoFn that runs the tasks of a mailbox until the job ends."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.utils.windowed_value import WindowedValue
+import numpy as np
 
-from beamjax.pipelines.graph.collect_results import WritePlaced
+from beamjax.errors import JobCancelledError
+from beamjax.numerics.provenance import UNKNOWN
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
-from beamjax.pipelines.resident.task_messages import Output, Pass, Reply, WorkerTask
-from beamjax.pipelines.values.elements import MemberBlock
+from beamjax.pipelines.resident.task_messages import Pass, Piece, Program, Reply, Result, WorkerTask
+from beamjax.pipelines.values.elements import Environment, PartKey
+from beamjax.pipelines.values.refs import StoreRef
+from beamjax.pipelines.values.stored_values import opened
+from beamjax.pipelines.worker.map_shards import Bundle, compute_server
+from beamjax.pipelines.worker.merge import finished, nodes_of, receive, send
+from beamjax.pipelines.worker.metrics import WorkerSpans
+from beamjax.pipelines.worker.placed_files import PlacedFiles
+from beamjax.pipelines.worker.tasks import begin
+from beamjax.pipelines.worker.worker_errors import record_error
+from beamjax.plan.dropping import DeadLetters, encode_lines
+from beamjax.plan.shard import Shard
+from beamjax.plan.steps import Plan
+from beamjax.runtime import passes
+from beamjax.runtime.inputs import Reader
+from beamjax.runtime.passes import Done
+from beamjax.sources.source_base import Source
+from beamjax.spans import timed
 from beamjax.telemetry.worker_records import collecting
+
+MOST_SOURCES = 8
+"""Sources that a worker holds open from earlier passes."""
 
 
 class ServeTasks(beam.DoFn):
-    """Processes the tasks of a mailbox. The values of its elements have no meaning."""
+    """Runs the tasks of a mailbox. The values of its elements have no meaning."""
 
     def __init__(self, folder: str, secret: bytes):
         self.folder = folder
@@ -36,74 +55,183 @@ class ServeTasks(beam.DoFn):
 
 
 class _TaskRunner:
-    """Runs tasks, and holds the DoFn of the current pass."""
+    """Runs tasks, and holds what the current pass needs."""
 
     def __init__(self, end: WorkerEnd):
         self._end = end
-        self._current: Pass | None = None
-        self._fn: Any = None
-        self._writers: list[WritePlaced] = []
+        self._prepared: _PreparedPass | None = None
+        # Each round reads those of the run, which may list very many files.
+        self._sources: dict[str, Source] = {}
 
     def run(self, task: WorkerTask) -> Reply:
-        """Processes a task. Errors become part of the reply."""
+        """Runs a task. Errors become part of the reply."""
         begun = time.perf_counter()
-        number = task.current.number, task.number
+        reply = Reply(task.current.number, task.number)
         with collecting() as done:
             try:
-                outputs = list(self._outputs(task))
+                reply = replace(reply, result=self._result(task))
             except Exception as error:
-                self._current = None  # set the DoFn up again: it may be in the middle of a bundle
-                text = f"{type(error).__name__}: {error}"
-                found = Reply(*number, [], 0.0, error=text, cause=error)
-            else:
-                found = Reply(*number, outputs, 0.0)
+                self._prepared = None  # it may be in the middle of a task
+                reply = replace(reply, error=f"{type(error).__name__}: {error}", cause=error)
             if self._end.is_here:  # else it would hold values of the launching process
-                self._current = self._fn = None
-        return replace(found, seconds=time.perf_counter() - begun, work=done.take())
+                self._prepared = None
+        return replace(reply, seconds=time.perf_counter() - begun, work=done.take())
 
-    def _outputs(self, task: WorkerTask) -> Iterator[Output]:
-        """Processes the elements of a task as one bundle."""
+    def _result(self, task: WorkerTask) -> Result:
         current = task.current
-        if self._current is None or current.number != self._current.number:
-            self._prepare(current)
-        fn = self._fn
-        served = () if current.served is None else (current.served,)
-        # A task is a whole bundle, so that a copy of it on another worker emits the same.
-        for member in (fn, *self._writers):
-            member.start_bundle()
-        for element in task.elements:
-            yield from self._sorted(fn.process(element, *served))
-        yield from self._sorted(fn.finish_bundle())
-        for writer in self._writers:
-            writer.finish_bundle()
-
-    def _sorted(self, emitted: Any) -> Iterator[Output]:
-        """The elements that a DoFn emits, with their tags. Blocks are written to files instead."""
-        for value in emitted or ():
-            tag = None
-            if isinstance(value, beam.pvalue.TaggedOutput):
-                tag, value = value.tag, value.value
-            if isinstance(value, WindowedValue):
-                value = value.value
-            if isinstance(value, MemberBlock):
-                for writer in self._writers:
-                    writer.process(value)
-            else:
-                yield tag, value
-
-    def _prepare(self, current: Pass) -> None:
-        """Sets up the DoFns for a pass."""
         program = self._end.program(current.program)
-        fn: Any = copy.copy(program.fn)
-        self._fn = fn
-        task = getattr(fn, "task", None)
-        if current.operands is not None:
-            fn.sources = current.operands
-        fn.here = self._end.is_here
-        fn.setup()
-        store = fn.store if task is None else task.store
-        self._writers = [
-            WritePlaced(store, name, f"{current.stem}-placed-{i}", current.results, cached=True)
-            for i, name in enumerate(program.written)
+        try:
+            if self._prepared is None or self._prepared.current.number != current.number:
+                while len(self._sources) >= MOST_SOURCES:
+                    del self._sources[next(iter(self._sources))]
+                self._prepared = _PreparedPass(program, current, self._end.is_here, self._sources)
+            return self._prepared.run(task.elements)
+        except Exception as error:
+            if not isinstance(error, JobCancelledError):
+                record_error(program.task.store, error, program.task.step)
+            raise
+
+
+class _PreparedPass:
+    """A program that is ready to run in a pass."""
+
+    def __init__(self, program: Program, current: Pass, is_here: bool, sources: dict[str, Source]):
+        self.program = program
+        self.current = current
+        self.is_here = is_here
+        self.task: Any = program.task
+        self.store = self.task.store
+        self.spans = WorkerSpans(self.store.reports)
+        if self.task.bodies:
+            begin(self.task, self.spans)
+        x64 = self.task.plan.x64
+        self.reader = Reader.of(opened(current.operands, self.store, x64, sources), x64)
+        self.letters = DeadLetters(self.task.settings.drop_limit)
+
+    def run(self, elements: Sequence[Any]) -> Result:
+        """Computes the elements of a task."""
+        try:
+            match self.program.kind:
+                case "map":
+                    return self._map(elements)
+                case "server":
+                    served = Environment(self.current.served)
+                    found = compute_server(self.task, served, (), self.spans)
+                    wholes = tuple((PartKey(name, 0), ref) for name, ref in found.values.items())
+                    return Result(wholes, provenance=found.provenance)
+                case "gather":
+                    return self._gather(elements)
+                case "write":
+                    return self._write(elements)
+                case "merge":
+                    return Result(partials=tuple(map(self._merged, elements)))
+                case "finish":
+                    return self._finish(elements)
+            raise ValueError(self.program.kind)
+        finally:
+            self.spans.report()
+
+    def _map(self, elements: Iterable[tuple[int, int]]) -> Result:
+        task, provenance = self.task, self.task.provenance()
+        bundle = Bundle(task, self.reader, self.current.served, self.letters, self.spans)
+        written, dropped = self._files(), []
+        try:
+            for done in self._computed(bundle, elements):
+                for name, members in zip(task.step.results, done.found.results, strict=True):
+                    if name in written:
+                        written[name].add(done.shard.start, members, self.spans)
+                if done.found.dropped:
+                    dropped.append(encode_lines(done.found.dropped))
+        except BaseException:
+            bundle.cancel()
+            raise
+        partials = []
+        for piece, accumulator in bundle.partials.accumulators.items():
+            accumulator.provenance = provenance
+            with timed(self.spans, task.step.name, "transfer"):
+                element: Any = accumulator
+                if not self.is_here:
+                    element = send(self.store, accumulator, self.program.as_files)
+            partials.append(Piece(piece, (element,)))
+        with timed(self.spans, task.step.name, "transfer"):
+            trees = bundle.partials.trees
+            combined = tuple(tuple(nodes_of(tree, self.store).items()) for tree in trees)
+        return Result(
+            partials=tuple(partials),
+            combined=combined,
+            dropped=b"".join(dropped),
+            written=self._parts(written),
+            provenance=provenance,
+        )
+
+    def _computed(self, bundle: Bundle, elements: Iterable[tuple[int, int]]) -> Iterator[Done]:
+        for shard in _shards(self.task.plan, self.task.step.placement, elements):
+            yield from bundle.add(shard)
+        yield from bundle.rest()
+
+    def _gather(self, elements: Iterable[tuple[int, int]]) -> Result:
+        name = self.task.step.result
+        parts = [
+            (PartKey(name, shard.start), self.store.put([members], name))
+            for shard, members in self._read(elements, self.task.step.operand)
         ]
-        self._current = current
+        return Result(tuple(parts))
+
+    def _write(self, elements: Iterable[tuple[int, int]]) -> Result:
+        """Writes a value that is a result, as it is."""
+        written = self._files()
+        for shard, members in self._read(elements, self.task.step.operand):
+            written[self.task.step.operand].add(shard.start, members, self.spans)
+        return Result(written=self._parts(written))
+
+    def _read(
+        self, elements: Iterable[tuple[int, int]], operand: str
+    ) -> Iterator[tuple[Shard, np.ndarray]]:
+        plan = self.task.plan
+        for shard in _shards(plan, plan.values[operand].placement or "", elements):
+            with timed(self.spans, self.task.step.name, "read", shard) as span:
+                found = self.reader.read([operand], shard.start, shard.start + shard.count)
+                span.nbytes = found[operand].nbytes
+            yield shard, found[operand]
+
+    def _files(self) -> dict[str, PlacedFiles]:
+        """The files of this task, by the name of the value."""
+        stem, results = self.current.stem, self.current.results
+        return {
+            name: PlacedFiles(self.store, name, f"{stem}-placed-{i}", results, cached=True)
+            for i, name in enumerate(self.program.written)
+        }
+
+    def _parts(self, written: dict[str, PlacedFiles]) -> dict[str, tuple[tuple[int, int], ...]]:
+        for placed in written.values():
+            placed.flush(self.spans)
+        return {name: tuple(placed.parts) for name, placed in written.items()}
+
+    def _merged(self, piece: Piece) -> Piece:
+        if len(piece.partials) == 1:
+            return piece  # neither decoded nor encoded for nothing
+        element = send(self.store, self._accumulator(piece), as_file=True)
+        return Piece(piece.values, (element,))
+
+    def _accumulator(self, piece: Piece) -> Any:
+        merged = None
+        with timed(self.spans, self.task.step.name, "merge"):
+            for element in piece.partials:
+                merged = passes.merged(merged, receive(self.store, element))
+        return merged
+
+    def _finish(self, elements: Iterable[Piece]) -> Result:
+        values, provenance = dict[PartKey, StoreRef](), UNKNOWN
+        for piece in elements:
+            accumulator = self._accumulator(piece)
+            provenance |= accumulator.provenance
+            with timed(self.spans, self.task.step.name, "merge"):
+                values |= finished(
+                    self.task.plan, self.task.step, piece.values, accumulator, self.store
+                )
+        return Result(tuple(values.items()), provenance=provenance)
+
+
+def _shards(plan: Plan, placement: str, elements: Iterable[tuple[int, int]]) -> Iterator[Shard]:
+    for first, last in elements:
+        yield from plan.shards(placement).between(first, last)

@@ -18,18 +18,18 @@ from apache_beam import typehints
 from beamjax import _compat
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
-from beamjax.pipelines.graph.collect_results import FILE_BYTES
 from beamjax.pipelines.launch import new_pipeline, run_steps
-from beamjax.pipelines.run import opened_streams, temporary_store
+from beamjax.pipelines.run import stream_specs, temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.pipelines.worker.placed_files import FILE_BYTES
+from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
 from beamjax.sources.arrays.placed import encode_part
 from beamjax.sources.source_base import Count, Source, StreamSource, open_spec
 from beamjax.sources.streams.chunk_source import ChunkSource
-from beamjax.sources.streams.chunks import blocks_of, check_count
+from beamjax.sources.streams.chunks import Streams, blocks_of, check_count
 from beamjax.sources.streams.spool import spool
 from beamjax.storage import files, schema
 
@@ -81,10 +81,10 @@ def _write_pieces(store: Store, sources: Sequence[StreamSource], connection: Con
     pieces = [(i, piece) for i, source in enumerate(sources) for piece in range(source.pieces)]
     if not pieces:
         return
-    shared, x64 = connection.shared, bool(_compat.config.jax_enable_x64)
-    with new_pipeline(connection) as pipeline, opened_streams(sources, shared) as specs:
+    streams = Streams(tuple(sources), {}, bool(_compat.config.jax_enable_x64))
+    with new_pipeline(connection) as pipeline, stream_specs(streams, connection.shared) as specs:
         spread = pipeline | "Pieces" >> beam.Create(pieces) | "Spread" >> beam.Reshuffle()
-        spread | "Read members" >> beam.ParDo(WritePieces(store, specs, x64))
+        spread | "Read members" >> beam.ParDo(WritePieces(store, specs))
         run_steps(pipeline, connection, store, ["Read members"])
 
 
@@ -93,14 +93,13 @@ class WritePieces(StepFn):
 
     yields = typehints.Any
 
-    def __init__(self, store: Store, specs: tuple[dict[str, Any], ...], x64: bool):
+    def __init__(self, store: Store, specs: SourceSpecs):
         self.store = store
         self.specs = specs
-        self.x64 = x64
 
     def process(self, element: tuple[int, int]) -> None:
         number, piece = element
-        source = open_spec(self.specs[number])
+        source = open_spec(self.specs.specs[number])
         assert isinstance(source, StreamSource)
         # If Beam retries a piece, all its files get new names, so a list never names files of an
         # earlier attempt.
@@ -108,7 +107,7 @@ class WritePieces(StepFn):
         parts: list[Part] = []
         size = max(FILE_BYTES // max(sum(leaf.nbytes for leaf in source.leaves), 1), 1)
         leaves = range(len(source.leaves))
-        for count, arrays in blocks_of(source, size, leaves, self.x64, [piece]):
+        for count, arrays in blocks_of(source, size, leaves, self.specs.x64, [piece]):
             name = f"{stem}-{len(parts)}"
             for leaf, array in enumerate(arrays):
                 self.store.write(_file_name(name, leaf), encode_part(array))

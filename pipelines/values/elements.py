@@ -1,9 +1,9 @@
 """The elements between the steps of a pipeline, and their coders.
 
 The coders are deterministic, and nothing in an element is pickled: elements are encoded by
-`beamjax.storage.arrays`. Importing this file registers the coders of `MemberBlock`, `Environment`
-and `Ref`. A partial result is a plain `tuple[str, bytes]` (range of a buffer, encoded accumulator),
-for which Beam has coders.
+`beamjax.storage.arrays`. Importing this file registers the coders of `MemberBlock` and
+`Environment`. A partial result is a plain `tuple[str, bytes]` (range of a buffer, encoded
+accumulator), for which Beam has coders.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from apache_beam.coders import Coder, registry
 
 from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import arrays as wire
 
@@ -37,7 +37,7 @@ class MemberBlock:
     shard_size: int  # of the plan, in members
     values: dict[str, np.ndarray]  # arrays of shape (count, ...), by name
     # The same in the store, if they are too large for an element.
-    refs: dict[str, Ref] = dataclasses.field(default_factory=dict)
+    refs: dict[str, StoreRef] = dataclasses.field(default_factory=dict)
     provenance: Provenance = UNKNOWN
 
     def __post_init__(self) -> None:
@@ -73,11 +73,25 @@ class MemberBlock:
         return {name: self.array(name, store) for name in (*self.values, *self.refs)}
 
 
+class PartKey(NamedTuple):
+    """The part of a value that begins at an offset of its first axis, or of the flat value."""
+
+    name: str
+    offset: int
+
+
+class NodeKey(NamedTuple):
+    """A partial of an associative function: a node of a `DyadicTree`."""
+
+    level: int
+    number: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The server values that a step needs."""
+    """The server values that a step needs, or parts of them."""
 
-    values: Mapping[str, Any]  # by name; in an element, none of them is `Here`
+    values: Mapping[Any, Any]  # by name, or by the key of a part; in an element, none is `Here`
     provenance: Provenance = UNKNOWN
 
 
@@ -147,6 +161,17 @@ def _names(meta: dict[str, Any]) -> list[str]:
     return names
 
 
+def _key(found: Any) -> str | PartKey | NodeKey:
+    match found:
+        case str():
+            return found
+        case [str(name), int(offset)]:
+            return PartKey(name, offset)
+        case [int(level), int(number)]:
+            return NodeKey(level, number)
+    raise TypeError(f"{found!r:.40} is no key")
+
+
 def _made_by(provenance: Provenance) -> dict[str, Any]:
     return {"provenance": provenance.to_json()} if provenance else {}
 
@@ -180,19 +205,6 @@ class MemberBlockCoder(_Coder[MemberBlock]):
         return MemberBlock(start, count, shard_size, values, dict(refs), provenance)
 
 
-class RefCoder(_Coder[Ref]):
-    """Coder of `Ref`."""
-
-    element = Ref
-
-    def pack(self, value: Ref) -> tuple[list[np.ndarray], dict[str, Any]]:
-        return [np.frombuffer(value.inline, np.uint8)], {"ref": value.to_json()}
-
-    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Ref:
-        (inline,) = arrays
-        return Ref.from_json(meta["ref"], inline.tobytes())
-
-
 class EnvironmentCoder(_Coder[Environment]):
     """Coder of `Environment`."""
 
@@ -201,17 +213,18 @@ class EnvironmentCoder(_Coder[Environment]):
     def pack(self, value: Environment) -> tuple[list[np.ndarray], dict[str, Any]]:
         names = sorted(value.values)
         refs = [value.values[name] for name in names]
-        meta = {"names": names, "refs": [ref.to_json() for ref in refs]}
+        keys = [list(name) if isinstance(name, tuple) else name for name in names]
+        meta = {"names": keys, "refs": [ref.to_json() for ref in refs]}
         meta |= _made_by(value.provenance)
         return [np.frombuffer(ref.inline, np.uint8) for ref in refs], meta
 
     def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Environment:
         refs = [
-            Ref.from_json(record, inline.tobytes())
+            StoreRef.from_json(record, inline.tobytes())
             for record, inline in zip(meta["refs"], arrays, strict=True)
         ]
         provenance = Provenance.from_json(meta.get("provenance"))
-        return Environment(dict(zip(_names(meta), refs, strict=True)), provenance)
+        return Environment(dict(zip(map(_key, meta["names"]), refs, strict=True)), provenance)
 
 
 class ArrayCoder(_Coder[np.ndarray]):
@@ -235,7 +248,6 @@ def register_array_coder() -> None:
 
 
 registry.register_coder(MemberBlock, MemberBlockCoder)
-registry.register_coder(Ref, RefCoder)
 registry.register_coder(Environment, EnvironmentCoder)
 
 

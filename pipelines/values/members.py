@@ -8,8 +8,6 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,15 @@ import numpy as np
 from beamjax.pipelines.values.store import Store, members_in
 from beamjax.runtime.fingerprints import source_fingerprint
 from beamjax.sources.array_source import ArraySource
-from beamjax.sources.arrays.placed import MemberFiles
+from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
+from beamjax.sources.arrays.placed import MemberFiles, encode_part
 from beamjax.sources.canonical import check_members
 from beamjax.sources.derived_sources import ShortSource
 from beamjax.sources.source_base import Source, spec_of
 from beamjax.sources.source_kinds import DerivedSource
 from beamjax.sources.streams.spool import spilled
 from beamjax.storage import files
-from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.arrays import decode_arrays
 
 SUFFIX = ".members"
 
@@ -43,7 +42,7 @@ class MembersSource(MemberFiles):
         return members_in(path, read)
 
 
-Uploads = OrderedDict[str, list[dict[str, Any]]]
+Uploads = OrderedDict[str, dict[str, Any]]
 """The specs of sources that were written to a store, by the prefix of their files, from the least
 recently used."""
 
@@ -61,8 +60,8 @@ def stays_here(source: Source, store: Store) -> bool:
 
 def in_files(
     source: Source, store: Store, x64: bool, number: int, known: Uploads | None = None
-) -> list[dict[str, Any]]:
-    """The specs with which workers in other processes open a source: for all leaves, or each."""
+) -> dict[str, Any]:
+    """The spec with which workers in other processes open a source."""
     # `number` is that of the source in the run. Data that is in the memory of this process, or on
     # this machine only, is written to the store.
     stem = f"source-{number}-{uuid.uuid4().hex}"
@@ -73,26 +72,17 @@ def in_files(
         if stem in known:
             known.move_to_end(stem)
             return known[stem]
-        store = _lasting(store)
     if stays_here(source, store):
-        specs = [spec_of(leaf) for leaf in upload(source, store, x64, stem)]
+        spec = spec_of(upload(source, store, x64, stem))
     else:
-        specs = [spec_of(spilled(source, files.join(store.root, stem)))]
+        spec = spec_of(spilled(source, files.join(store.root, stem)))
     if known is not None and is_written:
-        known[stem] = specs
-    return specs
-
-
-def _lasting(store: Store) -> Store:
-    """A store in a subfolder. `Store.sweep` does not remove files there."""
-    folder = files.join(store.root, "sources")
-    files.make_folder(folder)
-    return replace(store, root=folder)
+        known[stem] = spec
+    return spec
 
 
 def remove_upload(store: Store, stem: str) -> None:
     """Removes the files of an upload, whose names begin with `stem`."""
-    store = _lasting(store)
     if files.is_url(store.root):
         names = [name for name in files.names(store.root) if name.startswith(stem)]
         files.remove_files(store.root, names)
@@ -100,23 +90,18 @@ def remove_upload(store: Store, stem: str) -> None:
         shutil.rmtree(files.join(store.root, stem), ignore_errors=True)
 
 
-def upload(source: Source, store: Store, x64: bool, stem: str) -> list[MembersSource]:
-    """Writes all members of a source to a store; returns a source for each leaf."""
+def upload(source: Source, store: Store, x64: bool, stem: str) -> NpySource:
+    """Writes all members of a source to a store, in files of a few MiB."""
     if isinstance(source, ShortSource):  # Files hold members of one shape, with padding.
         (source,) = source.inner
     width = max(1, FILE_BYTES // max(1, *(leaf.nbytes for leaf in source.leaves)))
-    parts = list(_parts(len(source), width))
-    for start, count in parts:
+    written: list[list[ArrayFile]] = [[] for _ in source.leaves]
+    for start in range(0, max(len(source), 1), width):  # a source without members has a file, too
+        count = min(width, len(source) - start)
         for number, array in enumerate(source.read(start, start + count)):
             check_members(source, number, array, start, x64)
-            name = MembersSource.file_name(f"{stem}-{number}", start, count)
-            store.write(name, encode_arrays([array], {}))
-    return [
-        MembersSource(store.root, f"{stem}-{number}", parts, leaf, len(source))
-        for number, leaf in enumerate(source.leaves)
-    ]
-
-
-def _parts(n: int, width: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, n, width):
-        yield start, min(width, n - start)
+            # `Store.sweep` does not remove files of this name.
+            name = f"{stem}-{number}-{start}.npy"
+            store.write(name, encode_part(array))
+            written[number].append(ArrayFile(files.join(store.root, name), count))
+    return NpySource(tuple(map(tuple, written)), source.leaves, wraps=True)

@@ -22,7 +22,7 @@ _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")
 
 
 @dataclasses.dataclass(frozen=True)
-class Ref:
+class StoreRef:
     """A reference to a stored value, a list of arrays. Plain data, JSON apart from `inline`."""
 
     key: str  # equal for equal content, or unique; caches use it
@@ -50,7 +50,7 @@ class Ref:
         }
 
     @classmethod
-    def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> Ref:
+    def from_json(cls, record: dict[str, Any], inline: bytes = b"") -> StoreRef:
         """Undoes `to_json`; raises ArrayFormatError for other records."""
         try:
             ref = cls(
@@ -80,17 +80,17 @@ class Here:
     """A reference to an array in this process, for workers that are threads of it."""
 
     array: np.ndarray  # nothing changes it
-    # Unique, as that of a `Ref`.
+    # Unique, as that of a `StoreRef`.
     key: str = dataclasses.field(default_factory=lambda: unique_key())
 
 
 def ref_to_files(
     leaves: tuple[tuple[str, tuple[int, ...]], ...], files: Sequence[tuple[str, int]]
-) -> Ref:
+) -> StoreRef:
     """A reference to arrays of these dtypes and shapes, with names and sizes of their files."""
     # The first 40 characters of a name are a hash of the file, or unique.
     names = [json.dumps(leaves).encode(), *(name[:40].encode() for name, _ in files)]
-    return Ref(content_key(names), leaves, files=tuple(files))
+    return StoreRef(content_key(names), leaves, files=tuple(files))
 
 
 def leaves_of(arrays: Iterable[np.ndarray]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -1,7 +1,7 @@
 """Stores values that are too large for a Beam element, in files that launcher and workers share.
 
 A value is a list of arrays. `Store.put` writes it to files that are named by hashes of their
-content, and returns a `Ref`, which travels in its place. Small values travel inside of the `Ref`.
+content, and returns a `StoreRef`, which travels in its place. Small values travel inside of it.
 `Store.get` reads a value once in each process, and caches the arrays for all threads. Files are
 written under a temporary name and renamed, and never changed, so readers need no locks, and two
 workers that write the same value do no harm.
@@ -24,7 +24,7 @@ from beamjax.errors import ArrayFormatError, OptionsError, SourceError
 from beamjax.pipelines.values.refs import (
     SUFFIX,
     Here,
-    Ref,
+    StoreRef,
     content_key,
     file_name,
     is_name,
@@ -43,14 +43,15 @@ from beamjax.telemetry.worker_records import Reports
 PIECE_BYTES = 64 * 2**20
 """Largest file, in bytes."""
 INLINE_BYTES = 64 * 2**10
-"""Largest encoded value that travels inside of its `Ref`, in bytes."""
+"""Largest encoded value that travels inside of its `StoreRef`, in bytes."""
 
 LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest accumulator, in bytes, that travels as an element and not as a file: with a store in a
 local folder, and with one at a URL, where each file costs a request."""
 
 _SUFFIXES = (SUFFIX, ".members", ".record")
-"""Suffixes of the files that runs write to a store. `sweep` and `cleanup` remove no others."""
+"""Suffixes of the files that runs write to a store. `sweep` removes no others, and `cleanup` only
+those of inputs besides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Store:
     @transferring()
     def put(
         self, arrays: Sequence[Any], hint: str = "", *, inline: bool = True, hashed: bool = True
-    ) -> Ref:
+    ) -> StoreRef:
         """Writes a value, unless the same value is already there."""
         # `hint` is part of the file names, for users who look into the folder. `inline` allows a
         # small value to travel inside of its reference. `hashed` names files by hashes of their
@@ -108,7 +109,7 @@ class Store:
         if inline and sum(a.nbytes for a in arrays) <= INLINE_BYTES:
             data = wire.encode_arrays(arrays)
             if len(data) <= INLINE_BYTES:
-                return Ref(content_key([data]), leaves, inline=data)
+                return StoreRef(content_key([data]), leaves, inline=data)
         files = []
         for chunks in pack(arrays, self.piece_bytes):
             data = wire.encode_arrays(chunks)
@@ -125,7 +126,7 @@ class Store:
         own: bool = False,
         inline: bool = True,
         hashed: bool = True,
-    ) -> Ref:
+    ) -> StoreRef:
         """Like `put`, but large arrays stay in memory if workers are threads of this process."""
         memory = self._memory_store
         nbytes = sum(array.nbytes for array in arrays)
@@ -140,18 +141,18 @@ class Store:
             memory.put(name, [_flat_and_fixed(array) for array in held if array.nbytes])
         return ref_to_files(leaves_of(arrays), [(name, nbytes)])
 
-    def is_held(self, ref: Ref) -> bool:
+    def is_held(self, ref: StoreRef) -> bool:
         """Whether `hold` has left a value in the memory of this process."""
         memory = self._memory_store
         return memory is not None and any(memory.get(name) is not None for name, _ in ref.files)
 
-    def release(self, refs: Iterable[Ref]) -> None:
+    def release(self, refs: Iterable[StoreRef]) -> None:
         """Removes values from memory that no later step reads."""
         memory = self._memory_store
         if memory is not None:
             memory.release(name for ref in refs for name, _ in ref.files)
 
-    def joined(self, refs: Sequence[Ref], shape: tuple[int, ...], dtype: np.dtype) -> Ref:
+    def joined(self, refs: Sequence[StoreRef], shape: tuple[int, ...], dtype: np.dtype) -> StoreRef:
         """A reference to the concatenation of flat arrays in files, which are not read."""
         leaves = [leaf for ref in refs for leaf in ref.leaves]
         found = sum(math.prod(part) for _, part in leaves)
@@ -164,7 +165,7 @@ class Store:
         return ref_to_files(((dtype_name(dtype), tuple(shape)),), files)
 
     @transferring()
-    def get(self, ref: Ref | Here, *, cache: bool = True) -> list[np.ndarray]:
+    def get(self, ref: StoreRef | Here, *, cache: bool = True) -> list[np.ndarray]:
         """Reads a value; its arrays are read-only."""
         if isinstance(ref, Here):
             return [ref.array]
@@ -175,7 +176,7 @@ class Store:
         # If several threads ask at the same time, one of them loads the value.
         return list(_CACHE.get(ref.key, lambda: self._load(ref), owner=self.root))
 
-    def array(self, ref: Ref | Here, *, cache: bool = True) -> np.ndarray:
+    def array(self, ref: StoreRef | Here, *, cache: bool = True) -> np.ndarray:
         """Reads a value of one array; see `get`."""
         (array,) = self.get(ref, cache=cache)
         return array
@@ -204,7 +205,7 @@ class Store:
     def cleanup(self) -> None:
         """Removes the files of the store, and the folder if nothing else is in it."""
         try:
-            file_io.remove(self.root, _SUFFIXES)
+            file_io.remove(self.root, (*_SUFFIXES, ".npy"))
             temporary.remove_empty(self.root)
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
@@ -219,7 +220,7 @@ class Store:
                 "folder that the launcher and all workers can write and read."
             ) from error
 
-    def _load(self, ref: Ref) -> list[np.ndarray]:
+    def _load(self, ref: StoreRef) -> list[np.ndarray]:
         size = sum(size for _, size in ref.files)
         if size < ref.nbytes:
             raise ArrayFormatError(

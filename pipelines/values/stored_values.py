@@ -1,26 +1,21 @@
-"""Values of a run whose parts are in its store."""
+"""Values of a run whose parts are in its store, and their form in messages."""
 
 from __future__ import annotations
 
 import json
-import weakref
-import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.refs import Here
-from beamjax.pipelines.values.refs import Ref as StoreRef
+from beamjax.pipelines.values.refs import Here, StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Plan, ValueType
-from beamjax.runtime.inputs import Reader
-from beamjax.runtime.values import Leaf, Part, Ref, ref_to
-from beamjax.sources.derived_sources import key_of
-from beamjax.sources.source_base import LeafSpec, Source, open_spec, spec_of
-from beamjax.storage.shared_cache import SharedCache
+from beamjax.runtime.values import Leaf, Part, Ref, Values, ref_to
+from beamjax.sources.source_base import LeafSpec, Source, open_spec
+from beamjax.storage.schema import add_codec, from_plain, to_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +30,14 @@ class Stored:
 
     def array(self) -> np.ndarray:
         return self.store.array(self.ref)
+
+
+@dataclass(frozen=True)
+class SourceLeaf:
+    """A leaf of a source in a message. The store has its spec, which may list very many files."""
+
+    spec: StoreRef
+    leaf: int
 
 
 def leaf_spec(value: ValueType) -> LeafSpec:
@@ -63,92 +66,36 @@ def files_of_data(data: Any) -> frozenset[str]:
     return frozenset()
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """The placed values that the workers of a pass read."""
-
-    values: Mapping[str, Ref]  # without parts in the memory of the launcher
-    x64: bool
-
-    def open(self) -> Reader:
-        """A reader of their members."""
-        return Reader.of(self.values, self.x64)
-
-    def to_json(self, arrays: list[np.ndarray]) -> dict[str, Any]:
-        """The values as plain values; bytes are added to `arrays`."""
-        sources: dict[Hashable, int] = {}
-        """The number in `arrays` of the spec of each source."""
-
-        def data(part: Part) -> Any:
-            if isinstance(part.data, Leaf):
-                source, key = part.data.source, key_of(part.data.source)
-                if key not in sources:
-                    sources[key] = len(arrays)
-                    arrays.append(np.frombuffer(_encoded_spec(source), np.uint8))
-                return {"source": sources[key], "leaf": part.data.leaf}
-            assert isinstance(part.data, Stored)
-            assert isinstance(part.data.ref, StoreRef)
-            arrays.append(np.frombuffer(part.data.ref.inline, np.uint8))
-            root = part.data.store.root
-            return {"ref": part.data.ref.to_json(), "inline": len(arrays) - 1, "root": root}
-
-        values = {
-            name: [
-                value.dtype, value.shape, value.n,
-                [[part.start, part.count, part.at, part.entry, data(part)] for part in value.parts],
-            ]
-            for name, value in self.values.items()
-        }  # fmt: skip
-        return {"values": values, "x64": self.x64}
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any], arrays: list[np.ndarray]) -> Operands:
-        """Undoes `to_json`."""
-        sources: dict[int, Source] = {}
-        x64 = record["x64"]
-
-        def part(start: int, count: int, at: list[int], entry: list[int], data: Any) -> Part:
-            held: Leaf | Stored
-            if "source" in data:
-                number = data["source"]
-                if number not in sources:
-                    sources[number] = _open(arrays[number].tobytes())
-                held = Leaf(sources[number], data["leaf"], x64)
-            else:
-                inline = arrays[data["inline"]].tobytes()
-                held = Stored(Store(data["root"]), StoreRef.from_json(data["ref"], inline))
-            return Part(start, count, held, tuple(at), tuple(entry))
-
-        values = {
-            name: Ref(dtype, tuple(shape), n, tuple(part(*each) for each in parts))
-            for name, (dtype, shape, n, parts) in record["values"].items()
-        }
-        return cls(values, x64)
+# --- in messages, the data of a part are a `SourceLeaf` or a `StoreRef`
 
 
-CACHED_BYTES = 1 << 12
-"""Bytes of an encoded spec from which on a process holds the source that it describes."""
-_specs: dict[int, tuple[weakref.ref[Source], bytes]] = {}
-"""Sources and their encoded specs, by the ids of the sources."""
-_opened: SharedCache[Source] = SharedCache(4, lambda _: 1)
-"""Sources that this process has opened, by their encoded specs."""
+def opened(
+    values: Values, store: Store, x64: bool, sources: dict[str, Source]
+) -> Mapping[str, Ref]:
+    """The values of a message. Sources that are opened for them are added to `sources`."""
+
+    def data(held: Any) -> Any:
+        match held:
+            case SourceLeaf(spec=spec, leaf=leaf):
+                if spec.key not in sources:
+                    text = store.array(spec, cache=False).tobytes()
+                    sources[spec.key] = open_spec(json.loads(text))
+                return Leaf(sources[spec.key], leaf, x64)
+            case StoreRef():
+                return Stored(store, held)
+        return held  # of the launcher, whose thread this worker is
+
+    return {name: value.with_data(data) for name, value in values.items()}
 
 
-def _encoded_spec(source: Source) -> bytes:
-    """The spec of a source as compressed JSON. It may list very many files, for each task."""
-    number = id(source)
-    known, encoded = _specs.get(number, (lambda: None, b""))
-    if known() is not source:
-        encoded = zlib.compress(json.dumps(spec_of(source)).encode(), 1)
-        _specs[number] = weakref.ref(source, lambda _: _specs.pop(number, None)), encoded
-    return encoded
+def _part_to_plain(part: Part) -> Any:
+    return [part.start, part.count, to_plain(part.data), list(part.at), list(part.entry)]
 
 
-def _open(encoded: bytes) -> Source:
-    """The source of an encoded spec."""
+def _part_from_plain(record: Any) -> Part:
+    start, count, held, at, entry = record
+    data: Any = from_plain(SourceLeaf if "spec" in held else StoreRef, held, "a part of a value")
+    return Part(start, count, data, tuple(at), tuple(entry))
 
-    def opened() -> Source:
-        return open_spec(json.loads(zlib.decompress(encoded)))
 
-    # Each round reads the sources of the run; those of values of the last round are small.
-    return opened() if len(encoded) < CACHED_BYTES else _opened.get(encoded, opened)
+add_codec(Part, _part_to_plain, _part_from_plain)

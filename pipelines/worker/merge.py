@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,30 +16,32 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.errors import SourceError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.provenance import UNKNOWN, Provenance
+from beamjax.numerics.provenance import merged
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values import store as stores
-from beamjax.pipelines.values.elements import Environment, MemberBlock
-from beamjax.pipelines.values.refs import Ref, file_name, unique_key
+from beamjax.pipelines.values.elements import Environment, MemberBlock, NodeKey, PartKey
+from beamjax.pipelines.values.refs import StoreRef, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
-from beamjax.pipelines.worker.tasks import ComputeFn, SourceSpecs, StepFn, Task
+from beamjax.pipelines.worker.tasks import StepFn, Task
 from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
-from beamjax.plan.shard import Shards
-from beamjax.plan.steps import Gather, Map, Plan, ValueType, size_name
+from beamjax.plan.steps import Combine, Gather, Map, Plan, ValueType, size_name
+from beamjax.runtime import passes
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
-from beamjax.spans import timed, transferring
+from beamjax.spans import Spans, timed, transferring
 from beamjax.storage import buffers, files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
-from beamjax.telemetry.worker_records import Reports
+
+RANGE = typehints.Tuple[int, int, int]
+GROUP = typehints.Tuple[int, int, int, int]
+"""The keys of partials: a `ValueRange`, and one with the number of a group."""
 
 
 class AccumulatorCoder(Coder):
     """Coder of the accumulators of `MergeAccumulators`: None, an `Accumulator`, or bytes."""
 
-    def __init__(self, store: Store | None = None):
-        # Large accumulators are written to it, so that no element is large. None encodes all of
-        # them as elements.
+    def __init__(self, store: Store):
+        # Large accumulators are written to it, so that no element is large.
         self.store = store
 
     def encode(self, value: Any) -> bytes:
@@ -58,18 +60,11 @@ class AccumulatorCoder(Coder):
 class MergeAccumulators(beam.CombineFn):
     """Merges encoded accumulators of one range of a buffer."""
 
-    def __init__(
-        self,
-        step: str,
-        reports: Reports | None = None,
-        store: Store | None = None,
-        as_files: bool = False,
-    ):
+    def __init__(self, step: str, store: Store):
         super().__init__()
-        self.as_files = as_files
         self.store = store
         self.step = step
-        self.spans = WorkerSpans(reports)
+        self.spans = WorkerSpans(store.reports)
 
     def default_type_hints(self) -> IOTypeHints:
         return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
@@ -103,7 +98,7 @@ class MergeAccumulators(beam.CombineFn):
             encoded = accumulator
         else:
             with timed(self.spans, self.step, "transfer"):
-                encoded = _encoded(accumulator, self.store, self.as_files)
+                encoded = _encoded(accumulator, self.store)
         self.spans.report()
         return encoded
 
@@ -113,17 +108,16 @@ class MergeAccumulators(beam.CombineFn):
         if accumulator is None:
             return other
         with timed(self.spans, self.step, "merge"):
-            merged = _decoded(accumulator, self.store)
-            merged.merge(_decoded(other, self.store))
-        return merged
+            left, right = (_decoded(each, self.store) for each in (accumulator, other))
+            return passes.merged(left, right)
 
 
 class AssignGroups(StepFn):
-    """Assigns the partials of each key to groups, which have the keys `key|group`."""
+    """Assigns the partials of each range to groups, which have keys with a group as well."""
 
     # This is the first half of `with_hot_key_fanout`. Beam's own has no coder for the accumulators
     # between its two merges, and pickles them whole, whatever their size.
-    yields = typehints.KV[str, bytes]
+    yields = typehints.KV[GROUP, bytes]
 
     def __init__(self, groups: int):
         self.groups = groups
@@ -132,67 +126,62 @@ class AssignGroups(StepFn):
         """Chooses a random first group, since most bundles have one partial of each key."""
         self.next = int(np.random.default_rng().integers(self.groups))
 
-    def process(self, element: tuple[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    def process(self, element: tuple[ValueRange, bytes]) -> Iterator[tuple[Any, bytes]]:
         key, data = element
-        yield f"{key}|{self.next}", data
+        yield (*key, self.next), data
         self.next = (self.next + 1) % self.groups
 
 
 class MergeGroup(StepFn):
     """From the accumulators of a group to one, for the last merge of the key."""
 
-    yields = typehints.KV[str, bytes]
+    yields = typehints.KV[RANGE, bytes]
 
     def __init__(self, merging: MergeAccumulators):
         self.merging = merging
 
-    def process(self, element: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
-        key, _, _ = element[0].rpartition("|")
+    def process(self, element: tuple[Any, Iterable[bytes]]) -> Iterator[tuple[Any, bytes]]:
+        *key, _ = element[0]
         merged = self.merging.merge_accumulators(element[1])
-        yield key, self.merging.extract_output(merged)
+        yield tuple(key), self.merging.extract_output(merged)
 
 
-def _decoded(accumulator: Any, store: Store | None) -> Any:
+def _decoded(accumulator: Accumulator | bytes, store: Store) -> Accumulator:
     if not isinstance(accumulator, bytes):
         return accumulator
     with transferring():
-        return decode_accumulator(accumulator) if store is None else receive(store, accumulator)
+        return receive(store, accumulator)
 
 
-class FinishPieces(StepFn):
-    """From merged accumulators to the values of the reductions."""
+def finished(
+    plan: Plan, step: Map, piece: ValueRange, accumulator: Accumulator, store: Store
+) -> dict[PartKey, StoreRef]:
+    """The values of the reductions in a range, rounded."""
+    # If the buffers of the step are one range, it has whole results.
+    is_whole = len(accumulator_ranges(step)) == 1
+    buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
+    refs = {}
+    for name, offset, part in finish_buffer(plan, step, buffer, accumulator, where):
+        if is_whole:
+            ref = store.hold([part.reshape(plan.values[name].shape)], name, own=True)
+        else:
+            ref = store.hold([part], name, own=True, inline=False, hashed=False)
+        refs[PartKey(name, offset)] = ref
+    return refs
 
-    yields = Environment
 
-    def __init__(self, task: Task[Map]):
-        self.task = task
-        self.spans = WorkerSpans(task.store.reports)
-        # If the buffers of the step are one range, the outputs are whole results; otherwise parts,
-        # named `name|offset`.
-        self.whole = len(accumulator_ranges(task.step)) == 1
-
-    def process(self, element: tuple[str, bytes], *served: Environment) -> Iterator[Environment]:
-        key, data = element
-        piece = ValueRange.from_key(key)
-        plan, step = plan_with_size(self.task, served), self.task.step
-        buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
-        with timed(self.spans, step.name, "merge"):
-            accumulator = _decoded(data, self.task.store)
-            provenance = accumulator.provenance
-            found = finish_buffer(plan, step, buffer, accumulator, where)
-            values = {}
-            for name, offset, part in found:
-                hold = self.task.store.hold
-                if self.whole:
-                    values[name] = hold([part.reshape(plan.values[name].shape)], name, own=True)
-                else:
-                    ref = hold([part], name, own=True, inline=False, hashed=False)
-                    values[f"{name}|{offset}"] = ref
-        yield Environment(values, provenance)
-
-    def finish_bundle(self) -> None:
-        """Reports the work of this bundle."""
-        self.spans.report()
+def finish_pieces(
+    task: Task[Map], element: tuple[Any, bytes], served: tuple[Environment, ...], spans: Spans
+) -> Environment:
+    """From merged accumulators to the values of the reductions, or to parts of them."""
+    plan, step, store = plan_with_size(task, served), task.step, task.store
+    with timed(spans, step.name, "merge"):
+        accumulator = receive(store, element[1])
+        provenance = accumulator.provenance
+        parts: Any = finished(plan, step, ValueRange(*element[0]), accumulator, store)
+    if len(accumulator_ranges(step)) == 1:
+        parts = {key.name: ref for key, ref in parts.items()}
+    return Environment(parts, provenance)
 
 
 def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
@@ -204,138 +193,93 @@ def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
     return replace(plan, sizes={**plan.sizes, placement: int(n)})
 
 
-class FinishCombine(ComputeFn):
-    """From the partials of all bundles, in any order, to the results of a combine."""
-
-    yields = Environment
-
-    def __init__(self, task: Task[Map], number: int):
-        super().__init__(task)
-        self.number = number  # the index of the combine in its pass
-
-    def process(
-        self, element: tuple[Any, Iterable[Environment]], *served: Environment
-    ) -> Iterator[Environment]:
-        task, combine = self.task, self.task.step.combines[self.number]
-        with timed(self.spans, task.step.name, "merge"):
-            known = task.arrays(task.refs(combine.inputs, served))
-            plan, device = task.with_bodies(), task.device
-            tree = DyadicTree(join_shards(plan, task.step, combine, known, device))
-            provenance = task.provenance(served)
-            for environment in element[1]:
-                provenance |= environment.provenance
-                for name, ref in environment.values.items():
-                    level, index = map(int, name.split("|"))
-                    arrays = task.store.get(ref, cache=False)
-                    tree.add(arrays, index, level)
-            values = dict(finish_tree(combine, tree))
-            refs = {name: task.store.put([array], name) for name, array in values.items()}
-        yield Environment(refs, provenance)
-
-    def finish_bundle(self) -> None:
-        """Reports the work of this bundle."""
-        self.spans.report()
-
-
-def partials_of_tree(
-    tree: DyadicTree[list[np.ndarray]], store: Store, provenance: Provenance
-) -> Environment:
-    """The partials of a bundle for a combine: nodes of its tree, named `level|index`."""
+def nodes_of(tree: DyadicTree[list[np.ndarray]], store: Store) -> dict[NodeKey, StoreRef]:
+    """The partials of a bundle for a combine."""
     nodes = tree.in_order()
-    refs = {f"{level}|{i}": store.put(arrays, "partial") for level, i, arrays in nodes}
-    return Environment(refs, provenance)
+    return {NodeKey(level, i): store.put(arrays, "partial") for level, i, arrays in nodes}
 
 
-class Assemble(StepFn):
-    """From parts of values, named `name|offset`, to whole server values."""
-
-    yields = Environment
-
-    def __init__(self, store: Store, types: Mapping[str, ValueType], axes: Mapping[str, int]):
-        self.store = store
-        self.types = dict(types)
-        # The axis of the whole value that is the first axis of its parts, by name. Values that are
-        # not listed have flat parts.
-        self.axes = dict(axes)
-
-    def process(self, element: tuple[Any, Iterable[Environment]]) -> Iterator[Environment]:
-        parts: dict[str, dict[int, Ref]] = collections.defaultdict(dict)
-        provenance = UNKNOWN
-        for environment in element[1]:
-            provenance |= environment.provenance
-            for key, ref in environment.values.items():
-                name, _, offset = key.rpartition("|")
-                # If a bundle was retried, a part may be there twice; either is used, as they are
-                # equal.
-                parts[name][int(offset)] = ref
-        whole = {}
-        for name, refs in parts.items():
-            value = self.types[name]
-            in_order = [refs[offset] for offset in sorted(refs)]
-            # Parts in files need not be read: a reference to all files stands for the whole value.
-            held = any(map(self.store.is_held, in_order))
-            if not self.axes.get(name) and not held and all(r.kind == "file" for r in in_order):
-                whole[name] = self.store.joined(in_order, value.shape, np.dtype(value.dtype))
-                continue
-            arrays = [self.store.array(ref, cache=False) for ref in in_order]
-            array = _joined(arrays) if len(arrays) > 1 else arrays[0]
-            if name in self.axes:
-                array = np.moveaxis(array, 0, self.axes[name])
-            array = array.reshape(value.shape).astype(value.dtype, copy=False)
-            whole[name] = self.store.hold([array], name, own=True)
-            self.store.release(in_order)
-        yield Environment(whole, provenance)
+def combined_nodes(
+    combine: Combine,
+    join: Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]],
+    bundles: Iterable[Mapping[NodeKey, StoreRef]],
+    store: Store,
+) -> dict[str, np.ndarray]:
+    """The results of a combine, by name, from the nodes of all bundles, in any order."""
+    tree = DyadicTree(join)
+    for nodes in bundles:
+        for node, ref in nodes.items():
+            tree.add(store.get(ref, cache=False), node.number, node.level)
+    return dict(finish_tree(combine, tree))
 
 
-class PartsOfBlocks(StepFn):
-    """From blocks to parts of the result of a `Gather`, for `Assemble`."""
-
-    yields = Environment
-
-    def __init__(self, store: Store, step: Gather):
-        self.store = store
-        self.step = step
-        self.spans = WorkerSpans(store.reports)
-
-    def process(self, block: MemberBlock) -> Iterator[Environment]:
-        with timed(self.spans, self.step.name, "transfer"):
-            members = block.array(self.step.operand, self.store)
-            ref = self.store.put([members], self.step.result)
-        yield Environment({f"{self.step.result}|{block.start}": ref}, block.provenance)
-
-    def finish_bundle(self) -> None:
-        """Reports the work of this bundle."""
-        self.spans.report()
+def finish_combine(
+    number: int,
+    task: Task[Map],
+    element: tuple[Any, Iterable[Environment]],
+    served: tuple[Environment, ...],
+    spans: Spans,
+) -> Environment:
+    """From the partials of all bundles to the results of a combine, that of this number."""
+    combine, bundles = task.step.combines[number], list(element[1])
+    with timed(spans, task.step.name, "merge"):
+        known = task.arrays(task.refs(combine.inputs, served))
+        join = join_shards(task.with_bodies(), task.step, combine, known, task.device)
+        nodes = [bundle.values for bundle in bundles]
+        values = combined_nodes(combine, join, nodes, task.store)
+        refs = {name: task.store.put([array], name) for name, array in values.items()}
+    return Environment(refs, task.provenance((*served, *bundles)))
 
 
-class PartsOfSource(StepFn):
-    """From ranges of shards to parts of the result of a `Gather` of an input, for `Assemble`."""
+def assembled(
+    store: Store,
+    types: Mapping[str, ValueType],
+    axes: Mapping[str, int],
+    found: Iterable[Mapping[PartKey, StoreRef]],
+) -> dict[str, StoreRef]:
+    """From parts of values to whole server values."""
+    # `axes` has the axis of a whole value that is the first axis of its parts. Values that are not
+    # listed have flat parts.
+    parts: dict[str, dict[int, StoreRef]] = collections.defaultdict(dict)
+    for refs in found:
+        for key, ref in refs.items():
+            # If a bundle was retried, a part may be there twice; either is used, they are equal.
+            parts[key.name][key.offset] = ref
+    whole = {}
+    for name, by_offset in parts.items():
+        value = types[name]
+        in_order = [by_offset[offset] for offset in sorted(by_offset)]
+        # Parts in files need not be read: a reference to all files stands for the whole value.
+        held = any(map(store.is_held, in_order))
+        if not axes.get(name) and not held and all(r.kind == "file" for r in in_order):
+            whole[name] = store.joined(in_order, value.shape, np.dtype(value.dtype))
+            continue
+        arrays = [store.array(ref, cache=False) for ref in in_order]
+        array = _joined(arrays) if len(arrays) > 1 else arrays[0]
+        if name in axes:
+            array = np.moveaxis(array, 0, axes[name])
+        array = array.reshape(value.shape).astype(value.dtype, copy=False)
+        whole[name] = store.hold([array], name, own=True)
+        store.release(in_order)
+    return whole
 
-    yields = Environment
 
-    def __init__(self, store: Store, sources: SourceSpecs, step: Gather, shards: Shards):
-        self.store = store
-        self.sources = sources
-        self.step = step
-        self.shards = shards
-        self.spans = WorkerSpans(store.reports)
+def assemble(
+    task: Task[Any], element: tuple[Any, Iterable[Environment]], served: Any, spans: Spans
+) -> Environment:
+    """From parts of values to whole server values; see `assembled`."""
+    parts, step = list(element[1]), task.step
+    axes = {step.result: step.axis} if isinstance(step, Gather) else {}
+    whole = assembled(task.store, task.plan.values, axes, [part.values for part in parts])
+    return Environment(whole, merged(part.provenance for part in parts))
 
-    def setup(self) -> None:
-        """Opens the source."""
-        self.reader = self.sources.open()
 
-    def process(self, element: tuple[int, int]) -> Iterator[Environment]:
-        step = self.step
-        for shard in self.shards.between(*element):
-            with timed(self.spans, step.name, "read", shard) as span:
-                values = self.reader.read([step.operand], shard.start, shard.start + shard.count)
-                span.nbytes = values[step.operand].nbytes
-                ref = self.store.put([values[step.operand]], step.result)
-            yield Environment({f"{step.result}|{shard.start}": ref})
-
-    def finish_bundle(self) -> None:
-        """Reports the work of this bundle."""
-        self.spans.report()
+def part_of_block(task: Task[Gather], block: MemberBlock, served: Any, spans: Spans) -> Environment:
+    """From a block to a part of the result of a `Gather`, for `assemble`."""
+    step, store = task.step, task.store
+    with timed(spans, step.name, "transfer"):
+        ref = store.put([block.array(step.operand, store)], step.result)
+    return Environment({PartKey(step.result, block.start): ref}, block.provenance)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -345,11 +289,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays, out=room)
 
 
-def _encoded(accumulator: Any, store: Store | None = None, as_file: bool = False) -> bytes:
-    if isinstance(accumulator, bytes):
-        return accumulator
-    encoded: bytes = accumulator.encode() if store is None else send(store, accumulator, as_file)
-    return encoded
+def _encoded(accumulator: Accumulator | bytes, store: Store) -> bytes:
+    return accumulator if isinstance(accumulator, bytes) else send(store, accumulator)
 
 
 _NAMES_BYTES = 1 << 13
@@ -385,7 +326,7 @@ def receive(store: Store, element: bytes) -> Accumulator:
         return _taken(store, str(meta["here"]))
     if "spilled" not in meta:
         return decode_accumulator(element)
-    return decode_accumulator(store.array(Ref.from_json(meta["spilled"]), cache=False).data)
+    return decode_accumulator(store.array(StoreRef.from_json(meta["spilled"]), cache=False).data)
 
 
 def _taken(store: Store, name: str) -> Accumulator:

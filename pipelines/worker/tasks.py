@@ -26,26 +26,26 @@ from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import Provenance, merged
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Environment
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.lost_workers import watchdog_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
 from beamjax.pipelines.worker.worker_errors import recorded
-from beamjax.plan.steps import Body, Map, Plan, Server
+from beamjax.plan.steps import Body, Gather, Map, Plan, Server
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
-from beamjax.sources import open_spec
+from beamjax.sources import open_spec, release
 from beamjax.sources.blocks import BLOCKS
-from beamjax.spans import transferring
+from beamjax.spans import Spans, transferring
 from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
 
 MAX_EXECUTORS = 8
 MAX_PASSES = 64
-AnyStep = TypeVar("AnyStep", Map, Server)
+AnyStep = TypeVar("AnyStep", Map, Server, Gather)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class StoredBody:
     """A body whose bytes are in the store: its artefacts, or the program of a Python body."""
 
     body: Body
-    artefacts: Mapping[str, Ref]
-    program: Ref | None
+    artefacts: Mapping[str, StoreRef]
+    program: StoreRef | None
 
     def load(self, store: Store) -> Body:
         """The body with its bytes."""
@@ -65,16 +65,47 @@ class StoredBody:
         return replace(self.body, artefacts=data, python=python)
 
 
-def store_body(body: Body, store: Store, program: Ref | None) -> StoredBody:
-    """Writes the artefacts of a body to the store; `program` is there already for Python bodies."""
-    refs = {
-        platform: store.put([np.frombuffer(data, np.uint8)], "body")
-        for platform, data in body.artefacts.items()
-    }
-    python = replace(body.python, function=None) if body.python else None
-    return StoredBody(
-        replace(body, artefacts={}, lines=(), python=python), refs, program if python else None
-    )
+@dataclass
+class StoredBodies:
+    """The bodies of a plan in a store. Each is written when a step needs it."""
+
+    store: Store
+    # The pickled program, for bodies that run as Python in other processes.
+    program: StoreRef | None = None
+    _known: dict[str, StoredBody] = field(default_factory=dict)
+
+    def of(self, plan: Plan, key: str) -> StoredBody:
+        """The body of this key."""
+        if key not in self._known:
+            self._known[key] = self._stored(plan.bodies[key])
+        return self._known[key]
+
+    def files(self) -> set[str]:
+        """The names of the files of the store that hold them."""
+        refs = [ref for body in self._known.values() for ref in body.artefacts.values()]
+        refs += [self.program] if self.program else []
+        return {name for ref in refs for name, _ in ref.files}
+
+    def _stored(self, body: Body) -> StoredBody:
+        refs = {
+            platform: self.store.put([np.frombuffer(data, np.uint8)], "body")
+            for platform, data in body.artefacts.items()
+        }
+        python = replace(body.python, function=None) if body.python else None
+        plain = replace(body, artefacts={}, lines=(), python=python)
+        return StoredBody(plain, refs, self.program if python else None)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The options of a run that its workers need."""
+
+    reduction: str = "exact"  # the mode of the accumulators
+    drop_limit: float = 1.0  # the share of the members that may be dropped
+    shard_timeout: float | None = None  # seconds that a shard may take
+    threads: int = 1  # most threads that compute the shards of a bundle on a CPU
+    # JAX's debugging settings in the launching process, which apply on workers too.
+    debugging: Mapping[str, bool] = field(default_factory=debugging)
 
 
 @dataclass(frozen=True)
@@ -86,23 +117,20 @@ class Task(Generic[AnyStep]):
     step: AnyStep
     bodies: Mapping[str, StoredBody]  # of the step, in the store
     # Server values that are known before the pipeline starts.
-    static: Mapping[str, Ref]
+    static: Mapping[str, StoreRef]
     store: Store  # with the bodies and server values
     # The requirements on a worker.
     machine: Machine = field(default_factory=Machine)
-    limit: float | None = None  # seconds that a shard may take
-    # JAX's debugging settings in the launching process, which apply on workers too.
-    debugging: Mapping[str, bool] = field(default_factory=debugging)
-    threads: int = 1  # most threads that compute the shards of a bundle on a CPU
+    settings: RunSettings = field(default_factory=RunSettings)
 
-    def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, Ref]:
+    def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, StoreRef]:
         """References to the server values of these names, from earlier steps or static."""
         known = dict(self.static)
         for environment in served:
             known.update(environment.values)
         return {name: known[name] for name in names}
 
-    def arrays(self, refs: Mapping[str, Ref]) -> dict[str, np.ndarray]:
+    def arrays(self, refs: Mapping[str, StoreRef]) -> dict[str, np.ndarray]:
         """Loads the server values of references."""
         return {name: self.store.array(ref) for name, ref in refs.items()}
 
@@ -122,7 +150,7 @@ class Task(Generic[AnyStep]):
         return replace(self.plan, bodies=bodies)
 
 
-def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, ...]:
+def executors(task: Task[Map], refs: Mapping[str, StoreRef]) -> tuple[ShardExecutor, ...]:
     """The executors of a pass, one for each device, which the threads of this process share."""
     step = task.step
     machine = task.machine
@@ -133,7 +161,8 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
     broadcasts = {name: refs[name] for name in step.broadcasts}
     plan, of = task.plan, step.placement
     refs_of = (ref.key for ref in broadcasts.values())
-    loaded_as = (step, plan.sizes[of], plan.shard_sizes[of], plan.x64, task.threads)
+    threads = task.settings.threads
+    loaded_as = (step, plan.sizes[of], plan.shard_sizes[of], plan.x64, threads)
     key = (*loaded_as, devices, machine.cache, *refs_of)
     on_mesh = task.bodies[step.body].body.devices > 1
 
@@ -153,17 +182,17 @@ def executors(task: Task[Map], refs: Mapping[str, Ref]) -> tuple[ShardExecutor, 
 
 
 def _load(task: Task[Map], device: Any) -> LoadedPass:
-    return LoadedPass(task.with_bodies(), task.step, device, task.threads)
+    return LoadedPass(task.with_bodies(), task.step, device, task.settings.threads)
 
 
-def _on_device(task: Task[Any], refs: Mapping[str, Ref], device: Any) -> dict[str, jax.Array]:
+def _on_device(task: Task[Any], refs: Mapping[str, StoreRef], device: Any) -> dict[str, jax.Array]:
     """Server values on a device. All executors that use a value share one copy of it."""
     found = {}
     for name, ref in refs.items():
         key = ref.key, task.plan.x64, device
 
         # The defaults bind the values of this iteration.
-        def put(ref: Ref = ref, key: Any = key) -> jax.Array:
+        def put(ref: StoreRef = ref, key: Any = key) -> jax.Array:
             (value,) = task.store.get(ref)
             with with_x64(task.plan.x64), transferring():
                 _broadcasts[key] = array = put_broadcast(value, device)
@@ -187,6 +216,27 @@ class SourceSpecs:
     # The index of its source and the index of its leaf there, by the name of the input.
     where: Mapping[str, tuple[int, int]]
     x64: bool
+    # Those of the sources of this process that its threads find by them.
+    tokens: tuple[str, ...] = ()
+
+    def __enter__(self) -> SourceSpecs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Ends the use of the sources of this process."""
+        for token in self.tokens:
+            release(token)
+
+    def select(self, names: Iterable[str]) -> SourceSpecs:
+        """Those of the inputs of these names; other names are left out."""
+        where = {name: self.where[name] for name in names if name in self.where}
+        used = sorted({source for source, _ in where.values()})
+        specs = tuple(self.specs[i] for i in used)
+        numbers = {name: (used.index(i), leaf) for name, (i, leaf) in where.items()}
+        return SourceSpecs(specs, numbers, self.x64)
 
     def open(self) -> Reader:
         """Opens the sources in this process."""
@@ -244,22 +294,49 @@ class StepFn(beam.DoFn):
         return IOTypeHints.empty().with_output_types(self.yields)
 
 
-class ComputeFn(StepFn):
-    """A DoFn that computes with JAX. Its `setup` fails on a worker that is unsuitable for it."""
+class TaskFn(StepFn):
+    """A DoFn for a task. Its `setup` fails on a worker that can't compute its bodies."""
 
     def __init__(self, task: Task[Any]):
         self.task = task
         self.spans = WorkerSpans(task.store.reports)
 
     def setup(self) -> None:
-        """Checks the worker, which starts JAX, and sets the limits of its caches."""
-        machine = self.task.machine
-        watchdog = watchdog_of(self.task.store, machine.is_here, self.task.limit)
-        watchdog.steps[self.task.step.name] = self.task.step
-        self.spans.watch = watchdog
-        machine.check()
-        BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))
-        stores.set_cache_bytes(store_budget(machine.memory))
+        """See `begin`. Tasks without bodies need no JAX."""
+        if self.task.bodies:
+            begin(self.task, self.spans)
+
+    def finish_bundle(self) -> Any:
+        """Reports the work of this bundle."""
+        self.spans.report()
+
+
+class ServerFn(TaskFn):
+    """Computes server values, or parts of them, from an element and those of earlier steps."""
+
+    yields = Environment
+
+    def __init__(
+        self,
+        task: Task[Any],
+        compute: Callable[[Task[Any], Any, tuple[Environment, ...], Spans], Environment],
+    ):
+        super().__init__(task)
+        self.compute = compute
+
+    def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
+        yield self.compute(self.task, element, served, self.spans)
+
+
+def begin(task: Task[Any], spans: WorkerSpans) -> None:
+    """Checks this worker, which starts JAX, and sets the limits of its caches."""
+    machine = task.machine
+    watchdog = watchdog_of(task.store, machine.is_here, task.settings.shard_timeout)
+    watchdog.steps[task.step.name] = task.step
+    spans.watch = watchdog
+    machine.check()
+    BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))
+    stores.set_cache_bytes(store_budget(machine.memory))
 
 
 @contextlib.contextmanager

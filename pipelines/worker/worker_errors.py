@@ -165,24 +165,29 @@ def own_errors(
         if not isinstance(error, PipelineError):
             error.add_note(f"{runner} raised this in the launching process, {where}")
             raise
-        text = cut(str(error).strip())
-        if _NO_ANSWER in text:
-            raise WorkerError(
-                f"{runner}: its job server does not answer any more, {where}; start it again, and "
-                f"run again: {text}"
-            ) from error
-        if _FORGOTTEN in text:
-            raise WorkerError(
-                f"{runner}: the job manager has forgotten the job, {where}: it was restarted, and "
-                f"has no high availability; run again: {text}"
-            ) from error
-        unseen = (
-            ", and no worker left a record of an error. A worker process may have died (out of "
-            f"memory, a signal), or see another folder than {store.root}; the logs of the runner "
-            "say more"
+        text = _unexplained(cut(str(error).strip()), runner, where, None if here else store)
+        raise WorkerError(text) from as_cause(error)
+
+
+def _unexplained(text: str, runner: str, where: str, store: Store | None) -> str:
+    """The message of an error of a runner of which no worker has left a record in the store."""
+    if _NO_ANSWER in text:
+        return (
+            f"{runner}: its job server does not answer any more, {where}; start it again, and "
+            f"run again: {text}"
         )
-        failed = WorkerError(f"{runner} failed {where}{'' if here else unseen}: {text}")
-        raise failed from as_cause(error)
+    if _FORGOTTEN in text:
+        return (
+            f"{runner}: the job manager has forgotten the job, {where}: it was restarted, and "
+            f"has no high availability; run again: {text}"
+        )
+    if store is None:
+        return f"{runner} failed {where}: {text}"
+    return (
+        f"{runner} failed {where}, and no worker left a record of an error. A worker process may "
+        f"have died (out of memory, a signal), or see another folder than {store.root}; the logs "
+        f"of the runner say more: {text}"
+    )
 
 
 _FORGOTTEN = "FlinkJobNotFoundException"

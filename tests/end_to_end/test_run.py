@@ -80,7 +80,7 @@ class Way:
 
 FILES = {
     "pipelines.values.store.INLINE_BYTES": 0,
-    "pipelines.graph.results.FILE_BYTES": 64,
+    "pipelines.worker.placed_files.FILE_BYTES": 64,
 }
 PIECES = {"plan.buffer_ranges.RANGE_VALUES": 2}
 GROUPS = {"plan.merging.MERGE_RATE": 1.0}

@@ -39,18 +39,24 @@ from beamjax.jobs import results as job_results
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.options import parse_options
 from beamjax.pipelines.graph import collect_results
+from beamjax.pipelines.resident import task_messages
 from beamjax.pipelines.tables import stored_streams
 from beamjax.pipelines.values import elements
+from beamjax.pipelines.values.elements import NodeKey, PartKey
 from beamjax.pipelines.values.members import (
     MembersSource,
 )
-from beamjax.pipelines.values.refs import Ref as StoreRef
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import _CACHE, Store
+from beamjax.pipelines.values.stored_values import SourceLeaf
+from beamjax.pipelines.worker.tasks import StoredBody, Task
 from beamjax.pipelines.worker.worker_errors import recorded_error
-from beamjax.plan.steps import Body, Plan
+from beamjax.plan.buffer_ranges import ValueRange
+from beamjax.plan.steps import Body, Map, Plan
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.runtime.values import Part, Ref, server
+from beamjax.runtime.worker_environment import Machine
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
 from beamjax.sources.arrays.placed import Placed, encode_part
 from beamjax.sources.blocks import BLOCKS
@@ -143,7 +149,8 @@ def _element_seeds(folder: Path) -> list[bytes]:
     return [
         elements.MemberBlockCoder().encode(elements.MemberBlock(8, 6, 8, {"x": X, "y": X[:, 0]})),
         elements.EnvironmentCoder().encode(elements.Environment(refs)),
-        elements.RefCoder().encode(refs["b"]),
+        elements.EnvironmentCoder().encode(elements.Environment({PartKey("a", 3): refs["a"]})),
+        elements.EnvironmentCoder().encode(elements.Environment({NodeKey(2, 1): refs["a"]})),
         elements.ArrayCoder().encode(X),
     ]
 
@@ -154,14 +161,48 @@ def _element(data: bytes, _: Path) -> None:
     for coder in (
         elements.MemberBlockCoder(),
         elements.EnvironmentCoder(),
-        elements.RefCoder(),
         elements.ArrayCoder(),
     ):
         try:
             coder.estimate_size(coder.decode(data))
         except BeamjaxError as error:
             refusals.append(error)
-    if len(refusals) == 4:
+    if len(refusals) == 3:
+        raise refusals[0]
+
+
+# --- messages of resident workers
+
+
+def _message_seeds(folder: Path) -> list[bytes]:
+    _, ref = _ref(folder, True)
+    step = Map("map_clients_0", "clients", "body", ("w",), ("x",), ("y",), ())
+    body = StoredBody(Body("body", {}), {"cpu": ref}, None)
+    plan = Plan("f", {"clients": 6}, {"clients": 8}, {}, (), (step,), (), {}, False, "0")
+    task = Task(plan, step, {"body": body}, {"w": ref}, Store(str(folder)), Machine())
+    operand = Ref("float32", (2,), 6, (Part(0, 6, SourceLeaf(ref, 0)), Part(0, 6, ref)))
+    current = task_messages.Pass("p", "stem", {"w": ref}, {"x": operand})
+    piece = task_messages.Piece(ValueRange(0, 0, 4), (b"partial",))
+    result = task_messages.Result(
+        ((PartKey("w", 0), ref),), (piece,), (((NodeKey(0, 0), ref),),), b"", {"y": ((0, 6),)}
+    )
+    found = (
+        task_messages.Program("p", "map", task, ("y",)),
+        task_messages.WorkerTask(current, 0, ((0, 1), piece)),
+        task_messages.Reply(0, 1, result, 0.5, error="ValueError"),
+    )
+    return list(map(task_messages.encode, found))
+
+
+def _message(data: bytes, _: Path) -> None:
+    """Any kind of message; the one that fits goes all the way."""
+    refusals = []
+    for kind in (task_messages.Program, task_messages.WorkerTask, task_messages.Reply):
+        try:
+            task_messages.decode(kind, data)
+        except BeamjaxError as error:
+            refusals.append(error)
+    if len(refusals) == 3:
         raise refusals[0]
 
 
@@ -531,6 +572,7 @@ READERS: dict[str, Reader] = {
     "arrays": Reader(_array_seeds, lambda data, _: arrays.decode_arrays(data)),
     "accumulator": Reader(_accumulator_seeds, lambda data, _: decode_accumulator(data)),
     "element": Reader(_element_seeds, _element),
+    "message": Reader(_message_seeds, _message),
     "reference": Reader(_ref_seeds, _stored),
     "stored": Reader(_store_file_seeds, _store_file),
     "served": Reader(_served_seeds, _served),

@@ -109,7 +109,7 @@ def test_elements_have_coders_of_our_own(width, seen):
         assert_close(found, expected, 1e-3, 1e-3)
     assert {"map_clients_", "server_", "gather_"} <= seen.labels
     assert set(seen.types.values()) >= {MemberBlock, Environment}
-    plain = re.compile(r"(Tuple\[)?<class '(str|bytes|int)'>(, .*\])?")
+    plain = re.compile(r"(Tuple\[)*<class '(str|bytes|int)'>(, .*\])?")
     for label, kind in seen.types.items():
         if not label.startswith("Write") and kind not in (MemberBlock, Environment):
             assert plain.fullmatch(str(kind)), label

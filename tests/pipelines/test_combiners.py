@@ -16,7 +16,7 @@ from beamjax.pipelines.values import store as in_process
 from beamjax.pipelines.values.store import LOCAL_BYTES, REMOTE_BYTES, Store
 from beamjax.pipelines.worker import merge as spill
 from beamjax.pipelines.worker.merge import (
-    AccumulatorCoder,
+    RANGE,
     MergeAccumulators,
     receive,
     send,
@@ -43,11 +43,16 @@ WHOLE = total(summed(*PARTIALS).encode())
 EACH = [summed(partial).encode() for partial in PARTIALS]
 
 
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path), piece_bytes=1 << 20)
+
+
 # --- merging
 
 
-def test_any_order_and_grouping_gives_the_same_bits():
-    combine = MergeAccumulators("step")
+def test_any_order_and_grouping_gives_the_same_bits(store):
+    combine = MergeAccumulators("step", store)
     for order in random.Random(0).sample(list(itertools.permutations(range(6))), 12):
         for cut in range(7):
             halves = []
@@ -64,8 +69,8 @@ def test_any_order_and_grouping_gives_the_same_bits():
         combine.merge_accumulators([EACH[0], EACH[1][:-3]])
 
 
-def test_merging_does_not_change_what_was_merged():
-    combine = MergeAccumulators("step")
+def test_merging_does_not_change_what_was_merged(store):
+    combine = MergeAccumulators("step", store)
     first, second = EACH[0], EACH[1]
     before = bytes(first), bytes(second)
     merged = combine.merge_accumulators([first, second])
@@ -73,11 +78,11 @@ def test_merging_does_not_change_what_was_merged():
     assert (first, second) == before
 
 
-def test_the_coder_of_accumulators():
-    coder = AccumulatorCoder()
+def test_the_coder_of_accumulators(store):
+    coder = MergeAccumulators("step", store).get_accumulator_coder()
     live = decode_accumulator(EACH[0])
     assert coder.is_deterministic()
-    assert MergeAccumulators("step").get_accumulator_coder().encode(live) == EACH[0]
+    assert coder.encode(live) == EACH[0]
     assert coder.decode(coder.encode(EACH[0])) == EACH[0]
     assert coder.decode(coder.encode(None)) is None
     assert coder.estimate_size(EACH[0]) == len(EACH[0])
@@ -93,14 +98,14 @@ def test_a_merge_in_a_pipeline(repeat, tmp_path, monkeypatch):
 
     def check(found):
         ((key, element),) = found
-        assert key == "0:0:4"
+        assert key == (0, 0, 4)
         assert total(receive(store, element).encode()).tobytes() == WHOLE.tobytes()
 
     with beam.Pipeline(runner=FnApiRunner(), options=options) as p:
-        parts = [("0:0:4", send(store, summed(partial))) for partial in PARTIALS]
-        merge = beam.CombinePerKey(MergeAccumulators("step", None, store))
+        parts = [((0, 0, 4), send(store, summed(partial))) for partial in PARTIALS]
+        merge = beam.CombinePerKey(MergeAccumulators("step", store))
         merged = p | beam.Create(parts) | merge
-        assert merged.element_type == beam.typehints.Tuple[str, bytes]
+        assert merged.element_type == beam.typehints.Tuple[RANGE, bytes]
         assert_that(merged, check)
 
 
@@ -118,11 +123,6 @@ class Encoded:
 
     def encode(self):
         return bytes(self.nbytes)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(str(tmp_path), piece_bytes=1 << 20)
 
 
 def test_small_ones_are_the_element(store, tmp_path):

@@ -35,7 +35,7 @@ from beamjax.pipelines.clusters.dataflow_options import prepare
 from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import MapShards
-from beamjax.pipelines.worker.merge import FinishPieces
+from beamjax.pipelines.worker.tasks import ServerFn
 from beamjax.storage import remote_files
 
 with_dataflow = pytest.mark.dataflow
@@ -304,7 +304,7 @@ def test_what_is_big_is_in_files_and_nothing_is_secret(job):
     told = json.dumps(job.job).encode() + job.pipeline.SerializeToString()
     found = functions(job)
     assert b"open-sesame" not in told + b"".join(map(cloudpickle.dumps, found))
-    stores = [fn.task.store for fn in found if isinstance(fn, MapShards | FinishPieces)]
+    stores = [fn.task.store for fn in found if isinstance(fn, MapShards | ServerFn)]
     assert len(stores) == 4
     # Workers read from the work folder; the store that wrote nothing stays here.
     assert {type(store) for store in stores} == {Store}

@@ -36,9 +36,9 @@ def passes(monkeypatch):
     found = []
     there = Resident._run_on_workers
 
-    def spy(self, program, step, *args):
-        found.append((step.name, len(files.names(self.store.root))))
-        return there(self, program, step, *args)
+    def spy(self, program, current, elements):
+        found.append((program.task.step.name, len(files.names(self.store.root))))
+        return there(self, program, current, elements)
 
     monkeypatch.setattr(Resident, "_run_on_workers", spy)
     return found
@@ -265,7 +265,7 @@ def test_files_are_read_where_their_worker_has_died(monkeypatch):
         assert_same_bits(bj.run(carried, X, options={**OPTIONS, **more}), 4 * X.sum(axis=0))
 
 
-@pytest.mark.parametrize(("groups", "merges"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("groups", "merges"), [(1, 0), (2, 1)])
 def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, merges):
     monkeypatch.setattr("beamjax.pipelines.resident.executor.WORKER_MERGE_BYTES", 0)
     monkeypatch.setattr("beamjax.plan.merging._groups", lambda *_: groups)
@@ -279,19 +279,19 @@ def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, mer
 @pytest.mark.parametrize("most", [1 << 30, 1000], ids=["small", "large"])
 def test_large_partials_do_not_pass_through_the_launching_process(most, monkeypatch):
     monkeypatch.setattr("beamjax.pipelines.resident.executor.WORKER_MERGE_BYTES", most)
-    count, write, decode = [], mailbox.FileMailbox._write_signed, mailbox.decode_reply
+    count, write, decode = [], mailbox.FileMailbox._write_signed, mailbox.decode
 
     def written(self, name, data):
         if name.startswith("task-"):
             count.append(len(data))
         write(self, name, data)
 
-    def decoded(data):
+    def decoded(kind, data):
         count.append(len(data))
-        return decode(data)
+        return decode(kind, data)
 
     monkeypatch.setattr(mailbox.FileMailbox, "_write_signed", written)
-    monkeypatch.setattr(mailbox, "decode_reply", decoded)
+    monkeypatch.setattr(mailbox, "decode", decoded)
 
     @bj.program(clients=N)
     def widest(w, x):

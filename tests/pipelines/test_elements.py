@@ -21,14 +21,13 @@ from beamjax.pipelines.values.elements import (
     EnvironmentCoder,
     MemberBlock,
     MemberBlockCoder,
-    RefCoder,
 )
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import arrays as wire
 
-CODERS = {MemberBlock: MemberBlockCoder(), Ref: RefCoder(), Environment: EnvironmentCoder()}
-FILE_REF = Ref("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))
+CODERS = {MemberBlock: MemberBlockCoder(), Environment: EnvironmentCoder()}
+FILE_REF = StoreRef("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))
 
 
 def block(index=0):
@@ -49,7 +48,7 @@ def environment(index=0):
     return Environment({"w": inline_ref(index), "big": FILE_REF})
 
 
-SAMPLES = [block(), inline_ref(), FILE_REF, environment()]
+SAMPLES = [block(), environment()]
 
 
 def assert_same(found, expected):
@@ -76,9 +75,8 @@ def test_a_coder(value, monkeypatch):
     data = coder.encode(value)
     assert_same(coder.decode(data), value)
     assert coder.encode(coder.decode(data)) == data
-    if not isinstance(value, Ref):
-        backwards = dict(reversed(value.values.items()))
-        assert coder.encode(dataclasses.replace(value, values=backwards)) == data
+    backwards = dict(reversed(value.values.items()))
+    assert coder.encode(dataclasses.replace(value, values=backwards)) == data
     with pytest.raises(StructureError, match=rf"{coder!r}: found str, expected "):
         coder.encode("text")
     for position in range(0, len(data), 7):
@@ -138,15 +136,19 @@ def test_decode_refuses():
         (
             MemberBlockCoder(),
             [],
-            {"element": "Ref"},
-            "found an element 'Ref', expected 'MemberBlock'",
+            {"element": "Other"},
+            "found an element 'Other', expected 'MemberBlock'",
         ),
         (MemberBlockCoder(), [], {"element": "MemberBlock"}, "which is no MemberBlock"),
         (MemberBlockCoder(), [], head, "which is no MemberBlock"),
         (MemberBlockCoder(), [np.zeros(2)], head, "no MemberBlock .*block at member 0, value 'x'"),
         (MemberBlockCoder(), [], {**head, "block": ["a", 1, 1], "names": []}, "no MemberBlock"),
-        (RefCoder(), [], {"element": "Ref", "ref": {}}, "which is no Ref"),
-        (RefCoder(), [np.zeros(0, np.uint8)], {"element": "Ref", "ref": {}}, "RefCoder: "),
+        (
+            EnvironmentCoder(),
+            [np.zeros(0, np.uint8)],
+            {"element": "Environment", "names": ["w"], "refs": [{}]},
+            "reference to a stored value: found {}",
+        ),
         (EnvironmentCoder(), [], {"element": "Environment"}, "no Environment"),
         (ArrayCoder(), [], {"element": "ndarray"}, "which is no ndarray"),
     ):

@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.pipelines import run as runs
 from beamjax.pipelines.values import store as in_process
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import INLINE_BYTES, Store
 
 SIZE = 1 << 20
@@ -58,7 +58,7 @@ def test_a_value_that_somebody_may_change_is_copied(store):
 
 def test_references_to_held_values_travel_as_others_do(store):
     ref = store.hold([np.arange(SIZE), np.ones((2, 0)), np.arange(3)], "a value")
-    again = Ref.from_json(ref.to_json())
+    again = StoreRef.from_json(ref.to_json())
     found = store.get(again)
     assert [x.tolist() for x in found[1:]] == [[[], []], [0, 1, 2]]
     np.testing.assert_array_equal(found[0], np.arange(SIZE))

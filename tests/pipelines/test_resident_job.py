@@ -11,7 +11,7 @@ import pytest
 import url_files  # noqa: F401 - makes bjtest:// known
 
 from beamjax.errors import ArrayFormatError, JobCancelledError, SourceError, WorkerError
-from beamjax.pipelines.resident import mailbox, resident_job, task_messages
+from beamjax.pipelines.resident import mailbox, pool, resident_job, task_messages
 from beamjax.pipelines.runners import runner_table
 from beamjax.pipelines.runners.flink import Flink
 from beamjax.pipelines.runners.prism import Prism
@@ -25,7 +25,8 @@ def clock(monkeypatch):
     """A clock that the test sets."""
     found = SimpleNamespace(now=0.0)
     times = SimpleNamespace(monotonic=lambda: found.now, sleep=lambda _: None)
-    monkeypatch.setattr(resident_job, "time", times)
+    for module in (resident_job, pool):
+        monkeypatch.setattr(module, "time", times)
     return found
 
 
@@ -83,6 +84,9 @@ def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, t
         assert found._starts == 2
 
 
+PASS = task_messages.Pass("p")
+
+
 class Workers:
     """A mailbox of workers, of which those named in `silent` do not reply in a pass."""
 
@@ -114,19 +118,19 @@ class Workers:
 def test_a_task_of_a_dead_worker_goes_to_another_one_at_once(clock):
     """But not the task of an earlier pass that it has, which another worker has computed."""
     workers = Workers(clock, {("a", 0), ("b", 1)})
-    pool = resident_job.Pool(workers, lambda died: None)
+    found = pool.Pool(workers, lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
 
     def look():
-        assert clock.now < resident_job.UNKNOWN_SECONDS
+        assert clock.now < pool.UNKNOWN_SECONDS
         if workers.sent[-1][:2] == ("b", 1):
             for peer in workers.peers:
                 peer.is_dead = True
             workers.new = [SimpleNamespace(name="c", is_dead=False)]
 
-    for number in range(2):
-        program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
-        assert pool.run(program, current, range(8), look, monitor) == list(range(8))
+    for _ in range(2):
+        results = found.run(SimpleNamespace(name="p"), PASS, range(8), look, monitor)
+        assert [element for result in results for element in result] == list(range(8))
     assert [sent for sent in workers.sent if sent[0] == "c"] == [("c", 1, 0), ("c", 1, 1)]
 
 
@@ -142,11 +146,10 @@ def test_a_pass_can_be_cancelled_while_replies_arrive(clock):
     def cancel():
         raise JobCancelledError("now")
 
-    pool = resident_job.Pool(Busy(clock, set()), lambda died: None)
+    found = pool.Pool(Busy(clock, set()), lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
-    program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
     with pytest.raises(JobCancelledError):
-        pool.run(program, current, range(8), cancel, monitor)
+        found.run(SimpleNamespace(name="p"), PASS, range(8), cancel, monitor)
 
 
 def test_heartbeats_go_on_after_one_that_fails(monkeypatch, tmp_path):
@@ -326,7 +329,7 @@ def test_a_folder_that_fails_is_the_reason(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(mailbox, "write", read_only)
         with pytest.raises(SourceError, match=r"cannot exchange messages .*Read-only file"):
-            found.run(task_messages.Program("p", None), None, range(8), None, None)
+            found.run(task_messages.Program("p", "map", None), PASS, range(8), None, None)
     found.close()
     assert aborted[0].startswith("its workers can't be ended")
 
@@ -335,15 +338,12 @@ def test_a_late_task_gets_further_copies(clock):
     """Workers whose task never ends, as those that hang."""
     workers = Workers(clock, {("a", 0), ("b", 0), ("c", 0)})
     workers.peers = workers.new = [SimpleNamespace(name=name, is_dead=False) for name in "abcd"]
-    pool = resident_job.Pool(workers, lambda died: None)
+    found = pool.Pool(workers, lambda died: None)
     monitor = SimpleNamespace(reported=lambda *_: None)
-    program, current = SimpleNamespace(name="p"), lambda number: SimpleNamespace(number=number)
-    assert pool.run(program, current, range(1), lambda: None, monitor) == [0]
+    results = found.run(SimpleNamespace(name="p"), PASS, range(1), lambda: None, monitor)
+    assert results == [(0,)]
     assert [name for name, _, _ in workers.sent] == list("abcd")
-    waits = [
-        1 * resident_job.UNKNOWN_SECONDS * (1 + 4 + 16),
-        2 + resident_job.UNKNOWN_SECONDS * (1 + 4 + 16),
-    ]
+    waits = [1 * pool.UNKNOWN_SECONDS * (1 + 4 + 16), 2 + pool.UNKNOWN_SECONDS * (1 + 4 + 16)]
     assert waits[0] < clock.now < waits[1]
 
 
@@ -353,11 +353,11 @@ def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path,
     launcher = mailbox.FileMailbox(str(tmp_path), b"secret")
     worker = mailbox.FileWorker(str(tmp_path), b"secret")
     (peer,) = launcher.joined()
-    task = task_messages.WorkerTask(task_messages.Pass(0, "p"), 0, [b"element"])
+    task = task_messages.WorkerTask(PASS, 0, ((2, 3),))
     launcher.send(peer, task)
     file = tmp_path / f"task-{worker.name}-0"
     own = file.read_bytes()
-    other = task_messages.signed(b"other", file.name, task_messages.encode_task(task))
+    other = task_messages.signed(b"other", file.name, task_messages.encode(task))
     file.write_bytes(other if forge == "task" else own)
     if forge == "replay":  # of another message of the same job
         file.rename(tmp_path / f"task-{worker.name}-1")
@@ -365,17 +365,18 @@ def test_messages_of_others_are_refused_before_they_are_decoded(forge, tmp_path,
         peer.sent = 2
     tasks = worker.tasks()
     if forge == "reply":
-        assert next(tasks).elements == [b"element"]
-        reply = task_messages.encode_reply(task_messages.Reply(0, 0, [], 0.1))
+        assert next(tasks).elements == ((2, 3),)
+        reply = task_messages.encode(task_messages.Reply(0, 0))
         name = f"reply-{worker.name}-0"
         (tmp_path / name).write_bytes(task_messages.signed(b"other", name, reply))
         with pytest.raises(ArrayFormatError, match=rf"{name}, .* wrong signature"):
             launcher.reply(peer)
     else:
         decoded = []
-        monkeypatch.setattr(mailbox, "decode_task", decoded.append)
+        monkeypatch.setattr(mailbox, "decode", lambda *args: decoded.append(args))
         launcher.stop()
         assert list(tasks) == []
-        assert "found a wrong signature" in launcher.reply(peer).error
         assert decoded == []
+        monkeypatch.undo()
+        assert "found a wrong signature" in launcher.reply(peer).error
     launcher.stop()

@@ -5,8 +5,8 @@ import types
 import pytest
 from apache_beam.transforms import core, userstate
 
-from beamjax.pipelines.worker.map_shards import MapShards, Ranges, RunServer
-from beamjax.pipelines.worker.merge import FinishPieces
+from beamjax.pipelines.worker.map_shards import MapShards, Ranges
+from beamjax.pipelines.worker.tasks import ServerFn
 
 
 def changed():
@@ -23,7 +23,7 @@ def changed():
     return Changed
 
 
-@pytest.mark.parametrize("kind", [MapShards, Ranges, RunServer, FinishPieces, None])
+@pytest.mark.parametrize("kind", [MapShards, Ranges, ServerFn, None])
 def test_it_is_what_beam_would_find(kind):
     fn, names = object.__new__(kind or changed()), []
     for name in dir(fn):

@@ -24,7 +24,7 @@ from url_files import UrlFileSystem
 
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.pipelines.values import store
-from beamjax.pipelines.values.refs import Ref
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files
 from beamjax.storage.dtypes import _DTYPES, dtype_name
@@ -148,7 +148,7 @@ def test_names_are_those_of_contents(root):
 def sum_of(root, record):
     """The sum of a stored value, and whether Beam was imported to read it."""
     beam_before = "apache_beam" in sys.modules
-    (value,) = Store(root).get(Ref.from_json(json.loads(record)))
+    (value,) = Store(root).get(StoreRef.from_json(json.loads(record)))
     return int(value.sum()), beam_before == ("apache_beam" in sys.modules)
 
 
@@ -159,7 +159,7 @@ def test_stores_and_references_are_small_plain_data(tmp_path, other_process):
     for value in (np.arange(3), np.arange(30_000)):
         ref = place.put([value])
         assert pickle.loads(pickle.dumps(ref)) == ref
-        assert Ref.from_json(json.loads(json.dumps(ref.to_json())), ref.inline) == ref
+        assert StoreRef.from_json(json.loads(json.dumps(ref.to_json())), ref.inline) == ref
         assert hash(ref) == hash(dataclasses.replace(ref))
     found = other_process(sum_of, place.root, json.dumps(ref.to_json()))
     assert found == (np.arange(30_000).sum(), True)
@@ -329,7 +329,7 @@ def test_references_that_do_not_fit_their_files(tmp_path):
         tracemalloc.stop()
     for name in ("../../etc/passwd", "/etc/passwd", "x.arrays"):
         with pytest.raises(ArrayFormatError, match=f"{name}: not a file name that a store gives"):
-            place.get(Ref("k", (("int8", (1,)),), files=((name, 1),)))
+            place.get(StoreRef("k", (("int8", (1,)),), files=((name, 1),)))
 
 
 def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
@@ -385,4 +385,4 @@ def test_records_that_are_no_reference():
         None,
     ):
         with pytest.raises(ArrayFormatError, match="reference to a stored value: "):
-            Ref.from_json(record)
+            StoreRef.from_json(record)

@@ -15,7 +15,7 @@ from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import tasks
 from beamjax.pipelines.worker.map_shards import PARTIALS, MapShards, Ranges
-from beamjax.pipelines.worker.tasks import SourceSpecs, Task, store_body
+from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, Task
 from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
@@ -61,10 +61,10 @@ def token():
 def first_pass(plan, store, token):
     step = pass_of(plan)
     (operand,) = step.operands
-    bodies = {step.body: store_body(plan.bodies[step.body], store, None)}
+    bodies = {step.body: StoredBodies(store).of(plan, step.body)}
     static = {name: store.put([W]) for name in step.broadcasts}
     sources = SourceSpecs((live_spec(token),), {operand: (0, 0)}, False)
-    fn = MapShards(Task(plan, step, bodies, static, store), sources, {}, (), "exact")
+    fn = MapShards(Task(plan, step, bodies, static, store), sources, {}, ())
     fn.setup()
     return fn
 
