@@ -31,7 +31,7 @@ _STATE_CACHE_BYTES = 64 * 2**20
 _LOG = logging.getLogger("beamjax")
 
 
-class _Pool:
+class _Servicer:
     """The service of `BeamFnExternalWorkerPool`."""
 
     def __init__(self, loaded: threading.Event) -> None:
@@ -99,7 +99,7 @@ def serve(host: str, port: int, loaded: threading.Event) -> Any:
     threads = _beam_compat.shared_unbounded_instance()
     server = grpc.server(threads, options=options, interceptors=[own])
     services = _beam_compat.beam_fn_api_pb2_grpc
-    services.add_BeamFnExternalWorkerPoolServicer_to_server(_Pool(loaded), server)
+    services.add_BeamFnExternalWorkerPoolServicer_to_server(_Servicer(loaded), server)
     own.ports.add(server.add_insecure_port(f"{host}:{port}"))
     server.start()
     return server
