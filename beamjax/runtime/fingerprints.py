@@ -20,10 +20,10 @@ from beamjax.bodies.export import raw_array
 from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan
 from beamjax.runtime.inputs import Inputs
-from beamjax.sources import ArraySource, Source
+from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.data_files import FileHashes
 from beamjax.sources.arrays.npy_writing import blocks_in_order
-from beamjax.sources.source_base import spec_of
+from beamjax.sources.source_base import Source, spec_of
 from beamjax.sources.source_kinds import DerivedSource, FileSource, buckets_of
 
 Fingerprint = dict[str, str]

@@ -13,8 +13,7 @@ import numpy as np
 from beamjax.bodies.export import raw_array
 from beamjax.plan.steps import Input, Plan
 from beamjax.runtime.values import Leaf, Ref, Values, ref_to
-from beamjax.sources import ArraySource
-from beamjax.sources.array_source import snapshot
+from beamjax.sources.array_source import ArraySource, snapshot
 from beamjax.sources.derived_sources import ShortSource, grouped, key_of, snapshot_of
 from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource

@@ -38,8 +38,8 @@ from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.worker_environment import Machine
-from beamjax.sources import open_spec, release
 from beamjax.sources.blocks import BLOCKS
+from beamjax.sources.source_base import open_spec, release
 from beamjax.spans import Spans, transferring
 from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
 

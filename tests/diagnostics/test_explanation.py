@@ -12,12 +12,12 @@ from explained import check_explanation, check_mermaid, facts_of
 from programs import PROGRAMS, W, rnd
 
 import beamjax
-from beamjax import sources
 from beamjax._text import add_bytes, human_bytes
 from beamjax.diagnostics.text import _escaped
 from beamjax.errors import OptionsError, StagingError
 from beamjax.explanation import STAGES, explain
 from beamjax.numerics.reducers import accumulator_kind
+from beamjax.sources.array_source import ArraySource
 
 N = 7
 X, Y = rnd(N, 5, 3, seed=1), rnd(N, 5, seed=2)
@@ -111,7 +111,7 @@ def test_exactness():
 
 
 def test_inputs_and_how_they_are_read():
-    source = sources.from_arrays({"x": np.asarray(X), "y": np.asarray(Y)})
+    source = beamjax.from_arrays({"x": np.asarray(X), "y": np.asarray(Y)})
     constant = jnp.arange(3.0)
 
     @beamjax.program(clients=N)
@@ -142,11 +142,11 @@ def test_abstract_arguments_are_placed_as_arrays_are():
 
 
 def test_nothing_is_read_or_computed():
-    class Unreadable(sources.ArraySource):
+    class Unreadable(ArraySource):
         def read(self, start, stop):
             raise AssertionError
 
-    arrays = sources.from_arrays(np.asarray(X))
+    arrays = beamjax.from_arrays(np.asarray(X))
     source = Unreadable([np.asarray(X)], arrays.leaves, arrays.treedef)
     with jax.transfer_guard("disallow"):
         str(explain(total, jax.ShapeDtypeStruct((3,), jnp.float32), source))

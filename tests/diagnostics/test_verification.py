@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from programs import N, X, rnd
 
 import beamjax
-from beamjax import execution, sources
+from beamjax import execution
 from beamjax.errors import OptionsError, StagingError, VerificationError
 from beamjax.numerics.ulp import NAN_DISTANCE, ulp_distance
 from beamjax.verification import (
@@ -224,7 +224,7 @@ def test_sources_and_keys_are_read_whole():
         body = lambda x, key: jnp.sum(x @ w) * jax.random.uniform(key)
         return beamjax.reduce_sum(beamjax.map_fn(body, (data["x"], data["key"])))
 
-    source = sources.from_arrays({"x": np.asarray(X), "key": keys})
+    source = beamjax.from_arrays({"x": np.asarray(X), "key": keys})
     assert verify_here(noisy, W, source).ok
     assert verify_here(noisy, W, {"x": X, "key": keys}).ok
 

@@ -223,7 +223,11 @@ def test_a_run_leaves_nothing(empty_tmp, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken", ["beamjax.sources.ArraySource.read", "beamjax.pipelines.graph.build.Outputs.write"]
+    "broken",
+    [
+        "beamjax.sources.array_source.ArraySource.read",
+        "beamjax.pipelines.graph.build.Outputs.write",
+    ],
 )
 def test_a_run_that_fails_leaves_nothing(empty_tmp, broken, monkeypatch):
     monkeypatch.setattr(broken, None)

@@ -19,7 +19,7 @@ from beamjax.plan.steps import ValueType
 from beamjax.runtime.inputs import Reader
 from beamjax.runtime.materialized_outputs import NOTHING
 from beamjax.runtime.values import Leaf, placed, ref_to, scattered, server, stacked
-from beamjax.sources import from_npy
+from beamjax.sources.arrays.npy_source import from_npy
 from beamjax.sources.source_base import LeafSpec, spec_of
 from beamjax.storage import files
 from beamjax.storage.arrays import encode_arrays

@@ -19,7 +19,7 @@ from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, Task
 from beamjax.plan.shard import Shard, Shards
 from beamjax.plan.steps import Map
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
-from beamjax.sources import live_spec, register, release
+from beamjax.sources.source_base import live_spec, register, release
 from beamjax.telemetry.progress import Totals
 
 N, SIZE = 20, 8

@@ -10,9 +10,8 @@ import tfrecords
 from pyarrow import parquet
 
 import beamjax as bj
-from beamjax.sources import open_spec
 from beamjax.sources.canonical import may_wrap
-from beamjax.sources.source_base import spec_of
+from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.streams.spool import spilled
 
 N = 40

@@ -33,8 +33,8 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
-from beamjax.sources import blocks, open_spec
-from beamjax.sources.source_base import spec_of, take_members
+from beamjax.sources import blocks
+from beamjax.sources.source_base import open_spec, spec_of, take_members
 from beamjax.storage.schema import to_plain
 
 X = TREE["x"]

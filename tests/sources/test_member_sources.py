@@ -15,10 +15,10 @@ from source_files import TREE, Batches, Members, N, assert_reads, part, refused
 
 import beamjax as bj
 from beamjax.errors import CheckpointError, PlacementError, SourceError, StructureError
-from beamjax.sources import ArraySource, LeafSpec
+from beamjax.sources.array_source import ArraySource
 from beamjax.sources.derived_sources import ShortSource, ZippedSource, grouped
 from beamjax.sources.ragged_source import choose_buckets
-from beamjax.sources.source_base import members_bytes, open_spec, spec_of, take_members
+from beamjax.sources.source_base import LeafSpec, members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.streams.spool import spilled
 
 OPTIONS = {"shard_size": 8}

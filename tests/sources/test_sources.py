@@ -34,9 +34,10 @@ from streams import Numbers, stream
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.sources import LeafSpec, blocks, from_arrays, open_spec, source_base
+from beamjax.sources import blocks, source_base
+from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays import npy_writing
-from beamjax.sources.source_base import members_bytes, spec_of, take_members
+from beamjax.sources.source_base import LeafSpec, members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.source_kinds import buckets_of
 from beamjax.sources.streams.spool import spilled
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name

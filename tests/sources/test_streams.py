@@ -21,7 +21,7 @@ from streams import Counted, Numbers, W, creations, data, opened, reductions, st
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StagingError, StructureError
-from beamjax.sources import from_arrays
+from beamjax.sources.array_source import from_arrays
 from beamjax.sources.source_base import LeafSpec, StreamSource, spec_of
 from beamjax.sources.streams.chunks import Streams, blocks_of, checked_chunks, members_of
 
