@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -71,23 +71,19 @@ def size(path: str) -> int:
 @patiently
 def names(folder: str) -> list[str]:
     """Names of the files in a folder; none if it is not there."""
-    if is_url(folder):
-        return remote().names(folder)
-    try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
+    return remote().names(folder) if is_url(folder) else _names(folder, os.DirEntry.is_file)
 
 
 @patiently
 def folders(folder: str) -> list[str]:
     """Names of the folders in a folder, without links; none if it is not there."""
-    if is_url(folder):
-        return remote().folders(folder)
+    return remote().folders(folder) if is_url(folder) else _names(folder, os.DirEntry.is_dir)
+
+
+def _names(folder: str, is_kind: Callable[..., bool]) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            return [entry.name for entry in entries if is_kind(entry, follow_symlinks=False)]
     except FileNotFoundError:
         return []
 

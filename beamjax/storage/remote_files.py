@@ -153,28 +153,27 @@ def names(folder: str) -> list[str]:
 
 def listed(folder: str) -> list[tuple[str, int, float]]:
     """Name, bytes and time of the last change of each file in a folder; none if it is not there."""
-    with _requests(folder) as system:
-        try:
-            entries = system.ls(folder, detail=True)
-        except FileNotFoundError:
-            return []
-        return [
-            (entry["name"].rpartition("/")[2], int(entry["size"] or 0), _seconds(entry))
-            for entry in entries
-            # Some stores list an empty object for the folder itself.
-            if entry["type"] == "file" and not entry["name"].endswith("/")
-        ]
+    return [
+        (entry["name"].rpartition("/")[2], int(entry["size"] or 0), _seconds(entry))
+        for entry in _entries(folder, "file")
+        # Some stores list an empty object for the folder itself.
+        if not entry["name"].endswith("/")
+    ]
 
 
 def folders(folder: str) -> list[str]:
     """Names of the folders in a folder; none if it is not there."""
+    paths = [entry["name"].rstrip("/") for entry in _entries(folder, "directory")]
+    return [path.rpartition("/")[2] for path in paths]
+
+
+def _entries(folder: str, kind: str) -> list[dict[str, Any]]:
     with _requests(folder) as system:
         try:
             entries = system.ls(folder, detail=True)
         except FileNotFoundError:
             return []
-        paths = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
-        return [path.rpartition("/")[2] for path in paths]
+        return [entry for entry in entries if entry["type"] == kind]
 
 
 def remove_tree(folder: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -23,13 +24,16 @@ from beamjax.sources.tables.arrow_types import (
     column_type,
     row_type,
 )
-from beamjax.sources.tables.folder_columns import folder_values, typed_fields
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile
 from beamjax.sources.tables.table_source import FORMATS, MAX_LIST, Column, TableSource
 
 _FOOTERS_AT_ONCE = 16
 """Threads that read footers: most of the time is spent waiting for URLs."""
 
+_MISSING = "__HIVE_DEFAULT_PARTITION__"
+
+Values = Mapping[str, str | None]
+"""The value of each column in the folders of a file, as text; None for a missing one."""
 Heads = Sequence[tuple[TableFile, Any]]
 """Files with their schemas."""
 
@@ -222,9 +226,9 @@ def _heads(reader: Format, listed: Sequence[tuple[str, str]]) -> Heads:
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         heads = list(pool.map(reader.head, [path for path, _ in listed]))
     schemas = reader.common([schema for _, schema in heads])
-    values = [folder_values(folders) for _, folders in listed]
+    values = [_folder_values(folders) for _, folders in listed]
     known = {name for schema in schemas for name in schema.names}
-    fields = typed_fields(values, known)
+    fields = _typed_fields(values, known)
     if not fields:
         return [(file, schema) for (file, _), schema in zip(heads, schemas, strict=True)]
     joined = []
@@ -329,3 +333,45 @@ def _known_shapes(
                 raise SourceError(f"{batch.file}: found no row in {batch.kind} {number}.")
             shapes[name] = known_shape(chunk, name, batch, types[name])
     return shapes
+
+
+# --- columns in the names of folders, as Hive writes them: year=2024/country=DE/part-0.parquet
+
+
+def _folder_values(folders: str) -> Values:
+    """The columns in a path of folders, and their values."""
+    pairs = (folder.partition("=") for folder in folders.split("/"))
+    texts = ((name, urllib.parse.unquote(text)) for name, is_pair, text in pairs if is_pair)
+    return {name: None if text == _MISSING else text for name, text in texts}
+
+
+def _typed_fields(values: Sequence[Values], known: Collection[str]) -> list[Any]:
+    """The fields of Arrow of the columns that all files have in the names of their folders."""
+    import pyarrow as pa
+
+    names = [
+        name
+        for name in dict.fromkeys(n for folders in values for n in folders)
+        if name not in known
+    ]
+    for name in names:
+        if any(name not in folders for folders in values):
+            raise SourceError(
+                f"found files in folders named {name}=... and others that are not; expected all "
+                "files below such folders. Give a pattern that matches one kind of them."
+            )
+    return [pa.field(name, _kind([folders[name] for folders in values])) for name in names]
+
+
+def _kind(texts: Sequence[str | None]) -> Any:
+    """The smallest type of pyarrow's that holds all values: int32, int64, or texts."""
+    import pyarrow as pa
+
+    known = [text for text in texts if text is not None]
+    if not known or any(not text.removeprefix("-").isdecimal() for text in known):
+        return pa.string()
+    numbers = [int(text) for text in known]
+    for kind in (np.int32, np.int64):
+        if np.iinfo(kind).min <= min(numbers) and max(numbers) <= np.iinfo(kind).max:
+            return pa.from_numpy_dtype(kind)
+    return pa.string()
