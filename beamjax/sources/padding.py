@@ -127,7 +127,7 @@ def _some(array: np.ndarray) -> str:
 
 # --- the share of padding in the bytes that are read
 
-SCANNED = 1 << 20
+SCANNED_MEMBERS = 1 << 20
 """Members whose lengths are read at a time."""
 SAMPLED_SHARDS = 64
 """Number of shards that are sampled to estimate the padding of all."""
@@ -173,7 +173,7 @@ def padding_text(source: Source, shard_size: int, short: bool) -> str:
     n, buckets = len(source), np.array(buckets_of(source))
     shards = np.zeros(len(buckets), np.int64)
     rows = padded = 0
-    step = max(1, SCANNED // shard_size) * shard_size
+    step = max(1, SCANNED_MEMBERS // shard_size) * shard_size
     for start in range(0, n, step):
         lengths = _rows_of(source, slice(start, min(start + step, n)))
         if lengths is None:

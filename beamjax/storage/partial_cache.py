@@ -16,10 +16,10 @@ from beamjax.errors import ArrayFormatError
 from beamjax.storage import files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
-LIMIT = 10 * 2**30
+LIMIT_BYTES = 10 * 2**30
 """Approximate limit of the bytes of all files in a folder."""
 SUFFIX = ".partials"
-_UNFINISHED = 3600.0
+_UNFINISHED_SECONDS = 3600.0
 """Seconds after which a temporary file is considered abandoned by its writer."""
 _PAUSE = 20.0
 """Seconds for which a cache is not used after a second that was lost with a failure."""
@@ -33,7 +33,7 @@ class PartialCache:
     # address at the same time. The least recently used files are removed first; those of local
     # folders count as used when they are read, those at URLs when they are written.
 
-    def __init__(self, folder: str, limit: int = LIMIT) -> None:
+    def __init__(self, folder: str, limit: int = LIMIT_BYTES) -> None:
         self.folder = folder
         self.limit = limit
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class PartialCache:
     def trim(self) -> None:
         """Removes the least recently used files until the others are within the limit."""
         by_age = sorted(files.listed(self.folder), key=lambda file: file.time)
-        old = time.time() - _UNFINISHED
+        old = time.time() - _UNFINISHED_SECONDS
         gone = [f.name for f in by_age if f.name.endswith(files.TEMPORARY) and f.time < old]
         stored = [file for file in by_age if file.name.endswith(SUFFIX)]
         total = sum(file.nbytes for file in stored)

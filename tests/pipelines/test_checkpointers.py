@@ -354,7 +354,7 @@ def test_another_program_or_other_inputs_are_refused(tmp_path):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED", 0)
+    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED_NS", 0)
     path, options = tmp_path / "x.npy", {"checkpoint": str(tmp_path / "c")}
     np.save(path, X)
     expected = run(descent, (W, bj.from_npy(path)), runner, **options)

@@ -189,7 +189,7 @@ def test_unchanged_files_are_hashed_once(tmp_path, monkeypatch):
     (first,) = fresh.of([str(path)])
     assert fresh.of([str(path)]) == [first]
     assert (fresh.to_json(), len(read)) == ({}, 1)  # It may change within the same tick.
-    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED", 0)
+    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED_NS", 0)
     settled = FileHashes()
     assert settled.of([str(path)]) == [first]
     again = FileHashes(json.loads(json.dumps(settled.to_json())))

@@ -234,7 +234,7 @@ def test_any_lengths(tmp_path_factory, lengths, apart, window, data):
         write(folder / f"{part}", records)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfrecord_source, "MARK_BYTES", apart)
-        patch.setattr(tfrecord_frames, "WINDOW", window)
+        patch.setattr(tfrecord_frames, "WINDOW_BYTES", window)
         source = bj.from_tfrecord(str(folder / "*"), {"n": of((), "int32")})
         start = data.draw(st.integers(0, total))
         stop = data.draw(st.integers(start, total))
@@ -244,7 +244,7 @@ def test_any_lengths(tmp_path_factory, lengths, apart, window, data):
 def test_marks_are_few(tmp_path, monkeypatch):
     monkeypatch.setattr(tfrecord_source, "MARK_BYTES", 1)
     monkeypatch.setattr(tfrecord_source, "MAX_MARKS", 4)
-    monkeypatch.setattr(tfrecord_frames, "WINDOW", 300)
+    monkeypatch.setattr(tfrecord_frames, "WINDOW_BYTES", 300)
     source = bj.from_tfrecord(write(tmp_path / "x", rows()), FEATURES)
     (marks,) = spec_of(source)["marks"]
     assert 3 <= len(marks) <= 5
@@ -258,7 +258,7 @@ PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 @pytest.mark.parametrize("end", PACK)
 def test_compressed_files_are_streams_whatever_their_names(end, tmp_path, monkeypatch):
-    monkeypatch.setattr(tfrecord_frames, "CHUNK", 64)
+    monkeypatch.setattr(tfrecord_frames, "CHUNK_BYTES", 64)
     for path in map(Path, save_parts(RECORDS["tfrecord"], tmp_path)):
         data = PACK[end](path.read_bytes())
         path.write_bytes(data)

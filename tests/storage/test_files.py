@@ -74,7 +74,7 @@ def test_a_file_that_changes_is_noticed(folder, monkeypatch):
     path = f"{folder}/a.bin"
     file = look(path)
     assert file.mark() is None  # It may change within the same tick of the clock.
-    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED", -(10**12))
+    monkeypatch.setattr("beamjax.sources.arrays.data_files.SETTLED_NS", -(10**12))
     assert (file.mark() is None) == folder.startswith("bjtest:")
     assert file.nbytes == 5
     assert from_plain(DataFile, to_plain(file), "here") == file

@@ -32,7 +32,7 @@ _DECOMPRESS: dict[str, Callable[[Any], Any]] = {
     ".lzma": lzma.open,
 }
 _MAGIC = {".gz": b"\x1f\x8b\x08", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
-SETTLED = 2_000_000_000
+SETTLED_NS = 2_000_000_000
 """Age of a file in nanoseconds from which on another change is certain to show in its time of
 change. FAT has the coarsest times, of two seconds."""
 _SEEN = "the launcher and all workers see under this path"
@@ -61,7 +61,7 @@ class DataFile:
         times = status.st_mtime_ns, status.st_ctime_ns
         same = (status.st_size, str(status.st_mtime_ns)) == (self.nbytes, self.stamp)
         # Another change of a file that was just written might not show in its times.
-        settled = time.time_ns() - max(times) > SETTLED
+        settled = time.time_ns() - max(times) > SETTLED_NS
         return [*dataclasses.astuple(self), *times] if same and settled else None
 
     def check(self) -> None:
@@ -268,7 +268,7 @@ class FileHashes:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, _new_hash).hexdigest()
             self._known[path] = [*seen, digest]
-            if now - max(status.st_mtime_ns, status.st_ctime_ns) < SETTLED:
+            if now - max(status.st_mtime_ns, status.st_ctime_ns) < SETTLED_NS:
                 self._unsettled.add(path)
             return digest
 

@@ -20,13 +20,13 @@ from beamjax.sources.arrays.data_files import (
     readable,
 )
 
-HEADER = 12
+HEADER_BYTES = 12
 """Bytes of a length (8) and its checksum."""
-FOOTER = 4
+FOOTER_BYTES = 4
 """Bytes of the checksum of a record."""
-WINDOW = 1 << 16
+WINDOW_BYTES = 1 << 16
 """Bytes that are read at a time to find headers."""
-CHUNK = 1 << 22
+CHUNK_BYTES = 1 << 22
 """Bytes that are read from a stream at a time."""
 EXPECTED = "a file of TFRecord"
 
@@ -39,9 +39,9 @@ def compression_of(path: str) -> str:
     if named:
         return named
     with readable(path, EXPECTED), open_file(path) as opened:
-        data = opened.read(HEADER)
+        data = opened.read(HEADER_BYTES)
     ending = compression_of_content(data)
-    if ending and len(data) == HEADER and not len(_wrong_lengths(data, [0])):
+    if ending and len(data) == HEADER_BYTES and not len(_wrong_lengths(data, [0])):
         return ""  # These bytes are the length of a record, with a valid checksum.
     return ending
 
@@ -52,7 +52,7 @@ def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterat
     with readable(path, EXPECTED), open_file(path) as opened:
         while position < stop:
             opened.seek(position)
-            window = opened.read(WINDOW)
+            window = opened.read(WINDOW_BYTES)
             begins, end = headers(window, stop - position)
             check_headers(window, begins, path, number)
             number += len(begins)
@@ -70,10 +70,10 @@ def record_offsets(file: DataFile, start: int, number: int, stop: int) -> Iterat
 def headers(data: bytes, limit: int) -> tuple[list[int], int]:
     """Finds frames in bytes that begin with a frame. Nothing is checked."""
     begins: list[int] = []
-    position, last = 0, min(len(data) - HEADER, limit - 1)
+    position, last = 0, min(len(data) - HEADER_BYTES, limit - 1)
     while position <= last:
         begins.append(position)
-        position += HEADER + FOOTER + _length_at(data, position)[0]
+        position += HEADER_BYTES + FOOTER_BYTES + _length_at(data, position)[0]
     return begins, position
 
 
@@ -91,7 +91,7 @@ def check_headers(data: bytes, begins: Sequence[int], path: str, number: int) ->
 
 def _wrong_lengths(data: bytes, begins: Sequence[int]) -> np.ndarray:
     """The indices of the frames at these positions in which the checksum of the length is wrong."""
-    stored = b"".join([data[begin + 8 : begin + HEADER] for begin in begins])
+    stored = b"".join([data[begin + 8 : begin + HEADER_BYTES] for begin in begins])
     computed = masked_checksums([data[begin : begin + 8] for begin in begins])
     return np.flatnonzero(computed != np.frombuffer(stored, "<u4"))
 
@@ -117,8 +117,8 @@ def truncated(path: str, number: int) -> SourceError:
 def frames_in(data: bytes, begins: Sequence[int], end: int) -> tuple[list[bytes], list[bytes]]:
     """The records of adjacent frames, and their stored checksums."""
     ends = [*begins[1:], end]
-    records = [data[a + HEADER : b - FOOTER] for a, b in zip(begins, ends, strict=True)]
-    return records, [data[b - FOOTER : b] for b in ends]
+    records = [data[a + HEADER_BYTES : b - FOOTER_BYTES] for a, b in zip(begins, ends, strict=True)]
+    return records, [data[b - FOOTER_BYTES : b] for b in ends]
 
 
 # Shards that are read in order often begin in the block in which the one before ended.
@@ -128,8 +128,11 @@ def block_offsets(file: DataFile, start: int, number: int, stop: int) -> np.ndar
     return np.concatenate([*record_offsets(file, start, number, stop), [stop]])
 
 
-def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, list[bytes]]]:
+def stream_records(
+    file: DataFile, chunk_bytes: int | None = None
+) -> Iterator[tuple[int, list[bytes]]]:
     """Reads all records of a file from its beginning."""
+    chunk = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     number = 0
     compressed = compression_of(file.path)
     with readable(file.path, EXPECTED), open_stream(file.path, compressed) as opened:
@@ -153,7 +156,11 @@ def stream_records(file: DataFile, chunk: int = CHUNK) -> Iterator[tuple[int, li
 def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
     """Reads the rest of the first record in `data`, or a chunk."""
     # At most doubles `data`: a damaged length can't cause a large allocation.
-    missing = _length_at(data)[0] + HEADER + FOOTER - len(data) if len(data) >= HEADER else 0
+    missing = (
+        _length_at(data)[0] + HEADER_BYTES + FOOTER_BYTES - len(data)
+        if len(data) >= HEADER_BYTES
+        else 0
+    )
     return opened.read(min(max(missing, chunk), max(chunk, len(data))))
 
 

@@ -23,7 +23,7 @@ from beamjax.sources.blocks import blocks_of, ends_of
 from beamjax.sources.records.tf_example import ExampleParser, feature_leaves, infer_features
 from beamjax.sources.records.tfrecord_frames import (
     EXPECTED,
-    HEADER,
+    HEADER_BYTES,
     block_offsets,
     check_records,
     compression_of,
@@ -230,7 +230,7 @@ def _record_of(file: DataFile, first: int, place: int) -> str:
 def _first_record(files: Sequence[DataFile]) -> tuple[bytes | None, str]:
     """The first record of all files, if there is one, and its place for messages."""
     for file in files:
-        for _, records in stream_records(file, HEADER):
+        for _, records in stream_records(file, HEADER_BYTES):
             return records[0], f"{file.path}, record 0"
     return None, first_of([file.path for file in files])
 

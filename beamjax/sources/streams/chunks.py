@@ -17,7 +17,7 @@ from beamjax.storage.dtypes import dtype_name
 Arrays = list[np.ndarray]
 """Arrays of consecutive members, one for each leaf of a source, or for each requested leaf."""
 
-WHOLE_BLOCK = 1 << 10
+WHOLE_BLOCK_MEMBERS = 1 << 10
 """Members of a block if a whole stream is read into memory."""
 
 
@@ -169,7 +169,7 @@ def members_of(source: Source, x64: bool, requested: Sequence[int] | None = None
         for leaf in requested:
             check_members(source, leaf, arrays[leaf], 0, x64)
         return [arrays[leaf] for leaf in requested]
-    blocks = list(blocks_of(source, WHOLE_BLOCK, requested, x64))
+    blocks = list(blocks_of(source, WHOLE_BLOCK_MEMBERS, requested, x64))
     check_count(source, sum(count for count, _ in blocks))
     none = [np.empty((0, *source.leaves[i].shape), source.leaves[i].dtype) for i in requested]
     return [np.concatenate(arrays) for arrays in zip(none, *(x for _, x in blocks), strict=True)]
