@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -86,23 +86,32 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
         no_jit = with_settings({"disable_jit": False})
         # Under disable_jit, JAX would compute instead of tracing.
         with announced(f"planning {name}", options.progress), no_jit:
-            made = _with_lengths(call, options, unroll, buckets)
+            made = _with_lengths(call, options, unroll)
     planned = with_file_starts(made, call.arguments)
     if planned is not known:
         _plans.put(call.fn, full_key, planned)
     return planned
 
 
-def _with_lengths(
-    call: FlatCall, options: Options, unroll: bool, buckets: Sequence[Any]
-) -> Planned:
-    """Plans a call, with bodies for buckets of lengths and checks of padding."""
+def _with_lengths(call: FlatCall, options: Options, unroll: bool) -> Planned:
+    """Plans a call; members of unequal length get a body for each bucket, and checks of padding."""
     planned = make_plan(call, options, unroll)
-    if buckets:
-        planned = _with_buckets(planned, call, options, unroll)
-    if any(map(is_ragged, call.arguments)):
-        planned = _with_padding_checks(planned, call, options, unroll)
-    return planned
+    arguments = call.arguments
+    if not any(map(is_ragged, arguments)):
+        return planned
+
+    def planner(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
+        return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
+
+    plan, notes = planned.plan, planned.notes
+    if buckets_of(arguments):
+        plan, reason = with_buckets(plan, arguments, planner)
+        notes += bucket_notes(plan, arguments, reason)
+    plan, reason = with_padding_checks(plan, arguments, planner)
+    if reason:
+        text = "beamjax can't check whether bodies read the padding of members, because"
+        notes += (f"{text} {reason}.",)
+    return replace(planned, plan=plan, notes=notes)
 
 
 def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned:
@@ -129,30 +138,6 @@ def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned
 
 def _is_abstract(argument: Argument) -> bool:
     return argument.value is None or isinstance(argument.value, jax.ShapeDtypeStruct)
-
-
-def _with_buckets(planned: Planned, call: FlatCall, options: Options, unroll: bool) -> Planned:
-    """Adds bodies for each bucket of lengths to the plan, if that is possible."""
-
-    def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
-
-    plan, reason = with_buckets(planned.plan, call.arguments, make)
-    notes = bucket_notes(plan, call.arguments, reason)
-    return replace(planned, plan=plan, notes=(*planned.notes, *notes))
-
-
-def _with_padding_checks(
-    planned: Planned, call: FlatCall, options: Options, unroll: bool
-) -> Planned:
-    """Adds checks to the plan whether its bodies read the padding of members."""
-
-    def make(arguments: Sequence[Argument], sizes: Mapping[str, int] | None) -> Plan:
-        return make_plan(call.with_arguments(arguments), options, unroll, sizes).plan
-
-    plan, reason = with_padding_checks(planned.plan, call.arguments, make)
-    note = f"beamjax can't check whether bodies read the padding of members, because {reason}."
-    return replace(planned, plan=plan, notes=(*planned.notes, note) if reason else planned.notes)
 
 
 def make_plan(
@@ -243,26 +228,30 @@ MAX_PLAN_BYTES = 256 * 2**20
 """Bounds of the plan cache: number of plans, and bytes of their executables and constants."""
 
 
+@dataclass
+class _Entry:
+    planned: Planned
+    used: int  # number of its last use
+
+
 class _PlanCache:
-    """An LRU cache of the plans of this process. It holds functions by weak references."""
+    """The plans of this process that were used last. It holds functions by weak references."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: weakref.WeakKeyDictionary[Any, dict[Any, Planned]] = (
-            weakref.WeakKeyDictionary()
-        )
-        # Bytes of each plan by (weak reference to the function, key), least recently used first.
-        self._order: collections.OrderedDict[tuple[Any, Any], int] = collections.OrderedDict()
+        self._uses = itertools.count()
+        self._plans: weakref.WeakKeyDictionary[Any, dict[Any, _Entry]] = weakref.WeakKeyDictionary()
         register(self)
 
     def get(self, fn: Callable[..., Any], key: Any) -> Planned | None:
         """The cached plan of a function for a key, or None."""
         try:
             with self._lock:
-                found = self._plans.get(fn, {}).get(key)
-                if found is not None:
-                    self._order.move_to_end((weakref.ref(fn), key))
-                return found
+                entry = self._plans.get(fn, {}).get(key)
+                if entry is None:
+                    return None
+                entry.used = next(self._uses)
+                return entry.planned
         except TypeError:  # Partials of arrays aren't hashable; builtins have no weak references.
             return None
 
@@ -270,9 +259,7 @@ class _PlanCache:
         """Adds a plan, and removes the least recently used ones beyond the bounds."""
         try:
             with self._lock:
-                self._plans.setdefault(fn, {})[key] = planned
-                self._order.pop((weakref.ref(fn), key), None)
-                self._order[weakref.ref(fn), key] = _nbytes(planned.plan)
+                self._plans.setdefault(fn, {})[key] = _Entry(planned, next(self._uses))
                 self._shrink()
         except TypeError:
             pass
@@ -281,20 +268,16 @@ class _PlanCache:
         """Forgets all plans."""
         with self._lock:
             self._plans.clear()
-            self._order.clear()
 
     def _shrink(self) -> None:
-        # Functions that were collected.
-        for entry in [entry for entry in self._order if entry[0]() is None]:
-            del self._order[entry]
-        nbytes = sum(self._order.values())
-        # The last plan stays in any case, or a large program would be planned anew in each call.
-        while len(self._order) > MAX_PLANS or (nbytes > MAX_PLAN_BYTES and len(self._order) > 1):
-            (reference, key), size = self._order.popitem(last=False)
-            nbytes -= size
-            fn = reference()
-            if fn is not None:
-                del self._plans[fn][key]
+        entries = [(x, key, plans) for plans in self._plans.values() for key, x in plans.items()]
+        entries.sort(key=lambda entry: entry[0].used, reverse=True)
+        nbytes = 0
+        for count, (entry, key, plans) in enumerate(entries):
+            nbytes += _nbytes(entry.planned.plan)
+            # The last plan stays in any case, or a large program would be planned in each call.
+            if count and (count >= MAX_PLANS or nbytes > MAX_PLAN_BYTES):
+                del plans[key]
 
 
 def _nbytes(plan: Plan) -> int:

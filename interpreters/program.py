@@ -160,10 +160,6 @@ class LoopEqn(Eqn):
     def blocks(self) -> tuple[FlatBlock, ...]:
         return (self.condition, self.block) if self.condition else (self.block,)
 
-    @property
-    def params_of_carried(self) -> list[Var]:
-        return self.block.inputs[: self.carried]
-
 
 @dataclass(eq=False, repr=False, slots=True)
 class WholeEqn(Eqn):

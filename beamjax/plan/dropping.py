@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
+from beamjax.storage import files
 from beamjax.storage.arrays import decode_array, encode_array
 from beamjax.storage.schema import from_plain, parse_json, to_plain
 
@@ -138,8 +139,6 @@ class DeadLetters:
         """Removes the file of an earlier run if `anew`; otherwise reads it, to resume that run."""
         if self.path is None:
             return
-        from beamjax.storage import files
-
         folder, name = os.path.split(self.path)
         with self._usable():
             files.make_folder(folder or ".")
@@ -155,8 +154,6 @@ class DeadLetters:
         """Writes all recorded members to the file."""
         if self.path is None:
             return
-        from beamjax.storage import files
-
         with self._usable():
             files.write(self.path, encode_lines(self.dropped))
 

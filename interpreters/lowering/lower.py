@@ -119,7 +119,7 @@ class _Lowering:
         self.program = program
         self.stages = stages
         self.options = options
-        self.platforms = platforms_of(options)
+        self.platforms = (default_platform(),) if options.platforms is None else options.platforms
         self.sizes = sizes
         self.vectorizations = vectorizations
         # The tables of the plan, to which each step adds.
@@ -138,38 +138,28 @@ class _Lowering:
 
     def plan(self, name: str, paths: Sequence[str]) -> Plan:
         # Steps come first: they find out which inputs are read, and how.
-        steps = [self.step(stage) for stage in self.stages]
-        outputs = tuple(map(self.output, self.program.flat.outputs))
-        plan = self.with_steps(steps, name, outputs, paths)
-        if self.guard is None or not self.guard.drops:
-            return plan
-        return with_dropped_masks(plan, self.empty_pass)
-
-    def with_steps(
-        self,
-        steps: Sequence[Step],
-        name: str,
-        outputs: tuple[Output, ...] = (),
-        paths: Sequence[str] | None = None,
-    ) -> Plan:
-        """A plan of lowered steps; without paths it has no inputs."""
-        inputs = self.program.flat.inputs if paths is not None else []
-        return Plan(
+        steps = tuple(self.step(stage) for stage in self.stages)
+        flat = self.program.flat
+        outputs = tuple(map(self.output, flat.outputs))
+        plan = Plan(
             name=name,
             sizes={k: None if is_unknown(n) else n for k, n in self.program.sizes.items()},
             shard_sizes=self.sizes,
             values=self.values,
-            inputs=tuple(self.input(v, p) for v, p in zip(inputs, paths or (), strict=True)),
-            steps=tuple(steps),
+            inputs=tuple(map(self.input, flat.inputs, paths)),
+            steps=steps,
             outputs=outputs,
             bodies=self.bodies,
             x64=bool(_compat.config.jax_enable_x64),
             jax_version=jax.__version__,
             file_starts=dict.fromkeys(self.program.file_groups, ()),
-            constants=tuple(self.program.flat.constants) if paths is not None else (),
+            constants=tuple(flat.constants),
             costs=self.costs,
             rules=self.rules,
         )
+        if self.guard is None or not self.guard.drops:
+            return plan
+        return with_dropped_masks(plan, self.empty_pass)
 
     def empty_pass(self, placement: str) -> Map:
         """A pass that computes nothing, for the mask of all members."""
@@ -471,10 +461,6 @@ def _masked_values(stage: MapStage, n: Any) -> float:
                 if axis is not None:
                     values += known_size(shape_of(atom)) / (1 if is_unknown(n) else n)
     return values
-
-
-def platforms_of(options: Options) -> tuple[str, ...]:
-    return (default_platform(),) if options.platforms is None else options.platforms
 
 
 def _argument(value: ValueType, members: int | None = None) -> jax.ShapeDtypeStruct:
