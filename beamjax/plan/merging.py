@@ -1,7 +1,7 @@
 """Chooses in how many ranges a pass starts, and how far in parallel its reductions are merged.
 
-The choice depends only on bytes, shards, workers and fixed rates, so that `explain` can show it
-before anything runs and it is the same on all machines.
+The choice depends only on bytes, shards and workers, so that `explain` can show it before anything
+runs and it is the same on all machines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from beamjax.options import beam_flags
 from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.steps import FusedBuffer, Map
 
-MERGE_RATE = 2e8
-"""Bytes of accumulators that a worker merges per second."""
-
-GROUP_SECONDS = 0.1
-"""Seconds of overhead for each group: sending it to a worker and its result from there."""
-
-WORTH_SECONDS = 1.0
-"""Smallest number of estimated seconds that merging in groups must save to be chosen."""
+MERGE_BYTES = 200_000_000
+"""Bytes of accumulators that a worker merges in about a second. A group has at least so many."""
 
 RANGES, RANGES_PER_WORKER, RANGE_SHARDS = 256, 4, 256
 """A pass starts from at most 256 ranges of shards, or four for each worker if they are more, so
@@ -68,24 +62,11 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
 
 def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
     """The number of groups in which the partials of a range are merged first: a power of two."""
-    if not pieces or workers <= pieces:
+    if not pieces:
         return 1
     # More groups than the square root would make the last merge longer than the first ones.
-    most = min(workers // pieces, math.isqrt(partials))
-    ways = [1 << k for k in range(max(most, 1).bit_length())]
-    seconds = {groups: _seconds(groups, pieces, partials, each, workers) for groups in ways}
-    best = min(ways, key=lambda groups: seconds[groups])
-    return best if seconds[1] - seconds[best] >= WORTH_SECONDS else 1
-
-
-def _seconds(groups: int, pieces: int, partials: int, each: int, workers: int) -> float:
-    """Predicted time to merge partials of `each` bytes per range, first in this many groups."""
-    turns = -(-pieces // workers)
-    if groups <= 1:
-        return turns * partials * each / MERGE_RATE
-    turns_before = -(-pieces * groups // workers)
-    before = turns_before * -(-partials // groups) * each / MERGE_RATE
-    return before + turns * groups * (each / MERGE_RATE + GROUP_SECONDS)
+    most = min(workers // pieces, math.isqrt(partials), partials * each // MERGE_BYTES)
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 def workers_of(options: Any) -> int | None:
