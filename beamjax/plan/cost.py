@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,8 @@ class Cost:
     # Time by which these operations are slower than matrix products of as many operations, in
     # operations of a matrix product.
     extra: float = 0.0
+    # Whether it includes a convolution whose input and kernel both differ between members.
+    grouped: bool = False
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -22,11 +24,13 @@ class Cost:
             self.nbytes + other.nbytes,
             self.guessed or other.guessed,
             self.extra + other.extra,
+            self.grouped or other.grouped,
         )
 
     def times(self, count: float) -> Cost:
         """The cost of doing this work `count` times."""
-        return Cost(count * self.flops, count * self.nbytes, self.guessed, count * self.extra)
+        flops, nbytes, extra = count * self.flops, count * self.nbytes, count * self.extra
+        return replace(self, flops=flops, nbytes=nbytes, extra=extra)
 
     @property
     def weight(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
@@ -57,6 +58,10 @@ _CUBIC |= {"geqrf": 4 / 3, "householder_product": 4 / 3, "eig": 25.0, "qr": 4 / 
 """Arithmetic operations of linear algebra on an n x n matrix, in units of n**3."""
 
 
+Own = list[bool]
+"""For each value, whether it differs between members."""
+
+
 def member_cost(stage: MapStage, n: Any) -> Cost:
     """The cost of one member in a pass over n members."""
     # Equations of a program have all members, so their cost is divided by n; a body has one.
@@ -96,48 +101,88 @@ def _flat_cost(eqn: Eqn, n: int) -> Cost:
             return _flat_cost(structure, n)
     if eqn.primitive.name == "bj_map":
         return body_cost(eqn.params["jaxpr"]).times(n)
-    eqn, own = operation_of(eqn), [True] * len(eqn.inputs)
-    return _operation(eqn.primitive.name, eqn.params, eqn.inputs, eqn.outputs, own)
+    eqn = operation_of(eqn)
+    cost, _ = _operation(eqn, eqn.inputs, eqn.outputs, [True] * len(eqn.inputs))
+    return replace(cost, grouped=False)  # Only `vmap` of a body makes such convolutions.
 
 
 def body_cost(closed: Any, own: Sequence[bool] | None = None) -> Cost:
     """The cost of a jaxpr per member; equations that read nothing of `own` are not counted."""
     # Under vmap, equations that read only what is the same for all members are computed once for
-    # all of them. `own` says which inputs differ; by default all do.
+    # all of them. `own` says which inputs differ; by default all do, and everything counts.
+    return _flow(closed, own)[0]
+
+
+def _flow(closed: Any, own: Sequence[bool] | None) -> tuple[Cost, Own]:
+    """The cost of a jaxpr, and which of its results differ between members."""
     jaxpr = getattr(closed, "jaxpr", closed)
     total = Cost()
 
-    def apply(eqn: Any, ins: list[bool]) -> list[bool]:
+    def apply(eqn: Any, ins: Own) -> Own:
         nonlocal total
-        mine = own is None or any(ins) or not eqn.invars
-        if mine:
-            total += _operation(eqn.primitive.name, eqn.params, eqn.invars, eqn.outvars, ins)
-        return [mine] * len(eqn.outvars)
+        if own is not None and not any(ins):
+            return [False] * len(eqn.outvars)
+        cost, outs = _operation(eqn, eqn.invars, eqn.outvars, ins)
+        total += cost
+        return outs if own is not None else [True] * len(outs)
 
     constants = [False] * len(jaxpr.constvars)
-    evaluate(jaxpr, constants, own or [True] * len(jaxpr.invars), apply, lambda _: False)
-    return total
+    outs = evaluate(jaxpr, constants, own or [True] * len(jaxpr.invars), apply, lambda _: False)
+    return total, outs
 
 
-def _operation(
-    name: str,
-    params: dict[str, Any],
-    ins: Sequence[Any],
-    outs: Sequence[Any],
-    own: Sequence[bool],
-) -> Cost:
+def _rounds(closed: Any, consts: Own, carried: Own, entries: Own) -> tuple[Cost, Own]:
+    """Like `_flow`, for a loop: repeats a round until no further carried value differs."""
+    # If each member trains a network, its weights differ from the second step on.
+    while True:
+        cost, outs = _flow(closed, [*consts, *carried, *entries])
+        after = [a or b for a, b in zip(carried, outs[: len(carried)], strict=True)]
+        if after == carried:
+            return cost, [*carried, *outs[len(carried) :]]
+        carried = after
+
+
+def _calls(inner: Sequence[Any], own: Own, count: int) -> tuple[list[Cost], Own]:
+    """The costs of jaxprs inside an equation, and which of its results differ."""
+    arity = [len(getattr(jaxpr, "jaxpr", jaxpr).invars) for jaxpr in inner]
+    flows = [_flow(x, own if n == len(own) else None) for x, n in zip(inner, arity, strict=True)]
+    costs = [cost for cost, _ in flows]
+    # With other numbers of operands or results, they can't be matched to those of the equation.
+    if any(n != len(own) for n in arity) or any(len(outs) != count for _, outs in flows):
+        return costs, [True] * count
+    return costs, [any(outs) for outs in zip(*(outs for _, outs in flows), strict=True)]
+
+
+def _operation(eqn: Any, ins: Sequence[Any], outs: Sequence[Any], own: Own) -> tuple[Cost, Own]:
+    """The cost of an equation, of which some operands differ, and which of its results do."""
+    name, params = eqn.primitive.name, eqn.params
     inner = list(jex.jaxprs_in_params(params))
     match name:
         case "scan":
-            return _inner_cost(params["jaxpr"], own).times(_dim(params["length"]))
+            fixed, carried = scan_counts(eqn)
+            split = own[:fixed], own[fixed:][:carried], own[fixed + carried :]
+            cost, differ = _rounds(params["jaxpr"], *split)
+            return cost.times(_dim(params["length"])), differ
         case "while":
-            bodies = (body_cost(params[key]) for key in ("body_jaxpr", "cond_jaxpr"))
-            once = sum(bodies, Cost()).times(GUESSED_ROUNDS)
-            return replace(once, guessed=True)
+            tested, fixed = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            cost, differ = _rounds(params["body_jaxpr"], own[tested:fixed], own[fixed:], [])
+            test, (ends,) = _flow(params["cond_jaxpr"], [*own[:tested], *differ])
+            # Members whose condition is False keep their values while others go on.
+            once = replace((cost + test).times(GUESSED_ROUNDS), guessed=True)
+            return once, [ends or mine for mine in differ]
         case "cond":
-            return max((_inner_cost(x, own[1:]) for x in inner), key=lambda c: c.weight + c.nbytes)
+            costs, differ = _calls(inner, own[1:], len(outs))
+            cost = max(costs, key=lambda c: c.weight + c.nbytes)
+            return cost, [own[0] or mine for mine in differ]
     if inner and not name.startswith(("reduce", "scatter", "sort", "bj_", "custom_lin")):
-        return sum((_inner_cost(x, own) for x in inner), Cost())
+        costs, differ = _calls(inner, own, len(outs))
+        return sum(costs, Cost()), differ
+    return _primitive_cost(name, params, ins, outs, own), [any(own)] * len(outs)
+
+
+def _primitive_cost(
+    name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any], own: Own
+) -> Cost:
     if name in _FREE:
         return Cost()
     read = [atom for atom, mine in zip(ins, own, strict=True) if mine]
@@ -145,7 +190,8 @@ def _operation(
     if dense is not None:
         convolves = name == "conv_general_dilated"
         extra = GATHERED * _places(params, ins, outs) if convolves else 0.0
-        return Cost(dense, float(_bytes(read) + _bytes(outs)), extra=extra)
+        nbytes = float(_bytes(read) + _bytes(outs))
+        return Cost(dense, nbytes, extra=extra, grouped=convolves and all(own))
     made = sum(map(_size, outs))
     if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
         flops = float(max(sum(map(_size, ins)), made))
@@ -158,12 +204,6 @@ def _operation(
 def _loose(flops: float, nbytes: float) -> Cost:
     """The cost of operations outside of a library, each of which takes longer (`LOOSE`)."""
     return Cost(flops, nbytes, extra=(LOOSE - 1) * flops)
-
-
-def _inner_cost(jaxpr: Any, own: Sequence[bool]) -> Cost:
-    """The cost of a jaxpr inside an equation; `own` is for the operands of the equation."""
-    count = len(getattr(jaxpr, "jaxpr", jaxpr).invars)
-    return body_cost(jaxpr, own if len(own) == count else None)
 
 
 def _dense(

@@ -1,4 +1,4 @@
-"""Convolutions that XLA's CPU backend computes slowly: finds them, and changes their layout."""
+"""Changes the layout of convolutions that XLA's CPU backend would compute slowly."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from jax import lax
 from jax.extend import core as jex
 
 from beamjax import _compat
-from beamjax._compat import scan_counts
-from beamjax.bodies.jaxprs import changed_params, evaluate
-from beamjax.interpreters.cutting.stages import MapStage
+from beamjax.bodies.jaxprs import changed_params
 from beamjax.interpreters.program import Eqn, with_nested
 
-# --- layout
-#
 # XLA's CPU backend uses a library for convolutions in the layout (batch, spatial..., channels). It
 # changes the layout itself, but not inside of loops. There, convolutions in other layouts, such as
 # derivatives in the training steps of a network, are several times slower.
-
 
 _FLOATS = ("float16", "float32")
 _MOST_AXES = 3
@@ -106,75 +101,3 @@ def _laid_out(eqn: Any) -> list[Any]:
         )
         for each in new.eqns
     ]
-
-
-# --- kernels that differ between members
-#
-# If images and kernels both differ between members, `vmap` makes one grouped convolution of them,
-# which XLA's CPU backend computes at a fraction of the speed of separate ones. If each member
-# trains a network, its kernels differ from the second step on.
-
-
-Own = list[bool]
-"""For each value, whether it differs between members."""
-
-
-class _Found(Exception):
-    """There is a convolution whose input and kernel both differ between members."""
-
-
-def convolves_by_member(stage: MapStage) -> bool:
-    """Whether a pass holds a convolution whose input and kernel both differ between members."""
-    try:
-        for eqn, rule in ((emission.eqn, emission.rule) for emission in stage.emissions):
-            if eqn.primitive.name == "bj_map":
-                _flow(eqn.params["jaxpr"], [axis is not None for axis in rule.in_axes])
-    except _Found:
-        return True
-    return False
-
-
-def _flow(closed: Any, own: Sequence[bool]) -> Own:
-    """Which outputs of a jaxpr differ between members, given which of its inputs do."""
-    constants = [False] * len(getattr(closed, "jaxpr", closed).constvars)
-    return evaluate(closed, constants, own, _through, lambda _: False)
-
-
-def _through(eqn: Any, ins: Own) -> Own:
-    """Like `_flow`, for one equation; raises `_Found` at a convolution by member."""
-    if eqn.primitive.name == "conv_general_dilated" and all(ins):
-        raise _Found
-    inner = list(jex.jaxprs_in_params(eqn.params))
-    everything = [any(ins)] * len(eqn.outvars)
-    if not inner or not any(ins):
-        return everything
-    match eqn.primitive.name:
-        case "scan":
-            fixed, carried = scan_counts(eqn)
-            return _rounds(inner[0], ins[:fixed], ins[fixed:][:carried], ins[fixed + carried :])
-        case "while":
-            fixed = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-            consts = ins[eqn.params["cond_nconsts"] : fixed]
-            return _rounds(eqn.params["body_jaxpr"], consts, ins[fixed:], [])
-        case "cond":
-            ins = ins[1:]
-    flows = [_flow(j, ins if _arity(j) == len(ins) else [True] * _arity(j)) for j in inner]
-    # If a jaxpr has other numbers of operands or results, they can't be matched to the equation's.
-    if all(_arity(j) == len(ins) and len(outs) == len(eqn.outvars)
-           for j, outs in zip(inner, flows, strict=True)):  # fmt: skip
-        return [any(outs) for outs in zip(*flows, strict=True)]
-    return everything
-
-
-def _rounds(jaxpr: Any, consts: Own, carried: Own, given: Own) -> Own:
-    """Like `_flow`, for a loop: repeats rounds until no further carried value differs."""
-    while True:
-        outs = _flow(jaxpr, [*consts, *carried, *given])
-        after = [a or b for a, b in zip(carried, outs[: len(carried)], strict=True)]
-        if after == carried:
-            return [*carried, *outs[len(carried) :]]
-        carried = after
-
-
-def _arity(jaxpr: Any) -> int:
-    return len(getattr(jaxpr, "jaxpr", jaxpr).invars)

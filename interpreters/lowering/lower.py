@@ -81,10 +81,8 @@ from beamjax.plan.steps import (
     View,
 )
 
-EXECUTABLE_SECONDS = 0.3
-"""Assumed seconds to stage, export and compile one more executable."""
-MASKED_SECONDS = 1e-9
-"""Assumed seconds to mask one value of one member."""
+MASKED_VALUES = 300_000_000
+"""Values that take as long to mask as one more executable takes to make, about 0.3 s."""
 UNKNOWN_MEMBERS = 1 << 20
 """Assumed number of members if it is unknown."""
 
@@ -449,7 +447,7 @@ def _separate_executables_pay(stage: MapStage, n: Any, size: int) -> bool:
     if not is_unknown(n) and n < size:
         return False
     members = UNKNOWN_MEMBERS if is_unknown(n) else n
-    return _masked_values(stage, n) * members * MASKED_SECONDS > EXECUTABLE_SECONDS
+    return _masked_values(stage, n) * members > MASKED_VALUES
 
 
 def _masked_values(stage: MapStage, n: Any) -> float:

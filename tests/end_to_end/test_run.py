@@ -83,9 +83,9 @@ FILES = {
     "pipelines.worker.placed_files.FILE_BYTES": 64,
 }
 PIECES = {"plan.buffer_ranges.RANGE_VALUES": 2}
-GROUPS = {"plan.merging.MERGE_RATE": 1.0}
+GROUPS = {"plan.merging.MERGE_BYTES": 1}
 LARGE = {"interpreters.lowering.shard_size.MAX_SHARD_BYTES": 0}
-APART = {"interpreters.lowering.lower.MASKED_SECONDS": 1.0}
+APART = {"interpreters.lowering.lower.MASKED_VALUES": 0}
 AT_ONCE = {f"runtime.ordered_pool.{name}_OPERATIONS": 0.0 for name in ("SHARD", "PASS")}
 FAST, LOOP = {"reduction": "fast"}, {"member_loop": "loop"}
 GUARDS = {"on_error": "drop", "on_nonfinite": "drop"}

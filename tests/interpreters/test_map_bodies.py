@@ -37,7 +37,7 @@ def large(monkeypatch):
 @pytest.fixture
 def apart(monkeypatch):
     """Masks are taken to cost so much that short shards always have an executable of their own."""
-    monkeypatch.setattr(lower, "MASKED_SECONDS", 1.0)
+    monkeypatch.setattr(lower, "MASKED_VALUES", 0)
 
 
 # --- all members of a shard at once, or, where they are large, one after the other
@@ -93,13 +93,13 @@ def test_full_shards_select_nothing():
 
 
 def test_which_executables_there_are(monkeypatch):
-    cases = [(64, 1.0, "full"), (8, 1.0, "full"), (64, 0.0, "full"),
-             (70, 1.0, "both"), (70, 0.0, "one"), (7, 1.0, "one")]  # fmt: skip
-    for n, seconds, which in cases:
-        monkeypatch.setattr(lower, "MASKED_SECONDS", seconds)
+    cases = [(64, 0, "full"), (8, 0, "full"), (64, 1e9, "full"),
+             (70, 0, "both"), (70, 1e9, "one"), (7, 0, "one")]  # fmt: skip
+    for n, values, which in cases:
+        monkeypatch.setattr(lower, "MASKED_VALUES", values)
         _, step = executables(scatter(), normal(n, D), shard_size=8)
         found = {None: "full", step.body: "one"}.get(step.short_body, "both")
-        assert found == which, (n, seconds)
+        assert found == which, (n, values)
         assert len(step.executables) == (2 if which == "both" else 1)
 
 
