@@ -23,6 +23,7 @@ from jax import export
 from jax._src import api, core, dispatch, tree_util, xla_bridge
 from jax._src import checkify as jax_checkify
 from jax._src import effects as jax_effects
+from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client

@@ -19,13 +19,8 @@ from beamjax.diagnostics.plan_json import Json, plan_json
 from beamjax.errors import OptionsError, PlacementError, StructureError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.planning import Planned
-from beamjax.interpreters.staging.stage import (
-    Argument,
-    FlatCall,
-    declared_sizes,
-    of_members,
-    stage,
-)
+from beamjax.interpreters.staging.arguments import Argument, FlatCall, of_members
+from beamjax.interpreters.staging.stage import declared_sizes, stage
 from beamjax.interpreters.staging.unknown_sizes import SOME_NUMBER
 from beamjax.ops.leaves import name_of
 from beamjax.options import Options, parse_options

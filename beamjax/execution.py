@@ -23,7 +23,7 @@ from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, 
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
-from beamjax.interpreters.staging.stage import Argument, FlatCall, flatten_call
+from beamjax.interpreters.staging.arguments import FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
 from beamjax.jobs.claims import claimed
 from beamjax.jobs.job import Job, JobRun
@@ -215,10 +215,11 @@ def stage(
 ) -> FlatCall:
     """Flattens the arguments of a call; refuses tracers, and abstract ones unless `abstract`."""
     flat = flatten_call(fn, args)
-    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in flat.arguments})
+    others = flat.arguments if flat.arrays is None else ()
+    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in others})
     if _compat.is_tracing():
         refuse_compilation(front, fn)
-    for argument in flat.arguments:
+    for argument in others:
         if not abstract and isinstance(argument.value, jax.ShapeDtypeStruct):
             raise StagingError(
                 f"{argument.path}: found a jax.ShapeDtypeStruct, expected an array or a source; "
@@ -238,8 +239,7 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
         chosen = found.shard_sizes, found.vectorizations
         recipe = Recipe(make_plan, flat, options, *chosen, unroll)
         found = replace(found, recipe=recipe)
-    given = all(argument.value is not None for argument in flat.arguments)
-    inputs = bind_inputs(found, flat.arguments) if given else None
+    inputs = bind_inputs(found, flat) if flat.has_values else None
     name = runner if isinstance(runner, str) else runner_name(runner)
     return Call(flat, runner, name, options, planned, found, inputs)
 
@@ -319,10 +319,9 @@ def collect(call: Call, values: Values) -> Any:
     return with_tables(result, call.results, call.backend, call.options)
 
 
-def bind_inputs(plan: Plan, arguments: Sequence[Argument]) -> Inputs:
+def bind_inputs(plan: Plan, call: FlatCall) -> Inputs:
     """The values of a plan's inputs: the user's arguments, then the closed-over constants."""
-    values = [(a.value, a.leaf) if a.is_source else a.value for a in arguments]
-    return Inputs(plan, [*values, *plan.constants])
+    return Inputs(plan, [*call.values, *plan.constants])
 
 
 def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:

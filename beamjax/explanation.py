@@ -18,8 +18,8 @@ from beamjax.errors import OptionsError
 from beamjax.interpreters import planning
 from beamjax.interpreters.cutting import cut as _split
 from beamjax.interpreters.staging import flatten as _flatten
-from beamjax.interpreters.staging import stage as _stage
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.arguments import Argument, FlatCall, flatten_call
+from beamjax.interpreters.staging.stage import stage as _trace
 from beamjax.jobs.job import Job
 from beamjax.jobs.report import Report
 from beamjax.options import Options, rules
@@ -163,7 +163,7 @@ def explain(
     if stage not in STAGES:
         raise OptionsError(f"stage: found {stage!r}, expected one of {', '.join(STAGES)}")
     parsed = parsed_options(options, runner)
-    call = _stage.flatten_call(fn, args)
+    call = flatten_call(fn, args)
     call = call.with_arguments([_as_array(argument) for argument in call.arguments])
     if stage != "plan":
         return Explanation(stage, _stage_text(call, stage, parsed))
@@ -183,8 +183,8 @@ def _as_array(argument: Argument) -> Argument:
     return dataclasses.replace(argument, value=None) if abstract else argument
 
 
-def _stage_text(call: _stage.FlatCall, stage: str, options: Options) -> str:
-    staged = _stage.stage(call)
+def _stage_text(call: FlatCall, stage: str, options: Options) -> str:
+    staged = _trace(call)
     if stage == "staged":
         return str(staged)
     flat = _flatten.flatten(staged.closed)

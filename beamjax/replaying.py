@@ -27,7 +27,7 @@ from beamjax.interpreters.placement.places import FileGroups, MemberAxis
 from beamjax.interpreters.planning import Planned, make_plan, with_file_starts
 from beamjax.interpreters.program import Eqn, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
-from beamjax.interpreters.staging.stage import FlatCall, flatten_call
+from beamjax.interpreters.staging.arguments import FlatCall, flatten_call
 from beamjax.jobs.job import Job, JobState, open_job
 from beamjax.ops.primitives import map_p
 from beamjax.ops.python_calls import collecting, keeping
@@ -118,7 +118,7 @@ class _Restaged:
         planned = self._cut(planned, found.cuts)
         plan = planned.plan
         if self.values is None:
-            return planned, bind_inputs(plan, self.call.arguments)
+            return planned, bind_inputs(plan, self.call)
         return planned, Inputs(plan, [*self.values[: len(self.call.arguments)], *plan.constants])
 
     def _cut(self, planned: Planned, cuts: Fingerprint | None) -> Planned:

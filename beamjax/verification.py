@@ -18,8 +18,7 @@ from beamjax._text import aligned
 from beamjax.bodies.export import unwrap, wrap
 from beamjax.call import by_position, runner_name
 from beamjax.errors import OptionsError, VerificationError
-from beamjax.interpreters.staging import stage as _stage
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.arguments import Argument, flatten_call
 from beamjax.numerics.ulp import NAN_DISTANCE, real_parts, ulp_distance, unsigned_difference
 from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
@@ -206,7 +205,7 @@ def _by_key(result: Any) -> Any:
 
 def whole_arguments(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Arguments of `run` as `jax.jit` takes them: arrays in place of the leaves of sources."""
-    call = _stage.flatten_call(fn, args)
+    call = flatten_call(fn, args)
     return call.restore(_whole(call.arguments))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import beamjax as bj
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.options import parse_options
 from beamjax.plan.shard import Shard, Shards

@@ -31,10 +31,11 @@ from beamjax.interpreters.placement.places import FileGroups, PlacedProgram
 from beamjax.interpreters.placement.propagate import place
 from beamjax.interpreters.placement.weight_checks import refuse_unweighted
 from beamjax.interpreters.program import FlatProgram
+from beamjax.interpreters.staging.arguments import Argument, FlatCall
 from beamjax.interpreters.staging.contractions import contract_sums
 from beamjax.interpreters.staging.flatten import flatten
 from beamjax.interpreters.staging.simplify import fold_scalars
-from beamjax.interpreters.staging.stage import Argument, FlatCall, Staged, stage
+from beamjax.interpreters.staging.stage import Staged, stage
 from beamjax.options import Options
 from beamjax.plan.steps import Plan, Vectorization
 from beamjax.sources.source_base import cut_number
@@ -67,15 +68,12 @@ class Planned:
 def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     """Plans a call, or returns the cached plan of its function for arguments of these types."""
     # What a plan depends on, besides the function. Values and paths of arguments are not among it.
-    types = tuple(
-        (a.aval.shape, a.aval.dtype, getattr(a.aval, "weak_type", False), a.comes_by_shards)
-        for a in call.arguments
-    )
     sources = call.arguments if call.has_sources else ()
     buckets = tuple(buckets_of(sources).values()) if sources else ()
     files = tuple(a.file_rows for a in sources)
     full_key = (
-        call.structure, types, buckets, files, options.planning, tuple(settings().values()), unroll
+        call.structure, call.types, buckets, files, options.planning, tuple(settings().values()),
+        unroll,
     )  # fmt: skip
     known = _plans.get(call.fn, full_key)
     if known is not None and not known.plan.file_starts:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.options import parse_options
 

@@ -150,7 +150,7 @@ class Invocation:
         """As `load`, but a large .npy file is a source if it is only used as a placed value."""
         import beamjax
         from beamjax.interpreters.planning import plan_for
-        from beamjax.interpreters.staging.stage import flatten_call
+        from beamjax.interpreters.staging.arguments import flatten_call
 
         fn, args = self.load()
         big = {f"args[{i}]": i for i, value in enumerate(args) if _is_big_file(value)}

@@ -22,7 +22,7 @@ from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.buckets import padding_notes
 from beamjax.interpreters.planning import Planned
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.arguments import Argument
 from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import Options
 from beamjax.plan.merging import fan_out, workers_of

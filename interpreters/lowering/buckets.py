@@ -16,7 +16,7 @@ import jax
 from beamjax.bodies.export import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
-from beamjax.interpreters.staging.stage import Argument
+from beamjax.interpreters.staging.arguments import Argument
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import (
     Block,

@@ -34,7 +34,7 @@ from beamjax.bodies.export import _LOADED, default_platform, load_body
 from beamjax.commands.jobs import read_command
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.jobs import results as job_results
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.options import parse_options

@@ -54,6 +54,7 @@ def settable(found):
 
 
 USED = [
+    ("jax._src.array:ArrayImpl", has("shape", "dtype", "weak_type")),
     ("jax._src.checkify:error_checks", is_a(MutableMapping)),
     ("jax._src.checkify:checkify_jaxpr", takes(4)),
     ("jax._src.core:trace_state_clean", takes(0)),

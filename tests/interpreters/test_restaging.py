@@ -22,7 +22,7 @@ from beamjax.bodies import python_bodies as restaging
 from beamjax.errors import StagingError, WorkerError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters import planning
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.options import Options
 from beamjax.plan.steps import Body
 from beamjax.runtime import local as evaluate
@@ -50,7 +50,7 @@ def plan_and_inputs(fn, args):
     chosen = found.plan.shard_sizes, found.plan.vectorizations
     recipe = restaging.Recipe(planning.make_plan, call, options, *chosen)
     plan = dataclasses.replace(found.plan, recipe=recipe)
-    return plan, bind_inputs(plan, call.arguments)
+    return plan, bind_inputs(plan, call)
 
 
 def elsewhere(plan, program=None):

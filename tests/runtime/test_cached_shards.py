@@ -17,7 +17,7 @@ import url_files  # noqa: F401  (makes bjtest:// known)
 
 import beamjax as bj
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.options import parse_options
 from beamjax.sources.arrays import data_files
 from beamjax.storage import files

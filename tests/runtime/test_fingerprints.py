@@ -17,7 +17,7 @@ import beamjax as bj
 from beamjax.errors import SourceError
 from beamjax.execution import bind_inputs
 from beamjax.interpreters.planning import make_plan
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.options import Options
 from beamjax.runtime.fingerprints import differences, input_fingerprints, plan_fingerprint
 from beamjax.sources.arrays.data_files import FileHashes
@@ -31,7 +31,7 @@ def prints(fn, *args, **options):
     """The fingerprints of a plan and of its inputs."""
     call, parsed = flatten_call(fn, args), Options(**options)
     plan = make_plan(call, parsed).plan
-    return plan_fingerprint(plan, parsed), input_fingerprints(bind_inputs(plan, call.arguments))
+    return plan_fingerprint(plan, parsed), input_fingerprints(bind_inputs(plan, call))
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ from helpers import assert_same_bits
 import beamjax as bj
 from beamjax.errors import SourceError, StagingError
 from beamjax.interpreters.planning import plan_for
-from beamjax.interpreters.staging.stage import flatten_call
+from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.options import Options
 from beamjax.plan.cost import Cost
 from beamjax.runtime import ordered_pool
