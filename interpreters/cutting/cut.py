@@ -8,10 +8,10 @@ maps and reductions; all server equations of one level become one executable.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 
 from beamjax import _compat
-from beamjax.interpreters.cutting.remat import is_elementwise
+from beamjax.interpreters.cutting.remat import MOST_OPERATIONS, elementwise_operations
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,
@@ -256,25 +256,32 @@ class _Splitter:
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
         return _Splitter(self.program, block, places, self, user)
 
-    def _elementwise(self) -> set[Var]:
-        """The values that elementwise equations compute from what every pass can read."""
-        found: set[Var] = set()
+    def _elementwise(self) -> Set[Var]:
+        """The values that few elementwise equations compute from what every pass can read."""
+        # For each of them, these equations, with the number of operations of each.
+        found: dict[Var, dict[Eqn, int]] = {}
         for eqn in self.block.eqns:
             placement, rule = self.program.rules.get(eqn, ("", None))
-            if not isinstance(rule, MemberwiseRule) or not is_elementwise(eqn):
+            operations = elementwise_operations(eqn)
+            if not isinstance(rule, MemberwiseRule) or not operations:
                 continue
             # A pass checks the members that a map returns, and the next one reads what it found.
             if self.program.guarded and eqn.primitive.name == "bj_map":
                 continue
             needs = zip(eqn.inputs, rule.in_axes, strict=True)
-            if all(
+            if not all(
                 axis is None or self._at_hand(atom, MemberAxis(placement, axis), found)
                 for atom, axis in needs
             ):
-                found.update(eqn.outputs)
-        return found
+                continue
+            eqns = {eqn: operations}
+            for atom in eqn.inputs:
+                eqns |= found.get(atom, {}) if isinstance(atom, Var) else {}
+            if sum(eqns.values()) <= MOST_OPERATIONS:
+                found.update(dict.fromkeys(eqn.outputs, eqns))
+        return found.keys()
 
-    def _at_hand(self, atom: Atom, along: MemberAxis, found: set[Var]) -> bool:
+    def _at_hand(self, atom: Atom, along: MemberAxis, found: Container[Var]) -> bool:
         """Whether every pass can create an operand, read it from outside, or find it in `found`."""
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True

@@ -1,7 +1,7 @@
 """Which placed values later passes compute again, instead of reading them where they are stored.
 
-The rule: what elementwise operations compute from inputs is computed again, everything else is
-stored. A `map_fn` is elementwise if all operations of its body are.
+The rule: what at most `MOST_OPERATIONS` elementwise operations compute from inputs is computed
+again, everything else is stored. A `map_fn` is elementwise if all operations of its body are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ RECOMPUTED = frozenset(ELEMENTWISE) - {"threefry2x32", "random_gamma"} | {
 """Elementwise primitives, and those that only move entries."""
 
 
-def is_elementwise(eqn: Eqn) -> bool:
-    """Whether an equation computes its results entry by entry."""
+MOST_OPERATIONS = 256
+"""Most operations by which a value is computed again. Without a bound, each of n passes would
+compute all that the passes before it did, as in rounds of a loop that Python unrolls."""
+
+
+def elementwise_operations(eqn: Eqn) -> int:
+    """The number of operations of an equation that computes entry by entry, 0 for any other."""
     if eqn.effects:
-        return False
+        return 0
     if eqn.primitive.name != "bj_map":
-        return operation_of(eqn).primitive.name in RECOMPUTED
-    body = equations(eqn.params["jaxpr"])
-    return all(inner.primitive.name in RECOMPUTED | CALLS for inner in body)
+        return int(operation_of(eqn).primitive.name in RECOMPUTED)
+    names = [inner.primitive.name for inner in equations(eqn.params["jaxpr"])]
+    return max(len(names), 1) if all(name in RECOMPUTED | CALLS for name in names) else 0

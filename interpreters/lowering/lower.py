@@ -20,7 +20,7 @@ from beamjax.bodies.export import (
     wrap,
 )
 from beamjax.errors import StagingError
-from beamjax.interpreters.cutting.member_cost import member_cost, server_cost
+from beamjax.interpreters.cutting.member_cost import server_cost
 from beamjax.interpreters.cutting.stages import (
     BlockStages,
     BranchStage,
@@ -43,7 +43,9 @@ from beamjax.interpreters.lowering.map_bodies import (
 )
 from beamjax.interpreters.lowering.reasons import rule_of, why_on_server
 from beamjax.interpreters.lowering.shard_size import (
+    PassSize,
     choose_vectorization,
+    pass_sizes,
     shard_sizes,
     with_whole_blocks,
 )
@@ -97,10 +99,12 @@ def lower(
     vectorizations: Mapping[str, Vectorization] | None = None,
 ) -> Plan:
     """Makes a plan of the stages of a placed program; `paths` names its inputs in messages."""
+    passes = pass_sizes(program, stages)
     if sizes is None:
-        sizes = shard_sizes(program, stages, options)
+        sizes = shard_sizes(program, passes, options)
     sizes = with_whole_blocks(program, stages, sizes)
-    return _Lowering(program, stages, options, sizes, vectorizations or {}).plan(name, paths)
+    lowering = _Lowering(program, passes, options, sizes, vectorizations or {})
+    return lowering.plan(stages, name, paths)
 
 
 class _Lowering:
@@ -109,13 +113,13 @@ class _Lowering:
     def __init__(
         self,
         program: PlacedProgram,
-        stages: Sequence[Stage],
+        passes: Mapping[MapStage, PassSize],
         options: Options,
         sizes: Mapping[str, int],
         vectorizations: Mapping[str, Vectorization],
     ):
         self.program = program
-        self.stages = stages
+        self.passes = passes
         self.options = options
         self.platforms = (default_platform(),) if options.platforms is None else options.platforms
         self.sizes = sizes
@@ -134,9 +138,9 @@ class _Lowering:
         self.reasons: dict[str, str] = {}
         self.guard = guard_of(options)
 
-    def plan(self, name: str, paths: Sequence[str]) -> Plan:
+    def plan(self, stages: Sequence[Stage], name: str, paths: Sequence[str]) -> Plan:
         # Steps come first: they find out which inputs are read, and how.
-        steps = tuple(self.step(stage) for stage in self.stages)
+        steps = tuple(map(self.step, stages))
         flat = self.program.flat
         outputs = tuple(map(self.output, flat.outputs))
         plan = Plan(
@@ -336,13 +340,13 @@ class _Lowering:
         guard = self.guard
         n, chosen = self.program.sizes[stage.placement], self.vectorizations.get(name)
         vectorization, loop_reason = choose_vectorization(
-            stage, buffers, n, size, self.options, self.platforms, chosen
+            stage, self.passes[stage], buffers, size, self.options, self.platforms, chosen
         )
         sized = functools.partial(map_body, self.program, stage, buffers, impls, guard)
         if vectorization.kind != "vmap":
             batch = vectorization.batch or 1
             sized = functools.partial(sequential_body, sized, stage, buffers, guard, batch)
-        self.costs[name] = member_cost(stage, n)
+        self.costs[name] = self.passes[stage].cost
         eqns = [e.eqn for e in stage.emissions]
         full = functools.partial(sized, full=True)
         # A Python function needs no variants: it is called without padding.

@@ -28,6 +28,7 @@ from beamjax.interpreters.program import Atom, MemberEqn, with_nested
 from beamjax.interpreters.rules.sharding_rules import ReductionRule
 from beamjax.options import Options
 from beamjax.options.rules import MULTIPLE
+from beamjax.plan.cost import Cost
 from beamjax.plan.steps import VMAP, FusedBuffer, Vectorization
 
 CACHE_BYTES = 1 << 19
@@ -64,21 +65,19 @@ class PassSize:
     peak: float  # bytes that it holds at once per member, operands included
     looped: float  # the most bytes per member that a round of a loop reads and holds; 0 without
     reduced: int  # bytes of the partials of a shard
-    operations: float  # per member, in units of those of a matrix product
-    grouped: bool = False  # whether it convolves input and kernels of members
+    cost: Cost  # per member
 
     @staticmethod
     def of(stage: MapStage, n: Any) -> PassSize:
         """What a pass over n members holds and computes."""
-        held, cost = _held(stage, n), member_cost(stage, n)
+        held = _held(stage, n)
         read = sum(_per_member(var, n) for var, _ in stage.operands)
         return PassSize(
             read + sum(_per_member(var, n) for var in stage.results),
             read + held.peak,
             held.looped,
             sum(nbytes_of(var.aval) for eqn in stage.reductions for var in eqn.outputs),
-            cost.weight,
-            cost.grouped,
+            member_cost(stage, n),
         )
 
     @property
@@ -100,18 +99,24 @@ def _passes(stages: Sequence[Stage], placement: str) -> list[MapStage]:
 # --- members per shard
 
 
+def pass_sizes(program: PlacedProgram, stages: Sequence[Stage]) -> dict[MapStage, PassSize]:
+    """What each pass holds and computes."""
+    passes = (stage for stage in walk(stages) if isinstance(stage, MapStage))
+    return {stage: PassSize.of(stage, program.sizes[stage.placement]) for stage in passes}
+
+
 def shard_sizes(
-    program: PlacedProgram, stages: Sequence[Stage], options: Options
+    program: PlacedProgram, passes: Mapping[MapStage, PassSize], options: Options
 ) -> dict[str, int]:
     """The members per shard of each placement: a multiple of 8, one size for all passes."""
     # With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on
     # XLA's CPU backend.
     sizes = {}
     for placement, n in program.sizes.items():
-        passes = [PassSize.of(stage, n) for stage in _passes(stages, placement)]
+        mine = [size for stage, size in passes.items() if stage.placement == placement]
         groups = program.file_groups.get(placement)
         chosen = options.shard_size and _at_most_all(options.shard_size, n)
-        sizes[placement] = chosen or _shard_size(passes, n, groups)
+        sizes[placement] = chosen or _shard_size(mine, n, groups)
     return sizes
 
 
@@ -148,7 +153,7 @@ def _merging(passes: Sequence[PassSize]) -> float:
 
 def _paying(passes: Sequence[PassSize]) -> float:
     """The number of members whose operations pay for the calls and the partials of a shard."""
-    operations = sum(each.operations for each in passes)
+    operations = sum(each.cost.weight for each in passes)
     return PAYING * (_calling(passes) + _merging(passes)) / max(operations, 1)
 
 
@@ -207,8 +212,8 @@ def with_whole_blocks(
 
 def choose_vectorization(
     stage: MapStage,
+    each: PassSize,
     buffers: Sequence[FusedBuffer],
-    n: Any,
     size: int,
     options: Options,
     platforms: Sequence[str],
@@ -217,7 +222,6 @@ def choose_vectorization(
     """How a pass computes a shard, and why if it is not vmap over all members."""
     if not can_run_sequentially(stage, buffers):
         return VMAP, ""
-    each = PassSize.of(stage, n)
     if options.member_loop is not None:
         kind, why = options.member_loop, f"the option member_loop={options.member_loop!r}"
     elif chosen is not None:
@@ -247,7 +251,7 @@ def _kind(
         return "vmap", ""
     # Of convolutions whose input and kernel both differ between members, `vmap` makes one grouped
     # convolution, which XLA's CPU backend computes at a fraction of the speed of separate ones.
-    if each.grouped:
+    if each.cost.grouped:
         return "loop", "convolutions whose kernels differ between members"
     if each.at_once == 1:
         return "loop", f"a round of a loop holds {human_bytes(round(each.looped))} of a member"

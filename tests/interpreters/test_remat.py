@@ -16,8 +16,8 @@ def squares_from_mean(y):
     return bj.reduce_mean((y - bj.reduce_mean(y)[None]) ** 2)
 
 
-def long_chain(x):
-    for _ in range(40):
+def long_chain(x, rounds=40):
+    for _ in range(rounds):
         x = jnp.sin(jnp.exp(-x * x))
     return x
 
@@ -29,6 +29,9 @@ def on_the_host(v):
 CROSSING = {
     "operations": (jnp.exp, "recomputed"),
     "many operations": (long_chain, "recomputed"),
+    "too many operations": (lambda x: long_chain(x, 80), "stored"),
+    "too many operations in a map": (
+        lambda x: bj.map_fn(lambda v: long_chain(v, 80), x), "stored"),
     "entries in another order": (lambda x: jnp.flip(x, 1) * 2, "recomputed"),
     "a map of operations": (lambda x: bj.map_fn(lambda v: jnp.flip(v) * 2.0, x), "recomputed"),
     "a call in a map": (lambda x: bj.map_fn(jax.nn.relu, x), "recomputed"),

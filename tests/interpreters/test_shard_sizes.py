@@ -16,6 +16,7 @@ from streams import stream
 import beamjax as bj
 from beamjax.interpreters.lowering import shard_size
 from beamjax.interpreters.lowering.shard_size import PassSize
+from beamjax.plan.cost import Cost
 
 
 def array(*shape, dtype="float32"):
@@ -203,7 +204,7 @@ def test_sizes_do_not_depend_on_the_machine(monkeypatch):
 NBYTES = st.floats(0, 1e9)
 PASSES = st.builds(
     lambda moved, inner, looped, reduced, operations: PassSize(
-        moved, moved + inner, min(looped, moved + inner), reduced, operations
+        moved, moved + inner, min(looped, moved + inner), reduced, Cost(operations)
     ),
     NBYTES, NBYTES, NBYTES, st.integers(0, 10**9), st.floats(0, 1e12),
 )  # fmt: skip
@@ -219,7 +220,7 @@ def test_each_size_suits_its_members(each, n):
     assert each.at_once <= 1 or each.at_once * each.looped <= shard_size.CACHE_BYTES
     # There are two shards, unless they would compute less than four times what their calls take.
     calls = shard_size.CALL_OPERATIONS + shard_size.MERGE_OPERATIONS * each.reduced
-    if size > 8 and size * each.operations > 8 * calls:
+    if size > 8 and size * each.cost.weight > 8 * calls:
         assert size < n
 
 
@@ -233,7 +234,7 @@ def test_members_of_more_bytes_come_in_smaller_shards(each, n, factor, name):
 
 @given(PASSES, st.floats(1, 1e3))
 def test_members_of_more_work_come_in_smaller_shards(each, factor):
-    more = replace(each, operations=factor * each.operations)
+    more = replace(each, cost=each.cost.times(factor))
     assert shard_size._shard_size([more], 2**40) <= shard_size._shard_size([each], 2**40)
 
 
