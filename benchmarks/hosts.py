@@ -263,7 +263,7 @@ class Scenario:
     count: int
     events: tuple[tuple[float, Event], ...] = ()  # at these seconds after its first job runs
     options: dict[str, Any] = field(default_factory=dict)  # replace `OPTIONS`; None removes one
-    error: str = ""  # part of the message with which it ends; "" if it ends with the right bits
+    error: str = ""  # part of the message with which it ends, or of a warning; "" if of none
     before: Event | None = None  # happens before the run
     after: Event | None = None  # happens after it, when nothing may be left
     kills: float | None = None  # at which second the launcher is killed, and the call repeated
@@ -429,8 +429,11 @@ class Bench:
         if scenario.before is not None:
             scenario.before(hosts)
         begun = time.monotonic()
+        log = hosts.folder / "logs" / "launcher.log"
+        before = log.stat().st_size if log.exists() else 0
         told = self._launched(scenario)
         took = time.monotonic() - begun
+        told["log"] = log.read_bytes()[before:].decode(errors="replace")
         verdict = self._judge(scenario, told)
         if scenario.after is not None:
             scenario.after(hosts)
@@ -494,7 +497,9 @@ class Bench:
             return "NO RESULT"
         if told["bits"] != self._right(scenario):
             return "WRONG BITS"
-        return "same bits" if scenario.error in ("", "?") else "NO ERROR"
+        if scenario.error in ("", "?"):
+            return "same bits"
+        return "same bits, with a warning" if scenario.error in told["log"] else "NO ERROR"
 
     def _right(self, scenario: Scenario) -> str:
         """The bits with `runner="local"`."""

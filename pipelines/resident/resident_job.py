@@ -88,6 +88,7 @@ class ResidentJob:
         self._pool: Pool | None = None
         self._starts = 0  # since the last finished pass
         self._hopeless: BeamjaxError | None = None  # why no start can succeed
+        self._is_warned = False  # of workers that can't join
 
     def run(self, program: Program, *arguments: Any) -> list[Result]:
         """Runs a program on the workers; see `Pool.run`."""
@@ -182,14 +183,18 @@ class ResidentJob:
             raise
 
     def _reason(self, pipeline: beam.Pipeline) -> Callable[[], BeamjaxError | None]:
-        """A look for the reason why no worker joins. Once one has, the others can do without it."""
+        """A look for the reason why no worker joins."""
         progress = self.connection.spec.job(pipeline.options).look(attempts=2)
 
         def look() -> BeamjaxError | None:
-            if self._pool is None or self._pool.has_had_workers:
+            if self._pool is None or self._is_warned or (reason := progress()) is None:
                 return None
-            self._hopeless = progress()
-            return self._hopeless
+            if not self._pool.has_had_workers:
+                self._hopeless = reason
+                return reason
+            self._is_warned = True
+            _log.warning("%s; the other workers compute its share", reason)
+            return None
 
         return look
 

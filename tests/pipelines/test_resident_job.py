@@ -84,6 +84,23 @@ def test_runners_that_keep_dead_workers_are_not_waited_for(clock, monkeypatch, t
         assert found._starts == 2
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_why_workers_can_not_join_is_an_error_or_with_others_one_warning(others, tmp_path, caplog):
+    reason = WorkerError("can't reach its pool of workers at b:50000")
+    job = SimpleNamespace(look=lambda attempts: lambda: reason)
+    spec = SimpleNamespace(job=lambda flags: job, in_this_process=False)
+    found = resident_job.ResidentJob(
+        SimpleNamespace(runner=object(), spec=spec, shared=False), Store(str(tmp_path))
+    )
+    look = found._reason(SimpleNamespace(options=None))
+    assert look() is None
+    found._pool = SimpleNamespace(has_had_workers=others)
+    assert [look(), look()] == ([None, None] if others else [reason, reason])
+    assert [record.message for record in caplog.records] == others * [
+        "can't reach its pool of workers at b:50000; the other workers compute its share"
+    ]
+
+
 PASS = task_messages.Pass("p")
 
 
