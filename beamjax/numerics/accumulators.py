@@ -160,19 +160,55 @@ def fail(found: str, expected: str) -> NoReturn:
     raise ArrayFormatError(f"bytes of an accumulator: found {found}, expected {expected}.")
 
 
-def _only_array(
-    arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
-) -> np.ndarray | None:
-    """A copy of the one array, or None without arrays; raises `ArrayFormatError` for others."""
-    if not arrays:
-        return None
-    found = [(array.shape, array.dtype) for array in arrays]
-    if found != [(shape, dtype)]:
-        fail(f"the arrays {found}", f"one {dtype}{list(shape)}")
-    return arrays[0].copy()
+# --- one array, with which a NumPy operation merges each partial
 
 
-# --- one vector and a NumPy operation: integers, booleans, and floats in the mode "fast"
+class _OneArray(Accumulator):
+    """An accumulator whose state is one array, the last axis of which has the coordinates."""
+
+    # The dtype and the first axes of the state.
+    _held: np.dtype
+    _axes: tuple[int, ...] = ()
+    _state: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._state is None else self._state.nbytes
+
+    def _merge(self, other: Self) -> None:
+        if other._state is not None:
+            self._apply(other._state)
+
+    def _arrays(self) -> list[np.ndarray | Joined]:
+        return [] if self._state is None else [self._state]
+
+    def _restore(self, arrays: list[np.ndarray]) -> None:
+        found = [(array.shape, array.dtype) for array in arrays]
+        shape = (*self._axes, self.size)
+        if found and found != [(shape, self._held)]:
+            fail(f"the arrays {found}", f"one {self._held}{list(shape)}")
+        self._state = arrays[0].copy() if arrays else None
+
+    def _apply(self, other: np.ndarray) -> None:
+        """Merges a partial, in the form of the state, or the state of other partials."""
+        if self._state is None:
+            self._state = other.astype(self._held)
+            return
+        state = self._state
+
+        def apply(first: int, last: int) -> None:
+            part = ..., slice(first * PART, last * PART)
+            with np.errstate(all="ignore"):
+                self._combine(state[part], other[part])
+
+        in_parts(-(-self.size // PART), self.size, apply)
+
+    @abc.abstractmethod
+    def _combine(self, state: np.ndarray, other: np.ndarray) -> None:
+        """Merges `other` into `state`, at some of the coordinates."""
+
+
+# --- integers, booleans, and floats in the mode "fast"
 
 
 def _widest(dtype: np.dtype) -> np.dtype:
@@ -182,7 +218,7 @@ def _widest(dtype: np.dtype) -> np.dtype:
     return np.dtype({"f": np.float64, "c": np.complex128}.get(dtype.kind, dtype))
 
 
-class Running(Accumulator):
+class Running(_OneArray):
     """One vector, to which a NumPy operation adds every partial."""
 
     name = "running"
@@ -196,7 +232,6 @@ class Running(Accumulator):
                 f"{expected}."
             )
         self._held = _widest(self.dtype)
-        self._state: np.ndarray | None = None
 
     @staticmethod
     def exactness(dtype: np.dtype) -> str:
@@ -207,22 +242,11 @@ class Running(Accumulator):
     def bytes_each(dtype: np.dtype, most: bool) -> int:
         return _widest(dtype).itemsize
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._state is None else self._state.nbytes
-
     def _add(self, partial: np.ndarray, shard: int) -> None:
         self._apply(partial)
 
-    def _merge(self, other: Running) -> None:
-        if other._state is not None:
-            self._apply(other._state)
-
-    def _arrays(self) -> list[np.ndarray | Joined]:
-        return [] if self._state is None else [self._state]
-
-    def _restore(self, arrays: list[np.ndarray]) -> None:
-        self._state = _only_array(arrays, (self.size,), self._held)
+    def _combine(self, state: np.ndarray, other: np.ndarray) -> None:
+        self.reducer.ufunc(state, other, out=state)
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
         if self._state is None:
@@ -235,19 +259,6 @@ class Running(Accumulator):
         with np.errstate(all="ignore"):
             count -= self.left_out
             return (self.total(lo, hi, self._held) / np.float64(count)).astype(dtype)
-
-    def _apply(self, vector: np.ndarray) -> None:
-        if self._state is None:
-            self._state = vector.astype(self._held)
-            return
-        state = self._state
-
-        def apply(first: int, last: int) -> None:
-            part = slice(first * PART, last * PART)
-            with np.errstate(all="ignore"):
-                self.reducer.ufunc(state[part], vector[part], out=state[part])
-
-        in_parts(-(-self.size // PART), self.size, apply)
 
 
 # --- products of floats, in an order that depends on the shard numbers alone
@@ -360,54 +371,37 @@ def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 # a NaN is above all numbers in each part.
 
 
-class Extreme(Accumulator):
+class Extreme(_OneArray):
     """Maximum or minimum, as the maximum of integers with the same order."""
 
     name = "extreme"
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         super().__init__(reducer, dtype, size)
-        self._key_dtype = _key_dtype(self.dtype)
-        self._parts = 2 if self.dtype.kind == "c" else 1
-        self._keys: np.ndarray | None = None
+        self._held = _key_dtype(self.dtype)
+        self._axes = (2 if self.dtype.kind == "c" else 1,)
 
     @staticmethod
     def bytes_each(dtype: np.dtype, most: bool) -> int:
         return _key_dtype(dtype).itemsize * (2 if dtype.kind == "c" else 1)
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._keys is None else self._keys.nbytes
-
     def _add(self, partial: np.ndarray, shard: int) -> None:
         self._apply(to_keys(partial, self.reducer.name))
 
-    def _merge(self, other: Extreme) -> None:
-        if other._keys is not None:
-            self._apply(other._keys)
-
-    def _arrays(self) -> list[np.ndarray | Joined]:
-        return [] if self._keys is None else [self._keys]
-
-    def _restore(self, arrays: list[np.ndarray]) -> None:
-        self._keys = _only_array(arrays, (self._parts, self.size), self._key_dtype)
+    def _combine(self, state: np.ndarray, other: np.ndarray) -> None:
+        if len(state) == 1:
+            np.maximum(state, other, out=state)
+            return
+        # The imaginary parts decide where the real parts are equal.
+        above = other > state
+        above[0] |= above[1] & (other[0] == state[0])
+        np.copyto(state, other, where=above[0])
 
     def total(self, lo: int, hi: int, dtype: np.dtype) -> np.ndarray:
-        if self._keys is None:
+        if self._state is None:
             return np.full(hi - lo, lowest_value(self.reducer.name, self.dtype)).astype(dtype)
-        found = from_keys(self._keys[:, lo:hi], self.dtype, self.reducer.name)
-        return found.astype(dtype, copy=False)
-
-    def _apply(self, keys: np.ndarray) -> None:
-        if self._keys is None:
-            self._keys = keys.copy()
-        elif self._parts == 1:
-            np.maximum(self._keys, keys, out=self._keys)
-        else:
-            # The imaginary parts decide where the real parts are equal.
-            above = keys > self._keys
-            above[0] |= above[1] & (keys[0] == self._keys[0])
-            np.copyto(self._keys, keys, where=above[0])
+        values = from_keys(self._state[:, lo:hi], self.dtype, self.reducer.name)
+        return values.astype(dtype, copy=False)
 
 
 def is_float(dtype: np.dtype) -> bool:

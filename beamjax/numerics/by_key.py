@@ -15,10 +15,10 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype
 import numpy as np
 
 from beamjax.numerics.accumulators import Extreme, OrderedProduct, from_keys, is_float, to_keys
-from beamjax.numerics.exact_sum import ExactSum, quotient
+from beamjax.numerics.exact_sum import ExactSum, divided, quotient, with_special
 from beamjax.numerics.reducers import REDUCERS, REDUCTIONS, Fold, Reducer
-from beamjax.numerics.rounding import DIVISOR_LIMIT, append, divide, round_pair
-from beamjax.numerics.superaccumulator import LOWEST, WIDTH
+from beamjax.numerics.rounding import round_pair, total_of
+from beamjax.numerics.superaccumulator import LOWEST, WIDTH, split
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
 # Floats are added as the digits of long fixed-point numbers, as in `superaccumulator`, but as
@@ -193,15 +193,15 @@ class ByKey:
     def _merged(
         self, states: Sequence[State], lengths: Sequence[int], order: np.ndarray, first: np.ndarray
     ) -> State:
-        found: State = {}
+        merged: State = {}
         for name in sorted({name for state in states for name in state}):
             like = next(state[name] for state in states if name in state)
             columns = [
                 state[name] if name in state else np.zeros((rows, *like.shape[1:]), like.dtype)
                 for state, rows in zip(states, lengths, strict=True)
             ]
-            found[name] = _folded(self._ufunc, np.concatenate(columns)[order], first)
-        return _carried(found) if "special" in found else found
+            merged[name] = _folded(self._ufunc, np.concatenate(columns)[order], first)
+        return _carried(merged) if "special" in merged else merged
 
     def added(self, waiting: list[Rows], rows: Iterable[Rows]) -> list[Rows]:
         """Rows that wait to be merged, with more of them."""
@@ -221,8 +221,8 @@ class ByKey:
         part = (hashed(rows.keys) % np.uint64(parts)).astype(np.int64)
         order = np.argsort(part, kind="stable")
         numbers, starts = np.unique(part[order], return_index=True)
-        for number, each in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-            yield number, rows.take(each)
+        for number, some in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
+            yield number, rows.take(some)
 
     def finished(self, parts: Iterable[Rows]) -> list[np.ndarray]:
         """The keys, ascending, and the leaves of the result."""
@@ -249,21 +249,21 @@ class ByKey:
         result: np.dtype,
     ) -> np.ndarray:
         if self._fold:
-            found = _variances(state, counts)
+            values = _variances(state, counts)
             if member.kind == "c":
-                found = found.reshape(len(counts), -1, 2).sum(axis=2)
+                values = values.reshape(len(counts), -1, 2).sum(axis=2)
             assert self._fold.of_variance is not None
             with np.errstate(all="ignore"):
-                found = self._fold.of_variance(found).astype(result)
+                values = self._fold.of_variance(values).astype(result)
         elif "special" in state:
-            found = _rounded(state, counts if self._reducer.divides else None, result)
+            values = _rounded(state, counts if self._reducer.divides else None, result)
         elif self._reducer.accumulator is Extreme:
             parts = np.moveaxis(state["values"], -1, 0)
-            found = from_keys(parts.reshape(len(parts), -1), member, self.op)
+            values = from_keys(parts.reshape(len(parts), -1), member, self.op)
         else:
             with np.errstate(all="ignore"):
-                found = state["values"].astype(result)
-        return found.reshape(len(counts), *shape).astype(result, copy=False)
+                values = state["values"].astype(result)
+        return values.reshape(len(counts), *shape).astype(result, copy=False)
 
 
 def reduced(by_key: ByKey, keys: np.ndarray, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -381,24 +381,13 @@ def _digits(terms: Sequence[np.ndarray], first: np.ndarray) -> State:
             special = np.where(finite, 0.0, rest)
             state["special"] = _folded(np.add, special, first) + state["special"]
             rest = np.where(finite, rest, 0.0)
-        for key, digit in _split(rest):
-            total = np.add.reduceat(digit, first, axis=0)
+        top = max(float(rest.max(initial=0)), -float(rest.min(initial=0)))
+        for key, digit in split(rest, top):
+            total = np.add.reduceat(digit.astype(np.int64), first, axis=0)
             state[str(key)] = state[str(key)] + total if str(key) in state else total
         # Two terms of MAX_BLOCK rows could overflow without a carry.
         state = _carried(state)
     return state
-
-
-def _split(rest: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The digits of finite float64 numbers, int64, from the highest down."""
-    top = max(float(rest.max(initial=0)), -float(rest.min(initial=0)))
-    key = max(0, -((WIDTH - 1 + _LOWEST - int(np.frexp(top)[1])) // WIDTH))
-    while rest.any():
-        unit = key * WIDTH + _LOWEST
-        digit = np.trunc(np.ldexp(rest, -unit))
-        rest = rest - np.ldexp(digit, unit)
-        yield key, digit.astype(np.int64)
-        key -= 1
 
 
 def _carried(state: State) -> State:
@@ -412,8 +401,8 @@ def _carried(state: State) -> State:
             if carry.any():
                 digits[key] = digits[key] - (carry << WIDTH)
                 digits[key + 1] = digits[key + 1] + carry if key + 1 in digits else carry
-    found: State = {str(key): x for key, x in sorted(digits.items()) if x.any()}
-    return {"special": state["special"], **found}
+    carried: State = {str(key): x for key, x in sorted(digits.items()) if x.any()}
+    return {"special": state["special"], **carried}
 
 
 def _rounded(state: State, counts: np.ndarray | None, result: np.dtype) -> np.ndarray:
@@ -421,30 +410,16 @@ def _rounded(state: State, counts: np.ndarray | None, result: np.dtype) -> np.nd
     real = np.dtype(f"f{result.itemsize // 2}") if result.kind == "c" else result
     special = state["special"].reshape(-1)
     digits = {int(name): x.reshape(-1) for name, x in state.items() if name != "special"}
-    head, tail = np.zeros(len(special)), None
+    divisor = 1 if counts is None else np.repeat(counts, len(special) // len(counts))
+    integer = lambda at: sum(int(x[at]) << (key * WIDTH) for key, x in digits.items())
     with np.errstate(all="ignore"):
-        for key in sorted(digits, reverse=True):
-            unit = key * WIDTH + _LOWEST
-            head, tail = append(head, tail, np.ldexp(digits[key].astype(np.float64), unit))
-        # Past the limits of doubles and of `divide`, Python's integers divide.
-        outside = ~np.isfinite(head)
-        divisor = None
-        if counts is not None:
-            divisor = np.repeat(counts, len(special) // len(counts))
-            size = np.abs(head)
-            outside |= ~((size >= 2.0**-700) & (size <= 2.0**990) | (size == 0))
-            outside |= divisor >= DIVISOR_LIMIT
-            head, tail = divide(head, tail, divisor)
-        if outside.any():
-            tail = np.zeros(len(head)) if tail is None else tail
-            for at in np.flatnonzero(outside).tolist():
-                number = sum(int(x[at]) << (key * WIDTH) for key, x in digits.items())
-                count = 1 if divisor is None else int(divisor[at])
-                head[at], tail[at] = quotient(number, count << -_LOWEST)
-        found = round_pair(head, tail, real)
-        found = np.where(special == 0, found, special.astype(real))
-        found[np.isnan(special)] = np.float32(np.nan).astype(real)
-    return found.view(result) if result.kind == "c" else found
+        terms = (
+            np.ldexp(digits[key].astype(np.float64), key * WIDTH + _LOWEST)
+            for key in sorted(digits, reverse=True)
+        )
+        pair = divided(*total_of(terms, len(special)), divisor, _LOWEST, integer)
+        values = with_special(round_pair(*pair, real), special)
+    return values.view(result) if result.kind == "c" else values
 
 
 def _variances(state: State, counts: np.ndarray) -> np.ndarray:
@@ -463,9 +438,9 @@ def _variances(state: State, counts: np.ndarray) -> np.ndarray:
     # Sums and sums of squares are these integers times 2^unit.
     down, up = max(-unit, 0), max(unit, 0)
     above = (number * squares << down + up) - (sums * sums << 2 * up)
-    found = _quotients(above, number * number << 2 * down).astype(np.float64)
+    variances = _quotients(above, number * number << 2 * down).astype(np.float64)
     no_mean, no_square = np.split(special, 2, axis=1)
-    return np.where(no_mean != 0, np.nan, np.where(no_square != 0, no_square, found))
+    return np.where(no_mean != 0, np.nan, np.where(no_square != 0, no_square, variances))
 
 
 _quotients = np.frompyfunc(lambda above, below: quotient(above, below)[0], 2, 1)

@@ -26,13 +26,13 @@ FE_INEXACT = {"x86_64": 0x20, "aarch64": 0x10, "arm64": 0x10}
 PROBED = 1 << 15
 """Length of the vectors on which NumPy's additions are tested."""
 
-Rows: TypeAlias = np.ndarray | Sequence[np.ndarray]
-Adder: TypeAlias = Callable[[np.ndarray, Rows, np.ndarray], bool]
+Vectors: TypeAlias = np.ndarray | Sequence[np.ndarray]
+Adder: TypeAlias = Callable[[np.ndarray, Vectors, np.ndarray], bool]
 
 _local = threading.local()
 
 
-def add_exactly(total: np.ndarray, rows: Rows) -> int:
+def add_exactly(total: np.ndarray, rows: Vectors) -> int:
     """Adds rows to `total` while each sum is a double; returns how many it added."""
     # Of an array, all rows are added or none. NumPy chooses the order of its additions, so the
     # number may depend on the order of the rows, but the sum does not. Infinities and NaN are
@@ -67,8 +67,8 @@ def _buffer(size: int) -> np.ndarray:
 @functools.cache
 def _adder() -> Adder | None:
     """The function that adds and looks at the flag; None if the flag is not reliable here."""
-    found = _with_flag()
-    return found if found is not None and _notices_rounding(found) else None
+    add = _with_flag()
+    return add if add is not None and _notices_rounding(add) else None
 
 
 def _with_flag() -> Adder | None:
@@ -82,7 +82,7 @@ def _with_flag() -> Adder | None:
     if flag is None:
         return None
 
-    def add(total: np.ndarray, rows: Rows, out: np.ndarray) -> bool:
+    def add(total: np.ndarray, rows: Vectors, out: np.ndarray) -> bool:
         lower(flag)
         if isinstance(rows, np.ndarray):
             np.add.reduce(rows, axis=0, dtype=np.float64, out=out)

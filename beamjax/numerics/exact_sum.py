@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,24 +19,17 @@ import numpy as np
 from beamjax.errors import WorkerError
 from beamjax.numerics import serialization
 from beamjax.numerics.accumulators import Accumulator
-from beamjax.numerics.exact_add import Rows
+from beamjax.numerics.exact_add import Vectors
 from beamjax.numerics.rounding import (
     DIVISOR_LIMIT,
     Pair,
-    append,
     divide,
     divide_to_float32,
     round_pair,
+    total_of,
 )
 from beamjax.numerics.side_by_side import in_parts
-from beamjax.numerics.superaccumulator import (
-    BLOCK,
-    LOWEST,
-    NEGATIVE_INFINITY,
-    NOT_A_NUMBER,
-    POSITIVE_INFINITY,
-    Digits,
-)
+from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits
 from beamjax.storage.arrays import Joined
 
 if TYPE_CHECKING:
@@ -132,7 +125,7 @@ class ExactSum(Accumulator):
         parts = 2 if dtype.kind == "c" else 1
         wide = dtype.itemsize // parts > 4
         # Numbers of like size have three digits in float64, and those of float32 are in `held`. A
-        # million of them may need two or three digits more, and flags.
+        # million of them may need two or three digits more, and infinities.
         digits = 3 if wide else 1
         return parts * (8 * (digits + 2 + wide) + 1 if most else 8 * digits)
 
@@ -190,7 +183,7 @@ class ExactSum(Accumulator):
             for number, block in sorted(self._blocks.items())
             if block.held is not None
             or block.vectors
-            or (block.flags is not None and block.flags.any())
+            or (block.special is not None and block.special.any())
         }
 
     def _arrays(self) -> list[np.ndarray | Joined]:
@@ -212,13 +205,13 @@ class ExactSum(Accumulator):
             rows, self._waiting = self._rows(), []
             self._deposit(rows)
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> Vectors:
         """The partials that are not added yet, as real numbers."""
         if not self._is_small:
             return self._waiting
         return np.stack(self._waiting) if len(self._waiting) > 1 else self._waiting[0][None]
 
-    def _deposit(self, rows: Rows) -> None:
+    def _deposit(self, rows: Vectors) -> None:
         """Adds rows (length,) of real numbers."""
         count = -(-self._length // BLOCK)
         blocks = [self._block(number) for number in range(count)]
@@ -269,64 +262,57 @@ def _allocate(blocks: list[Digits]) -> None:
 
 def _rounded_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
     """The numbers of a block over `divisor`, rounded to `dtype`, with infinities and NaN."""
-    block.split_flags()
-    short = dtype == np.float32 and 1 < divisor < DIVISOR_LIMIT
-    if short and block.held is not None and not block.vectors:
-        result = divide_to_float32(block.held[lo:hi], divisor)
+    block.split_special()
+    held = None if block.vectors else block.held
+    if held is not None and dtype == np.float32 and 1 < divisor < DIVISOR_LIMIT:
+        result = divide_to_float32(held[lo:hi], divisor)
     else:
-        result = _divided_block(block, lo, hi, dtype, divisor)
-    if block.flags is not None:
-        flags = block.flags[lo:hi]
-        result[flags == POSITIVE_INFINITY] = _special(dtype, math.inf)
-        result[flags == NEGATIVE_INFINITY] = _special(dtype, -math.inf)
-        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
-        result[nan] = _special(dtype, math.nan)
-    return result
-
-
-def _divided_block(block: Digits, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
-    """Like `_rounded_block`, without infinities and NaN."""
-    if block.held is not None and not block.vectors:
-        head, tail = block.held[lo:hi], None
-    else:
-        head, tail = _pair(block, lo, hi)
-    outside = _outside(head, divisor, block.lowest)
-    if 1 < divisor < DIVISOR_LIMIT:
-        head, tail = divide(head, tail, divisor)
-    if outside is not None and outside.any():
-        head, tail = head.copy(), np.zeros(hi - lo) if tail is None else tail
-        for position in np.flatnonzero(outside).tolist():
-            pair = quotient(block.integer(lo + position), divisor << -block.lowest)
-            head[position], tail[position] = pair
-    return round_pair(head, tail, dtype)
+        head, tail = _pair(block, lo, hi) if held is None else (held[lo:hi], None)
+        integer = lambda position: block.integer(lo + position)
+        result = round_pair(*divided(head, tail, divisor, block.lowest, integer), dtype)
+    return result if block.special is None else with_special(result, block.special[lo:hi])
 
 
 def _pair(block: Digits, lo: int, hi: int) -> Pair:
     """The numbers of a block, each as a pair of doubles; see `rounding`."""
-    head, tail = np.zeros(hi - lo), None
     if block.bound > 1 or block.held is not None:
         block.carry()
-    for term in block.terms(lo, hi):
-        head, tail = append(head, tail, term)
+    return total_of(block.terms(lo, hi), hi - lo)
+
+
+def divided(
+    head: np.ndarray,
+    tail: np.ndarray | None,
+    divisor: int | np.ndarray,
+    lowest: int,
+    integer: Callable[[int], int],
+) -> Pair:
+    """Numbers over `divisor`; `integer` gives one of them in units of 2^lowest."""
+    is_number = isinstance(divisor, int)
+    if is_number and lowest == LOWEST[np.dtype(np.float32)] and divisor < DIVISOR_LIMIT:
+        # Sums of float32 are 0 or in [2^-149, 2^192].
+        return (head, tail) if divisor == 1 else divide(head, tail, divisor)
+    if is_number and divisor == 1:
+        outside = ~np.isfinite(head)
+    else:
+        size = np.abs(head)
+        outside = ~((size >= 2.0**-700) & (size <= 2.0**990) | (size == 0))
+        outside |= divisor >= DIVISOR_LIMIT
+        head, tail = divide(head, tail, divisor)
+    if outside.any():
+        # Python's integers divide, which take about a microsecond each.
+        head, tail = head.copy(), np.zeros(len(head)) if tail is None else tail
+        divisors = np.broadcast_to(divisor, head.shape)
+        for at in np.flatnonzero(outside).tolist():
+            head[at], tail[at] = quotient(integer(at), int(divisors[at]) << -lowest)
     return head, tail
 
 
-def _special(dtype: np.dtype, value: float) -> np.generic:
-    return np.float32(value).astype(dtype)
-
-
-def _outside(head: np.ndarray, divisor: int, lowest: int) -> np.ndarray | None:
-    """Which coordinates need Python's integers, since `divide` does not take them."""
-    # They take about a microsecond each.
-    if divisor >= DIVISOR_LIMIT:
-        return np.ones(len(head), np.bool_)
-    # Sums of float32 are zero, or between 2^-149 and 2^192: in the range of `divide`.
-    if lowest == LOWEST[np.dtype(np.float32)]:
-        return None
-    if divisor == 1:
-        return ~np.isfinite(head)
-    size = np.abs(head)
-    return ~((size >= 2.0**-700) & (size <= 2.0**990) | (size == 0))
+def with_special(values: np.ndarray, special: np.ndarray) -> np.ndarray:
+    """Puts infinities and NaN, which have one pattern of bits, where `special` is not 0."""
+    values = np.where(special == 0, values, special.astype(values.dtype))
+    values[np.isnan(special)] = np.float32(np.nan).astype(values.dtype)
+    return values
 
 
 def quotient(numerator: int, denominator: int) -> tuple[float, float]:

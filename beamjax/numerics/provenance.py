@@ -37,11 +37,11 @@ class Provenance:
         if not self.kinds:
             return other
         # The first ones in order stay, so the result does not depend on the order of merges.
-        found: dict[str, tuple[str, ...]] = {}
+        kinds: dict[str, tuple[str, ...]] = {}
         for kind in sorted({**self.kinds, **other.kinds})[:MAX_KINDS]:
             hosts = {*self.kinds.get(kind, ()), *other.kinds.get(kind, ())}
-            found[kind] = tuple(sorted(hosts)[:MAX_HOSTS])
-        return Provenance(found)
+            kinds[kind] = tuple(sorted(hosts)[:MAX_HOSTS])
+        return Provenance(kinds)
 
     def __bool__(self) -> bool:
         return bool(self.kinds)

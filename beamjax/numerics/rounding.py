@@ -6,6 +6,8 @@ neighbour whose last bit is 1. It is 0 if and only if the rest is 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 # Why to odd: two roundings to nearest may differ from one, as the first may move a number onto the
@@ -62,6 +64,14 @@ def append(head: np.ndarray, tail: np.ndarray | None, term: np.ndarray) -> Pair:
     head = np.where(has_tail, head, total)
     # A tail that was inexact before is odd, and the term is below its last bit, so it stays.
     return head, np.where(has_tail, to_odd(total, error), error)
+
+
+def total_of(terms: Iterable[np.ndarray], size: int) -> Pair:
+    """The sum of terms (size,) that `append` takes, as a pair."""
+    head, tail = np.zeros(size), None
+    for term in terms:
+        head, tail = append(head, tail, term)
+    return head, tail
 
 
 def divide(head: np.ndarray, tail: np.ndarray | None, divisor: int | np.ndarray) -> Pair:

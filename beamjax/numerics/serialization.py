@@ -1,8 +1,8 @@
-"""Converts the digits of an exact sum to three flat arrays, and back with all checks.
+"""Converts the digits of an exact sum to flat arrays, and back with all checks.
 
 * `index`, int32 (rows, 2), has a row (block, key) for each vector, in ascending order.
 * `data`, float64, is the concatenation of these vectors. A vector of key -1 is `Digits.held`.
-* `flagged`, int64 (n, 2), has coordinates and their flags of infinities and NaN.
+* `special`, int64 (n, 2), has the coordinates of infinities and NaN, and their bits in float32.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NO_SIGN = np.uint64((1 << 63) - 1)
 
 
 def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
-    """The arrays `index`, `data` and `flagged` of blocks, by number, whose digits are carried."""
-    index, data, flagged = [], [], []
+    """The arrays of blocks, by number, whose digits are carried."""
+    index, data, special = [], [], []
     for number in sorted(blocks):
         block = blocks[number]
         if block.held is not None:
@@ -38,25 +38,26 @@ def pack(blocks: dict[int, Digits]) -> list[np.ndarray | Joined]:
         for key in sorted(block.vectors):
             index.append((number, key))
             data.append(block.vectors[key])
-        if block.flags is not None:
-            places = np.flatnonzero(block.flags)
-            flagged.append(np.stack([places + number * BLOCK, block.flags[places]], axis=1))
+        if block.special is not None:
+            places = np.flatnonzero(block.special)
+            bits = block.special[places].view(np.int32)
+            special.append(np.stack([places + number * BLOCK, bits], axis=1))
     return [
         np.array(index, np.int32).reshape(-1, 2),
         Joined(data, np.dtype(np.float64)),
-        np.concatenate([np.empty((0, 2), np.int64), *flagged]),
+        np.concatenate([np.empty((0, 2), np.int64), *special]),
     ]
 
 
 def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digits]:
     """The blocks, by number, that `pack` was given for a vector of this length."""
     # The bytes may come from anywhere: whatever `index` claims, the blocks need no more memory than
-    # `data` and a byte for each coordinate of the blocks in `flagged`.
+    # `data` and four bytes for each coordinate of the blocks in `special`.
     expected = [("int32", 2, (2,)), ("float64", 1, ()), ("int64", 2, (2,))]
     found = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
     if found != expected:
         _fail(f"arrays {found}", f"{expected}")
-    index, data, flagged = arrays
+    index, data, special = arrays
     blocks: dict[int, Digits] = {}
     before, end = (-1, HELD), 0
     for number, key in index.tolist():
@@ -77,22 +78,25 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digi
         before = (number, key)
     if end != len(data):
         _fail(f"{len(data)} digits", f"{end}")
-    _unpack_flags(blocks, flagged, length, lowest)
+    _unpack_special(blocks, special, length, lowest)
     return blocks
 
 
-def _unpack_flags(blocks: dict[int, Digits], flagged: np.ndarray, length: int, lowest: int) -> None:
-    places, flags = flagged[:, 0], flagged[:, 1]
+def _unpack_special(
+    blocks: dict[int, Digits], special: np.ndarray, length: int, lowest: int
+) -> None:
+    places, bits = special[:, 0], special[:, 1].astype(np.int32)
+    values = bits.view(np.float32)
     in_order = (np.diff(places) > 0).all() and (places >= 0).all() and (places < length).all()
-    if not in_order or not ((flags >= 1) & (flags <= 7)).all():
-        _fail("other flags of infinities", "ascending coordinates in range with flags 1 to 7")
+    if not in_order or (bits != special[:, 1]).any() or np.isfinite(values).any():
+        _fail("other infinities and NaN", "one at each of ascending coordinates in range")
     numbers = places // BLOCK
     for number in np.unique(numbers).tolist():
         here = numbers == number
         size = min(BLOCK, length - number * BLOCK)
         block = blocks.setdefault(number, Digits(size, lowest))
-        block.flags = np.zeros(size, np.uint8)
-        block.flags[places[here] - number * BLOCK] = flags[here]
+        block.special = np.zeros(size, np.float32)
+        block.special[places[here] - number * BLOCK] = values[here]
 
 
 def _checked_held(held: np.ndarray) -> np.ndarray:

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from beamjax.numerics.exact_add import Rows, add_exactly
-from beamjax.numerics.rounding import append
+from beamjax.numerics.exact_add import Vectors, add_exactly
+from beamjax.numerics.rounding import total_of
 
 # The idea: a float is a whole number times a power of two. So a sum of floats is a sum of whole
 # numbers, of about 2,100 bits for float64, which is exact in any order. It is written with digits
 # of `WIDTH` bits. A digit of a sum may grow beyond `WIDTH` bits before it is carried to the next
 # one, as long as it is a double without rounding. The invariant is |digit| <= bound · 2^(WIDTH-1) <
 # 2^53: under it, every operation on digits is exact, and the block holds the exact sum, in whatever
-# order vectors are added, merged and carried. Infinities and NaN are recorded separately, as three
-# flags that are OR-ed.
+# order vectors are added, merged and carried. Infinities and NaN are added separately, as
+# floats: the sum of infinities is one of them, or NaN, in any order.
 #
 # The long number is the "complete register" of U. Kulisch ("Computer Arithmetic and Validity", 2nd
 # ed. 2013, chapter 8), with delayed carries as in R. M. Neal, "Fast exact summation using small and
@@ -43,9 +43,6 @@ WIDTH = 44
 CAPACITY = (1 << (53 - WIDTH)) - 2
 """The largest bound of digits, which leaves one bit for the carries themselves."""
 
-# The flags of a coordinate.
-POSITIVE_INFINITY, NEGATIVE_INFINITY, NOT_A_NUMBER = 1, 2, 4
-
 LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 """Exponent of the smallest subnormal of each dtype."""
 
@@ -53,7 +50,7 @@ LOWEST = {np.dtype(np.float32): -149, np.dtype(np.float64): -1074}
 class Digits:
     """The digits of one block: an exact fixed-point number per coordinate."""
 
-    __slots__ = ("bound", "buffer", "flags", "held", "lowest", "missed", "size", "vectors")
+    __slots__ = ("bound", "buffer", "held", "lowest", "missed", "size", "special", "vectors")
 
     def __init__(self, size: int, lowest: int) -> None:
         # The number of coordinates.
@@ -65,10 +62,10 @@ class Digits:
         self.vectors: dict[int, np.ndarray] = {}
         # |digit| <= bound · 2^(WIDTH-1).
         self.bound = 0
-        # uint8 (size,): infinities and NaN that were added.
-        self.flags: np.ndarray | None = None
+        # float32 (size,): the sums of infinities and NaN that were added; 0 where there are none.
+        self.special: np.ndarray | None = None
         # float64 (size,): a part of the sum besides the digits. It may be read-only, and infinities
-        # and NaN may be in it as well as in `flags`.
+        # and NaN may be in it as well as in `special`.
         self.held: np.ndarray | None = None
         # Whether the last addition did not fit in `held`.
         self.missed = False
@@ -82,15 +79,14 @@ class Digits:
 
     @property
     def nbytes(self) -> int:
-        flags = 0 if self.flags is None else self.flags.nbytes
-        flags += 0 if self.held is None else self.held.nbytes
-        return flags + sum(vector.nbytes for vector in self.vectors.values())
+        vectors = [*self.vectors.values(), self.special, self.held]
+        return sum(vector.nbytes for vector in vectors if vector is not None)
 
     def unit(self, key: int) -> int:
         """Exponent of the unit of a digit."""
         return key * WIDTH + self.lowest
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Vectors) -> None:
         """Adds vectors (size,), or an array (terms, size) of at most `CAPACITY` // 2 of them."""
         # No reference to the vectors remains.
         if self.lowest == LOWEST[np.dtype(np.float32)]:
@@ -107,7 +103,7 @@ class Digits:
             for row in rows:
                 self.add([row])
 
-    def _add_held(self, rows: Rows) -> int:
+    def _add_held(self, rows: Vectors) -> int:
         """Adds vectors to `held`, as long as that is exact; returns how many it added."""
         if self.held is None:
             self.held = np.empty(self.size) if self.buffer is None else self.buffer
@@ -124,65 +120,41 @@ class Digits:
         self.missed = not self.missed
         top = max(float(rows.max()), -float(rows.min()))
         if not top < math.inf:
-            rows, top = self._take_flags(rows)
+            rows, top = self._take_special(rows)
         self._split(rows, top)
 
     def _release(self) -> None:
         """Moves `held` to the digits."""
-        self.split_flags()
+        self.split_special()
         held, self.held = self.held, None
         if held is not None:
             self._split(held[None], max(float(held.max()), -float(held.min())))
 
-    def split_flags(self) -> None:
-        """Moves infinities and NaN that were added to `held` to `flags`."""
+    def split_special(self) -> None:
+        """Moves infinities and NaN that were added to `held` to `special`."""
         # Finite numbers in `held` are below 2^192, so their sum is finite.
         if self.held is not None and not math.isfinite(np.add.reduce(self.held)):
-            rows, _ = self._take_flags(self.held[None])
+            rows, _ = self._take_special(self.held[None])
             self.held = rows[0]
 
     def _split(self, rows: np.ndarray, top: float) -> None:
         """Adds rows of finite numbers, |rows| <= top, to the digits."""
-        if top == 0.0:
-            return
+        # The highest digit has at most WIDTH - 1 bits, and those below it WIDTH: a bound of 2.
         if self.bound + 2 * len(rows) > CAPACITY:
             self._carry()
         self.bound += 2 * len(rows)
-        # The highest digit has at most WIDTH - 1 bits, and those below it WIDTH. So each row adds
-        # up to 2 to the bound.
-        exponent = math.frexp(top)[1]
-        key = max(0, -((WIDTH - 1 + self.lowest - exponent) // WIDTH))
-        rest = rows.astype(np.float64)
-        digit = np.empty_like(rest)
-        while True:
-            # digit = trunc(rest / 2^unit), and rest -= digit · 2^unit, both exactly. Truncated,
-            # because rounding to nearest could give 2^1024, which is no double. `rest` itself is
-            # not scaled, because that could underflow.
-            _scale(rest, -self.unit(key), digit)
-            np.trunc(digit, out=digit)
+        for key, digit in split(rows, top, self.lowest):
             self._deposit(key, digit)
-            if key == 0:
-                return
-            _scale(digit, self.unit(key), digit)
-            np.subtract(rest, digit, out=rest)
-            if not rest.any():
-                return
-            key -= 1
 
-    def _take_flags(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
-        """Moves infinities and NaN to `flags`; returns the other rows and their largest size."""
-        flags = (
-            (rows == np.inf) * np.uint8(POSITIVE_INFINITY)
-            | (rows == -np.inf) * np.uint8(NEGATIVE_INFINITY)
-            | (rows != rows) * np.uint8(NOT_A_NUMBER)
-        )
-        self.add_flags(np.bitwise_or.reduce(flags, axis=0))
-        rows = np.where(flags == 0, rows, rows.dtype.type(0))
+    def _take_special(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
+        """Moves infinities and NaN to `special`; returns the other rows and their largest size."""
+        finite = np.isfinite(rows)
+        self._add_special(np.where(finite, 0, rows).astype(np.float32).sum(axis=0))
+        rows = np.where(finite, rows, rows.dtype.type(0))
         return rows, float(np.abs(rows).max())
 
-    def add_flags(self, flags: np.ndarray) -> None:
-        """ORs flags of infinities and NaN, uint8 (size,)."""
-        self.flags = flags.copy() if self.flags is None else self.flags | flags
+    def _add_special(self, special: np.ndarray) -> None:
+        self.special = special.copy() if self.special is None else self.special + special
 
     def _deposit(self, key: int, digit: np.ndarray) -> None:
         """Adds whole numbers (terms, size) to a digit."""
@@ -202,9 +174,9 @@ class Digits:
         """Brings the state to one that depends on the numbers alone."""
         # If all sums of float32 vectors are doubles, they are in `held`, and there are no digits.
         # Zeros are in neither.
-        self.split_flags()
-        if self.flags is not None:
-            self._settle_flags(self.flags)
+        self.split_special()
+        if self.special is not None:
+            self._settle_special(self.special)
         if self.held is not None and not self.vectors:
             # `any` is slow for floats, and a few of them mostly decide.
             some = self.held[:64].any() or self.held.any()
@@ -213,22 +185,19 @@ class Digits:
         self.carry()
         if self.lowest != LOWEST[np.dtype(np.float32)]:
             return
-        head, tail = np.zeros(self.size), None
-        for term in self.terms(0, self.size):
-            head, tail = append(head, tail, term)
+        head, tail = total_of(self.terms(0, self.size), self.size)
         if self.vectors and tail is None and np.isfinite(head).all():
             self.vectors, self.bound = {}, 0
             self.held = head
 
-    def _settle_flags(self, flags: np.ndarray) -> None:
-        """Reduces the flags of each coordinate to those of its sum: one infinity, or NaN."""
-        # Before, the flags depend on the order: an infinity in `held` absorbs what is added to it.
-        nan = (flags & NOT_A_NUMBER != 0) | (flags == POSITIVE_INFINITY | NEGATIVE_INFINITY)
-        self.flags = np.where(nan, np.uint8(NOT_A_NUMBER), flags)
-        flagged = flags != 0
+    def _settle_special(self, special: np.ndarray) -> None:
+        """Gives all NaN the same bits, and zeros to the numbers beside them and infinities."""
+        # Before, they depend on the order: an infinity in `held` absorbs what is added to it.
+        is_special = special != 0
+        self.special = np.where(np.isnan(special), np.float32(np.nan), special)
         if self.held is not None:
-            self.held = np.where(flagged, 0.0, self.held)
-        self.vectors = {key: np.where(flagged, 0.0, x) for key, x in self.vectors.items()}
+            self.held = np.where(is_special, 0.0, self.held)
+        self.vectors = {key: np.where(is_special, 0.0, x) for key, x in self.vectors.items()}
 
     def _carry(self) -> None:
         """Like `carry`, without `held`."""
@@ -268,15 +237,15 @@ class Digits:
             else:
                 np.add(mine, vector, out=mine)
         self.bound += other.bound
-        if other.flags is not None:
-            self.add_flags(other.flags)
+        if other.special is not None:
+            self._add_special(other.special)
 
     def copy(self) -> Digits:
         """A copy that shares no memory with this block."""
         same = Digits(self.size, self.lowest)
         same.vectors = {key: vector.copy() for key, vector in self.vectors.items()}
         same.bound = self.bound
-        same.flags = None if self.flags is None else self.flags.copy()
+        same.special = None if self.special is None else self.special.copy()
         same.held = None if self.held is None else self.held.copy()
         same.missed = self.missed
         return same
@@ -284,7 +253,7 @@ class Digits:
     def terms(self, lo: int, hi: int) -> Iterator[np.ndarray]:
         """The digits of the coordinates [lo, hi) as float64 numbers, from the highest down."""
         # Each is exact, or infinite if it is past the range of float64.
-        self.split_flags()
+        self.split_special()
         if self.held is not None and not self.vectors:
             yield self.held[lo:hi]
             return
@@ -296,6 +265,33 @@ class Digits:
         """The number at one coordinate, in units of 2^lowest."""
         self._release()
         return sum(int(vector[position]) << (key * WIDTH) for key, vector in self.vectors.items())
+
+
+def split(
+    rows: np.ndarray, top: float, lowest: int = LOWEST[np.dtype(np.float64)]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The digits of finite numbers, |rows| <= top, from the highest down, in the same memory."""
+    if top == 0.0:
+        return
+    exponent = math.frexp(top)[1]
+    key = max(0, -((WIDTH - 1 + lowest - exponent) // WIDTH))
+    rest = rows.astype(np.float64)
+    digit = np.empty_like(rest)
+    while True:
+        # digit = trunc(rest / 2^unit), and rest -= digit · 2^unit, both exactly. Truncated, because
+        # rounding to nearest could give 2^1024, which is no double. `rest` itself is not scaled,
+        # because that could underflow.
+        unit = key * WIDTH + lowest
+        _scale(rest, -unit, digit)
+        np.trunc(digit, out=digit)
+        yield key, digit
+        if key == 0:
+            return
+        _scale(digit, unit, digit)
+        np.subtract(rest, digit, out=rest)
+        if not rest.any():
+            return
+        key -= 1
 
 
 def _scale(values: np.ndarray, exponent: int, out: np.ndarray | None = None) -> np.ndarray:

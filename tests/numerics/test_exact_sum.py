@@ -361,7 +361,7 @@ def test_infinities_nan_and_zeros():
 
 
 def test_infinities_are_the_same_bytes_however_they_were_added(monkeypatch):
-    """In doubles as IEEE 754 adds them, or as flags beside numbers."""
+    """In doubles as IEEE 754 adds them, or beside numbers."""
     rows = np.ones((6, LARGE), np.float32)
     rows[1, 3], rows[2, 4], rows[4, 4], rows[5, 5] = np.inf, np.inf, -np.inf, np.nan
     rows[3, 6] = 2.0**-100  # which no double holds beside the others
