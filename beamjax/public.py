@@ -22,6 +22,8 @@ from beamjax.jobs.job import Job as Job
 from beamjax.jobs.job import JobState as JobState
 from beamjax.jobs.job import open_job as open_job
 from beamjax.jobs.report import Report as Report
+from beamjax.ops.combining import reduce as reduce
+from beamjax.ops.keyed import reduce_by_key as reduce_by_key
 from beamjax.ops.neighbours import neighbours as neighbours
 from beamjax.ops.operators import broadcast as broadcast
 from beamjax.ops.operators import map_fn as map_fn
@@ -39,8 +41,6 @@ from beamjax.ops.operators import reduce_sum as reduce_sum
 from beamjax.ops.operators import reduce_var as reduce_var
 from beamjax.ops.operators import reduce_weighted_mean as reduce_weighted_mean
 from beamjax.ops.quantiles import quantile as quantile
-from beamjax.ops.reductions import reduce as reduce
-from beamjax.ops.reductions import reduce_by_key as reduce_by_key
 from beamjax.ops.weights import bootstrap_weights as bootstrap_weights
 from beamjax.ops.weights import influence as influence
 from beamjax.ops.weights import reweight as reweight

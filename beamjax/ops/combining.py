@@ -1,4 +1,4 @@
-"""`bj_reduce`: reduces the members of a placement by a function of the user.
+"""`reduce`: reduces the members of a placement by a function of the user.
 
 The function is associative but not necessarily commutative, and with floats it is associative only
 up to rounding. So the calls form a fixed binary tree over the members: first pairs of neighbours,
@@ -7,20 +7,32 @@ then pairs of these results, and so on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, tree_util
 from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax._compat import ad, batching
-from beamjax.errors import PlacementError
+from beamjax.errors import PlacementError, StructureError
+from beamjax.numerics.reducers import Fold, wide_dtype
 from beamjax.ops import sharding
-from beamjax.ops.primitives import is_differentiable, operator_primitive, trace_body
+from beamjax.ops.leaves import as_array, as_placed, name_of
+from beamjax.ops.placements import resolve
+from beamjax.ops.primitives import (
+    default_promotion,
+    is_differentiable,
+    map_members,
+    operator_primitive,
+    reduce_sum_p,
+    trace_body,
+)
+from beamjax.ops.weights import refuse_weights
 
 # The operands of `bj_reduce` are `[*served, *leaves]`: server values that the function closes over,
 # then the leaves of a placed tree. It has a result for each leaf. Its parameters are
@@ -90,6 +102,117 @@ def _choose(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 def combine_of(jaxpr: jex.ClosedJaxpr, served: Sequence[Any]) -> Combine:
     """The function that a jaxpr holds, with its server values."""
     return lambda left, right: jex.jaxpr_as_fun(jaxpr)(*served, *left, *right)
+
+
+# --- what users call
+
+
+def reduce(
+    combine: Callable[[Any, Any], Any],
+    x: Any,
+    identity: Any = None,
+    *,
+    placement: str | None = None,
+) -> Any:
+    """Reduces the members of a placement by an associative function, in their order.
+
+    The function need not be commutative: it combines the values of two neighbouring ranges of
+    members, the left one first. The calls form a fixed binary tree over the members. So shards
+    merge in parallel, and a function that is associative only up to rounding gives the same bits on
+    every runner.
+
+    The derivative in forward mode is a reduction of the same kind. In reverse mode, the derivative
+    by a member needs the reduction of the members before it and of those after it. So `run` gathers
+    to the server the leaves on which the derivative depends: none if the function is linear.
+
+    Args:
+      combine: takes two trees like one member of `x` and returns such a tree. It may close over
+        server values and over constants.
+      x: a tree of placed arrays of shapes `(n, ...)`.
+      identity: a tree like one member with which `combine` changes nothing, such as 0 for a sum. It
+        is the result if there are no members. Otherwise it is combined once, from the left, with
+        the reduction of all members, so any initial value can be given in its place. None means
+        that there is no identity.
+      placement: the placement; None if the program has only one.
+
+    Returns:
+      A tree like `x`, with leaves of shapes `leaf.shape[1:]` and the same dtypes.
+
+    Raises:
+      OutsideProgramError: called outside a program.
+      PlacementError: the placement is unknown or ambiguous, a leaf does not have n members, or
+        there are no members and no identity.
+      StructureError: a leaf is neither an array nor a scalar; the result of `combine`, or
+        `identity`, differs from a member of `x` in structure, or in the shape or dtype of a leaf;
+        `combine` has side effects or closes over a mutable reference; or it is called in a function
+        with weights (`reweight`).
+    """
+    placement, n = resolve("reduce", placement)
+    name = name_of(combine)
+    refuse_weights("reduce", placement, n, f"{name} can't be applied a fractional number of times")
+    mesh = sharding.mesh_for("reduce", placement, n, None)
+    paths, tree = tree_util.tree_flatten_with_path(x)
+    leaves = [as_placed("reduce", "x", path, leaf, placement, n) for path, leaf in paths]
+    members = [
+        sharding.member_aval(jax.typeof(leaf), placement).update(weak_type=False) for leaf in leaves
+    ]
+
+    # Messages of JAX then name the user's function, its file and its parameters.
+    @functools.wraps(combine, assigned=(), updated=())
+    def joined(left: Any, right: Any) -> list[jax.Array]:
+        return _like_member(f"what {name} returns", combine(left, right), x, members)
+
+    member = tree_util.tree_unflatten(tree, members)
+    start = []
+    if identity is not None:
+        start = _like_member("identity", identity, x, members, cast=True)
+    jaxpr, served = trace_body(joined, [member, member], f"reduce: the function {name}")
+    if jaxpr.effects:
+        effects = ", ".join(sorted(map(str, jaxpr.effects)))
+        raise StructureError(
+            f"reduce: the function {name} has side effects ({effects}), expected none: the order "
+            "in which it is called differs from runner to runner."
+        )
+    for value in served:
+        sharding.check_shared(value, placement, mesh)
+    if not leaves:
+        return tree_util.tree_unflatten(tree, [])
+    if isinstance(n, int) and n == 0:
+        if not start:
+            raise PlacementError(
+                f"reduce: found no members in placement {placement!r}, expected at least one, or "
+                "the argument identity as the result without any."
+            )
+        return tree_util.tree_unflatten(tree, start)
+    outs = bind_reduce(jaxpr, served, leaves, placement=placement, n=n, name=name)
+    result = tree_util.tree_unflatten(tree, outs)
+    if not start:
+        return result
+    return tree_util.tree_unflatten(tree, joined(tree_util.tree_unflatten(tree, start), result))
+
+
+def _like_member(
+    what: str, value: Any, x: Any, members: list[Any], cast: bool = False
+) -> list[jax.Array]:
+    """Checks that a tree is like one member of `x`, and returns its leaves."""
+    paths, tree = tree_util.tree_flatten_with_path(value)
+    expected: Any = tree_util.tree_structure(x)
+    if tree != expected:
+        raise StructureError(f"reduce: {what} is a tree {tree}, expected {expected}, as x is.")
+    arrays = []
+    for (path, leaf), member in zip(paths, members, strict=True):
+        if cast and isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf, member.dtype)
+        array = as_array("reduce", what, path, leaf)
+        if (array.shape, array.dtype) != (member.shape, member.dtype):
+            raise StructureError(
+                f"reduce: {what}{tree_util.keystr(path)} has type "
+                f"{array.dtype}{list(array.shape)}, expected {member.dtype}{list(member.shape)}, "
+                f"as the members of x{tree_util.keystr(path)} have."
+            )
+        is_key = jax.dtypes.issubdtype(member.dtype, jax.dtypes.extended)
+        arrays.append(array if is_key else jax.lax.convert_element_type(array, member.dtype))
+    return arrays
 
 
 # --- values and types
@@ -227,9 +350,9 @@ def _reduce_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any
                             **params)  # fmt: skip
         return [outs[i] for i in used]
 
-    found = jax.linear_transpose(outputs, *avals)([cts[i] for i in used])
+    moved = jax.linear_transpose(outputs, *avals)([cts[i] for i in used])
     places = [i for i, mark in enumerate(linear) if mark]
-    for i, aval, ct in zip(places, avals, found, strict=True):
+    for i, aval, ct in zip(places, avals, moved, strict=True):
         results[i] = sharding.lay_out_like(ct, aval)
     return results
 
@@ -274,3 +397,73 @@ def _reduce_dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 _compat.register_dce(reduce_p, _reduce_dce)
+
+
+# --- reductions by a state, such as variances
+
+
+@default_promotion()
+def folded(
+    fold: Fold, x: jax.Array, weights: jax.Array | None, placement: str, n: Any, **how: Any
+) -> jax.Array:
+    """Reduces one placed array (n, ...)."""
+    result = fold.result_dtype(x.dtype)
+    x = in_wide_dtype(fold, x)
+    if isinstance(n, int) and n == 0:
+        types = jax.eval_shape(fold.begin, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), 1)
+        state = [jnp.full(t.shape, v, t.dtype) for t, v in zip(types, fold.nothing, strict=True)]
+    else:
+        placed = (x,) if weights is None else (x, weights.astype(x.real.dtype))
+        state = _state(fold, placement, placed)
+    return fold.finish(state, **how).astype(result)
+
+
+def in_wide_dtype(fold: Fold, x: jax.Array) -> jax.Array:
+    """Values in the dtype in which a fold reduces them."""
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.astype(wide_dtype(x.dtype if is_inexact else fold.result_dtype(x.dtype)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@default_promotion()
+def _state(fold: Fold, placement: str, placed: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """The state of all members; `placed` are their values, then their weights if they have some."""
+    # s = bj_map[begin] x w; y = bj_reduce[merge] s
+    rest = _of_members(placement, placed)
+    state = map_members(
+        lambda x, weight=1: fold.begin(x, weight), [], placed, name=f"{fold.name}_of_member", **rest
+    )
+    member = [sharding.member_aval(jax.typeof(leaf), placement) for leaf in state]
+    merge, consts = trace_body(
+        lambda *leaves: fold.merge(leaves[: len(member)], leaves[len(member) :]), [*member, *member]
+    )
+    del rest["mesh"]
+    return bind_reduce(merge, consts, state, **rest, name=f"reduce_{fold.name}")
+
+
+@_state.defjvp
+@default_promotion()
+def _state_jvp(fold: Fold, placement: str, primals: Any, tangents: Any) -> Any:
+    # The state of all members is known then, so its tangent is linear in sums over the members:
+    # u = bj_map[terms] y x w tx tw; ty = moved(y, bj_reduce_sum u)
+    (placed,), (moving,) = primals, tangents
+    state = _state(fold, placement, placed)
+
+    def terms(*args: jax.Array) -> list[jax.Array]:
+        of_members = args[len(state) :]
+        half = len(of_members) // 2
+        x, weight = (*of_members[:half], 1)[:2]
+        t, weight_t = (*of_members[half:], 0)[:2]
+        return fold.terms(args[: len(state)], x, weight, t, weight_t)
+
+    members = map_members(
+        terms, state, [*placed, *moving],
+        name=f"jvp_{fold.name}", **_of_members(placement, placed),
+    )  # fmt: skip
+    sums = [reduce_sum_p.bind(term, placement=placement) for term in members]
+    return state, fold.moved(state, sums)
+
+
+def _of_members(placement: str, placed: tuple[jax.Array, ...]) -> dict[str, Any]:
+    mesh = sharding.active_mesh(placement)
+    return {"placement": placement, "n": placed[0].shape[0], "mesh": mesh}

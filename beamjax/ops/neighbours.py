@@ -126,26 +126,26 @@ def _count(name: str, value: Any) -> int:
 def _fill(path: Any, leaf: jax.Array, fill: Any) -> jax.Array | None:
     """The value of missing members of a leaf, in its dtype; None for zeros."""
     is_number = isinstance(fill, bool | int | float | complex)  # As NumPy has it, of any size.
-    given: Any = np.asarray(fill) if is_number else as_array("neighbours", "fill", (), fill)
+    array: Any = np.asarray(fill) if is_number else as_array("neighbours", "fill", (), fill)
     member = leaf.shape[1:]
-    where = f"neighbours: found fill={fill!r:.80} of dtype {given.dtype} and shape {given.shape}"
+    where = f"neighbours: found fill={fill!r:.80} of dtype {array.dtype} and shape {array.shape}"
     what = f"x{tree_util.keystr(path)}, whose members have dtype {leaf.dtype} and shape {member}"
-    if not _holds(leaf.dtype, given, fill):
+    if not _holds(leaf.dtype, array, fill):
         raise StructureError(
             f"{where} for {what}; expected a value that this dtype holds, or wrap=True."
         )
-    if not _broadcasts(given.shape, member):
+    if not _broadcasts(array.shape, member):
         raise StructureError(f"{where} for {what}; expected a shape that broadcasts to it.")
     if isinstance(fill, int) and fill == 0:
         return None
-    same = given.dtype == leaf.dtype
-    return jnp.broadcast_to(given if same else given.astype(leaf.dtype), member)
+    same = array.dtype == leaf.dtype
+    return jnp.broadcast_to(array if same else array.astype(leaf.dtype), member)
 
 
-def _holds(dtype: Any, given: Any, fill: Any) -> bool:
+def _holds(dtype: Any, array: Any, fill: Any) -> bool:
     """Whether a dtype has the value `fill`, which is `given` as an array, but for rounding."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return given.dtype == dtype
+        return array.dtype == dtype
     if isinstance(fill, int) and dtype == np.bool_:
         return fill in (0, 1)
     if isinstance(fill, int) and jnp.issubdtype(dtype, np.integer):
@@ -153,7 +153,7 @@ def _holds(dtype: Any, given: Any, fill: Any) -> bool:
     kinds = np.bool_, np.integer, np.floating, np.complexfloating
     kind = lambda dtype: [jnp.issubdtype(dtype, kind) for kind in kinds]
     # Later kinds hold the values of earlier ones; a key is of no kind.
-    return any(kind(given.dtype)) and kind(given.dtype) >= kind(dtype)
+    return any(kind(array.dtype)) and kind(array.dtype) >= kind(dtype)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -178,12 +178,12 @@ class _Around:
         """The neighbours of the members of one array; without `fill`, zeros beyond the ends."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(x))
-            found = wrap(self.of(jax.random.key_data(x), None))
+            rows = wrap(self.of(jax.random.key_data(x), None))
         elif jnp.issubdtype(x.dtype, np.complexfloating):
-            found = jax.lax.complex(self._bind(jnp.real(x)), self._bind(jnp.imag(x)))
+            rows = jax.lax.complex(self._bind(jnp.real(x)), self._bind(jnp.imag(x)))
         else:
-            found = self._bind(x)
-        return found if fill is None else self._filled(found, fill)
+            rows = self._bind(x)
+        return rows if fill is None else self._filled(rows, fill)
 
     def _bind(self, x: jax.Array) -> jax.Array:
         return neighbours_p.bind(
@@ -191,7 +191,7 @@ class _Around:
             mesh=self.mesh,
         )  # fmt: skip
 
-    def _filled(self, found: jax.Array, fill: jax.Array) -> jax.Array:
+    def _filled(self, rows: jax.Array, fill: jax.Array) -> jax.Array:
         """The neighbours with another value beyond the ends than zero."""
         size = primitives.size_p.bind(placement=self.placement, n=self.n)
 
@@ -202,7 +202,7 @@ class _Around:
 
         indices = jnp.arange(self.n, dtype=np.int32)
         (filled,) = primitives.map_members(
-            body, [fill, size], [indices, found],
+            body, [fill, size], [indices, rows],
             placement=self.placement, n=self.n, name="fill", mesh=self.mesh,
         )  # fmt: skip
         return filled
@@ -274,8 +274,8 @@ def _define(primitive: jex.Primitive, function: Callable[..., jax.Array], remove
         spec = (*(() if removes else (None,)), *member.sharding.spec[removes:])
         shape = (*(() if removes else (before + 1 + after,)), *member.shape[removes:])
         layout = member.sharding.update(spec=jax.sharding.PartitionSpec(*spec))
-        found = member.update(shape=shape, sharding=layout, weak_type=False)
-        return sharding.placed_aval(found, placement, x.shape[0], mesh)
+        stack = member.update(shape=shape, sharding=layout, weak_type=False)
+        return sharding.placed_aval(stack, placement, x.shape[0], mesh)
 
     def of_arrays(
         x: jax.Array, *, placement: str, before: int, after: int, wrap: bool, mesh: AnyMesh | None
@@ -299,8 +299,8 @@ def _define_derivatives(primitive: jex.Primitive, other: jex.Primitive, axes: in
 
     def transpose(ct: jax.Array, x: Any, **params: Any) -> list[Any]:
         mesh = sharding.active_mesh(params["placement"])
-        found = other.bind(jnp.asarray(ct, x.aval.dtype), **{**params, "mesh": mesh})
-        return [sharding.lay_out_like(found, x.aval)]
+        result = other.bind(jnp.asarray(ct, x.aval.dtype), **{**params, "mesh": mesh})
+        return [sharding.lay_out_like(result, x.aval)]
 
     def batch(args: Sequence[Any], dims: Sequence[int], **params: Any) -> tuple[Any, int]:
         (x,), (dim,) = args, dims

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -25,11 +25,10 @@ from beamjax import _compat
 from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import REDUCTIONS, Fold, wide_dtype
 
-# These modules register rules when they are imported.
-from beamjax.ops import autodiff as _autodiff  # noqa: F401
-from beamjax.ops import error_checks as _error_checks  # noqa: F401
+# It registers rules when it is imported.
 from beamjax.ops import primitives, sharding
-from beamjax.ops.folds import folded
+from beamjax.ops import transformations as _transformations  # noqa: F401
+from beamjax.ops.combining import folded
 from beamjax.ops.leaves import as_array, as_placed, name_of
 from beamjax.ops.placements import activate, check_placements, resolve
 from beamjax.ops.python_calls import PythonCall
@@ -531,14 +530,17 @@ def _reduce(op: str, x: Any, placement: str | None, **how: Any) -> Any:
             "any, it has no value."
         )
     weights = weights_for(name, placement, n)
+
+    def reduced(op: str, values: Sequence[jax.Array]) -> list[jax.Array]:
+        return [primitives.REDUCE_PRIMITIVES[op].bind(x, placement=placement) for x in values]
+
     if isinstance(reduction, Fold):
         array = None if weights is None else weights.array
         results = [folded(reduction, value, array, placement, n, **how) for value in values]
     elif weights is None:
-        primitive = primitives.REDUCE_PRIMITIVES[op]
-        results = [primitive.bind(value, placement=placement) for value in values]
+        results = reduced(op, values)
     else:
-        results = weights.reduced(op, values)
+        results = weights.reduced(op, values, reduced)
     return tree_util.tree_unflatten(tree, results)
 
 

@@ -2,7 +2,7 @@
 
 `bj_map` applies a body, written for one member, to all members of a placement. `bj_broadcast` turns
 a server value into a placed value, `bj_size` gives the number of members at run time, and the
-reductions turn a placed value into a server value. `autodiff` has their rules for transformations.
+reductions turn a placed value into a server value. `transformations` has their rules.
 """
 
 from __future__ import annotations

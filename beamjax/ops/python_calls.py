@@ -63,10 +63,10 @@ def keeping() -> Iterator[None]:
 @contextlib.contextmanager
 def collecting() -> Iterator[list[tuple[str, Any]]]:
     """Collects the names of the functions that `python_call` calls, and the trees they return."""
-    found: list[tuple[str, Any]] = []
-    token = _RETURNED.set(found)
+    returned: list[tuple[str, Any]] = []
+    token = _RETURNED.set(returned)
     try:
-        yield found
+        yield returned
     finally:
         _RETURNED.reset(token)
 
@@ -86,9 +86,9 @@ def _call(*args: Any, jaxpr: jex.ClosedJaxpr, call: PythonCall) -> list[jax.Arra
     # called, whose closure has the values of the member in their place.
     fn = _Substitution(dict(zip(map(id, call.closed_over), args, strict=False)))(call.fn)
     result = fn(*_compat.member_of(call.arguments, args[len(call.closed_over) :]))
-    found = _RETURNED.get()
-    if found is not None:
-        found.append((call.name, result))
+    returned = _RETURNED.get()
+    if returned is not None:
+        returned.append((call.name, result))
     leaves = tree_util.tree_leaves_with_path(result)
     arrays = [as_array("map_fn", f"the result of {call.name}", *leaf) for leaf in leaves]
     types = zip(arrays, jaxpr.out_avals, strict=True)
@@ -156,15 +156,15 @@ class _Substitution:
         if not (cells or fn.__defaults__ or fn.__kwdefaults__):
             return fn
         new = [types.CellType() for _ in cells]
-        made = types.FunctionType(
+        copied = types.FunctionType(
             fn.__code__, fn.__globals__, fn.__name__, self(fn.__defaults__), tuple(new)
         )
-        made.__kwdefaults__ = self(fn.__kwdefaults__)
-        made.__dict__.update(fn.__dict__)
+        copied.__kwdefaults__ = self(fn.__kwdefaults__)
+        copied.__dict__.update(fn.__dict__)
         # Entered before the closure is copied, which may contain the function itself.
-        self._copies[id(fn)] = made
-        changed = made.__defaults__ is not fn.__defaults__
-        changed |= made.__kwdefaults__ is not fn.__kwdefaults__
+        self._copies[id(fn)] = copied
+        changed = copied.__defaults__ is not fn.__defaults__
+        changed |= copied.__kwdefaults__ is not fn.__kwdefaults__
         for cell, old in zip(new, cells, strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 cell.cell_contents = self(old.cell_contents)
@@ -172,7 +172,7 @@ class _Substitution:
         if not changed:
             self._copies[id(fn)] = fn
             return fn
-        return made
+        return copied
 
     def _tree(self, x: Any) -> Any:
         leaves, tree = tree_util.tree_flatten(x, is_leaf=lambda node: id(node) in self._values)

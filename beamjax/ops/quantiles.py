@@ -8,7 +8,6 @@ exact, so the value is the member that sorting would select.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -20,10 +19,9 @@ from jax import lax, tree_util
 
 from beamjax.errors import StructureError
 from beamjax.ops import sharding
+from beamjax.ops.keyed import MembersByKey, check_keys, check_num_keys
 from beamjax.ops.leaves import as_placed
-from beamjax.ops.placements import Size, resolve
-from beamjax.ops.primitives import map_members
-from beamjax.ops.reductions import check_keys, check_num_keys
+from beamjax.ops.placements import resolve
 from beamjax.ops.weights import refuse_weights
 
 # A shard sends a table of counts, whose size depends on neither the members nor the shards.
@@ -106,9 +104,8 @@ def quantile(
     for path, leaf in leaves:
         value = as_placed("quantile", "x", path, leaf, placement, n)
         _check_real(f"x{tree_util.keystr(path)}", value.dtype)
-        members = _KeyedPlacement(keys, size, placement, n, mesh)
-        found = _quantiles(members, value, quantiles)
-        results.append(found if keys is not None else found[0])
+        result = _quantiles(MembersByKey(keys, size, placement, n, mesh), value, quantiles)
+        results.append(result if keys is not None else result[0])
     return tree_util.tree_unflatten(tree, results)
 
 
@@ -143,28 +140,30 @@ class _Quantiles:
 
 def _as_quantiles(q: Any) -> _Quantiles:
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in tree_util.tree_leaves(q))
-    given = jnp.asarray(q) if is_traced else np.asarray(q)
-    _check_real("q", given.dtype)
-    if given.ndim > 1:
+    numbers = jnp.asarray(q) if is_traced else np.asarray(q)
+    _check_real("q", numbers.dtype)
+    if numbers.ndim > 1:
         raise StructureError(
-            f"quantile: found q of shape {given.shape}, expected a number or an array (m,)."
+            f"quantile: found q of shape {numbers.shape}, expected a number or an array (m,)."
         )
     if is_traced:
-        wide = jnp.asarray(given, _wide(given.dtype)).reshape(-1)
+        wide = jnp.asarray(numbers, _wide(numbers.dtype)).reshape(-1)
         part = jnp.clip(jnp.nan_to_num(wide, nan=0.0), 0, 1)
         is_one = part >= 1
         part = jnp.where(is_one, 0, part) * 2.0**32
         high = jnp.floor(part)
         low = jnp.floor((part - high) * 2.0**32)
         words = high.astype(np.uint32), low.astype(np.uint32)
-        return _Quantiles(given.shape, wide.reshape(given.shape), *words, is_one, jnp.isnan(wide))
+        return _Quantiles(
+            numbers.shape, wide.reshape(numbers.shape), *words, is_one, jnp.isnan(wide)
+        )
     # Numbers of the user have more bits than the float32 that JAX makes of them.
-    exact = given.astype(np.float64).reshape(-1)
+    exact = numbers.astype(np.float64).reshape(-1)
     is_nan = np.isnan(exact)
     clipped = np.clip(np.where(is_nan, 0, exact), 0, 1)
     bits = [int(Fraction(number) * 2**64) if number < 1 else 0 for number in clipped.tolist()]
     upper, lower = (np.array([(b >> k) & 0xFFFFFFFF for b in bits], np.uint32) for k in (32, 0))
-    return _Quantiles(given.shape, None, upper, lower, clipped >= 1, is_nan)
+    return _Quantiles(numbers.shape, None, upper, lower, clipped >= 1, is_nan)
 
 
 def _ranks(q: _Quantiles, counts: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -203,38 +202,7 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 # --- the passes
 
 
-@dataclass(frozen=True)
-class _KeyedPlacement:
-    """The members of a placement, by key."""
-
-    # A placed array of ints (n,); None if there is only one key.
-    keys: jax.Array | None
-    num_keys: int
-    placement: str
-    n: Size
-    mesh: Any
-
-    def mapped(
-        self, name: str, fn: Callable[..., Any], served: Sequence[Any], placed: Sequence[Any]
-    ) -> list[jax.Array]:
-        """Maps a function of (the key of a member, or -1; served values; values of the member)."""
-
-        def with_key(*args: Any) -> list[Any]:
-            shared, member = args[: len(served)], args[len(served) :]
-            if self.keys is None:
-                return fn(np.int32(0), *shared, *member)
-            key = member[0] if member[0].dtype.itemsize >= 4 else member[0].astype(np.int32)
-            key = jnp.where((key >= 0) & (key < self.num_keys), key, -1).astype(np.int32)
-            return fn(key, *shared, *member[1:])
-
-        found = map_members(
-            with_key, served, [*(() if self.keys is None else (self.keys,)), *placed],
-            placement=self.placement, n=self.n, name=name, mesh=self.mesh,
-        )  # fmt: skip
-        return [sharding.whole(array) for array in found]
-
-
-def _quantiles(members: _KeyedPlacement, x: jax.Array, q: _Quantiles) -> jax.Array:
+def _quantiles(members: MembersByKey, x: jax.Array, q: _Quantiles) -> jax.Array:
     """The quantiles of one leaf, (num_keys, *q.shape, *x.shape[1:])."""
     shape = members.num_keys, *q.shape, *x.shape[1:]
     is_float = jnp.issubdtype(x.dtype, np.floating)
@@ -261,7 +229,7 @@ def _quantiles(members: _KeyedPlacement, x: jax.Array, q: _Quantiles) -> jax.Arr
 
 
 def _selected(
-    members: _KeyedPlacement, x: jax.Array, q: _Quantiles
+    members: MembersByKey, x: jax.Array, q: _Quantiles
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The members that quantiles lie between, by passes over the members."""
     # `x` is (n, columns). The results are the number of members of each key (num_keys,); whether a
@@ -269,27 +237,27 @@ def _selected(
     # columns); and how far quantiles lie between them, uint32 (num_keys, m).
     size, columns, bits = members.num_keys, x.shape[1], 8 * x.dtype.itemsize
     digits = _digits(bits, size * columns, 2 * len(q.high))
-    found = jnp.zeros((size, 1, columns), f"uint{bits}")
+    codes = jnp.zeros((size, 1, columns), f"uint{bits}")
     shift = bits
     for number, digit in enumerate(digits):
         shift -= digit
-        table = _counted(members, x, found, _Digit(number, len(digits), shift, digit))
+        table = _counted(members, x, codes, _Digit(number, len(digits), shift, digit))
         if number == 0:
             # The first table counts all members, so it has the ranks, and one entry more, for NaN.
             counts, is_nan = table[:, 0, 0].sum(axis=-1), table[:, 0, :, -1] > 0
             lower, upper, weight = _ranks(q, counts)
             left = jnp.concatenate([lower, upper], axis=1)[..., None]
             left = jnp.broadcast_to(left, (*left.shape[:2], columns))
-            table, found = table[..., :-1], jnp.zeros(left.shape, found.dtype)
+            table, codes = table[..., :-1], jnp.zeros(left.shape, codes.dtype)
             table = jnp.broadcast_to(table, (size, left.shape[1], *table.shape[2:]))
         else:
             # Values with the same higher digits share the counts of the first of them.
-            same = found[:, :, None] == found[:, None]
+            same = codes[:, :, None] == codes[:, None]
             table = jnp.take_along_axis(table, jnp.argmax(same, axis=2)[..., None], axis=1)
         chosen, left = _next_digit(table, left)
-        higher = found << found.dtype.type(digit) if number else found
-        found = higher | chosen.astype(found.dtype)
-    return counts, is_nan, _values(found, x.dtype), weight
+        higher = codes << codes.dtype.type(digit) if number else codes
+        codes = higher | chosen.astype(codes.dtype)
+    return counts, is_nan, _values(codes, x.dtype), weight
 
 
 def _next_digit(table: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -313,34 +281,34 @@ class _Digit:
     bits: int
 
 
-def _counted(members: _KeyedPlacement, x: jax.Array, found: jax.Array, digit: _Digit) -> jax.Array:
+def _counted(members: MembersByKey, x: jax.Array, codes: jax.Array, digit: _Digit) -> jax.Array:
     """One pass: counts the members by a digit."""
     # `found` (num_keys, values, columns) are the higher digits of the values that are looked for,
     # and the result is int32 (num_keys, values, columns, 2**bits). In the first pass, one more
     # entry counts NaN.
-    size, values, columns = found.shape
+    size, values, columns = codes.shape
     entries = (1 << digit.bits) + (digit.number == 0)
     cells = size * values * columns
 
-    def place(key: Any, found: Any, x: Any) -> list[Any]:
-        rest = _codes(x) >> np.dtype(found.dtype).type(digit.shift)
+    def place(key: Any, codes: Any, x: Any) -> list[Any]:
+        rest = _codes(x) >> np.dtype(codes.dtype).type(digit.shift)
         entry = (rest & ((1 << digit.bits) - 1)).astype(np.int32)
         is_nan = x != x
         if digit.number == 0:
-            slot, counts = jnp.int32(0), key >= 0
+            slot, counts = jnp.int32(0), key < size
             entry = jnp.where(is_nan, entries - 1, entry)
         else:
             # Values that are alike so far share the counts in the slot of the first of them.
-            alike = found[key] == (rest >> digit.bits)[None]
+            alike = codes[key] == (rest >> digit.bits)[None]
             slot = jnp.argmax(alike, axis=0).astype(np.int32)
-            counts = jnp.any(alike, axis=0) & ~is_nan & (key >= 0)
+            counts = jnp.any(alike, axis=0) & ~is_nan & (key < size)
         cell = (key * values + slot) * columns + np.arange(columns, dtype=np.int32)
         # An index behind the table drops the member.
         index = jnp.where(counts, cell * entries + entry, cells * entries)
         return [index, jnp.ones_like(index)]
 
     name = f"quantile_pass_{digit.number + 1}_of_{digit.total}"
-    index, ones = members.mapped(name, place, [found], [x])
+    index, ones = members.mapped(name, place, [codes], [x])
     table = jnp.zeros(cells * entries, np.int32).at[index].add(ones, mode="drop")
     return table.reshape(size, values, columns, entries)
 
@@ -407,7 +375,7 @@ def _values(codes: jax.Array, dtype: Any) -> jax.Array:
 # --- derivatives
 
 
-def _with_derivative(members: _KeyedPlacement, x: jax.Array, values: jax.Array) -> jax.Array:
+def _with_derivative(members: MembersByKey, x: jax.Array, values: jax.Array) -> jax.Array:
     """`values`, (num_keys, values, columns), with the derivatives of the members equal to them."""
 
     @jax.custom_jvp
@@ -420,19 +388,18 @@ def _with_derivative(members: _KeyedPlacement, x: jax.Array, values: jax.Array) 
         wide = _wide(x.dtype)
 
         def equals(key: Any, values: Any, x: Any) -> Any:
-            return (values[key] == x[None]) & (key >= 0)
+            return (values[key] == x[None]) & (key < len(values))
 
         def row(key: Any, values: Any, x: Any) -> list[Any]:
-            index = jnp.where(key >= 0, key, members.num_keys)
-            return [index, equals(key, values, x).astype(wide)]
+            return [jnp.asarray(key), equals(key, values, x).astype(wide)]
 
         def share(key: Any, values: Any, x: Any, t: Any) -> list[Any]:
             return [jnp.where(equals(key, values, x), t.astype(wide)[None], 0)]
 
         # Two maps, since only the second one is linear in the tangents. A pass computes both.
-        given, name = replace(members, keys=keys), "quantile_derivative"
-        index, equal = given.mapped(name, row, [values], [x])
-        (shares,) = given.mapped(name, share, [values], [x, tangents[0]])
+        keyed, name = replace(members, keys=keys), "quantile_derivative"
+        index, equal = keyed.mapped(name, row, [values], [x])
+        (shares,) = keyed.mapped(name, share, [values], [x, tangents[0]])
         none = jnp.zeros(values.shape, wide)
         count, total = (none.at[index].add(found, mode="drop") for found in (equal, shares))
         tangent = (total / jnp.maximum(count, 1)).astype(values.dtype)

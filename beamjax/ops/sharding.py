@@ -19,17 +19,17 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 def mesh_for(name: str, placement: str, n: Any, mesh: AnyMesh | None) -> AnyMesh | None:
     """The mesh along which an operator lays out members; None if it has no such axis."""
-    found = active_mesh(placement, mesh)
-    if found is None:
+    active = active_mesh(placement, mesh)
+    if active is None:
         return None
-    uneven = isinstance(n, int) and n % found.shape[placement]
-    if uneven and is_explicit(found, placement):
+    uneven = isinstance(n, int) and n % active.shape[placement]
+    if uneven and is_explicit(active, placement):
         raise PlacementError(
             f"{name}: placement {placement!r} has {n} members, which the mesh axis of that "
-            f"name with explicit type and size {found.shape[placement]} does not divide. Make "
+            f"name with explicit type and size {active.shape[placement]} does not divide. Make "
             f"the axis Auto, or its size a divisor of {n}."
         )
-    return found
+    return active
 
 
 def active_mesh(placement: str, mesh: AnyMesh | None = None) -> AnyMesh | None:

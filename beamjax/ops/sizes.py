@@ -151,8 +151,8 @@ def _trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     # Messages of JAX then name the user's function and its parameters instead of this one.
     @functools.wraps(fn, assigned=(), updated=())
     def call(*arrays: Any, **named_arrays: Any) -> Any:
-        given: Iterator[Any] = iter(tree_util.tree_leaves((arrays, named_arrays)))
-        merged = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
+        traced: Iterator[Any] = iter(tree_util.tree_leaves((arrays, named_arrays)))
+        merged = [next(traced) if _is_array(leaf) else leaf for leaf in leaves]
         all_args, all_kwargs = tree_util.tree_unflatten(tree, merged)
         result = fn(*all_args, **all_kwargs)
         return tree_util.tree_map(lambda x: x if _is_array(x) else None, result)

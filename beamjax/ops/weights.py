@@ -25,7 +25,7 @@ from beamjax.numerics.reducers import REDUCERS, REDUCTIONS, Choice, Reducer
 from beamjax.ops import sharding
 from beamjax.ops.leaves import as_placed, name_of
 from beamjax.ops.placements import Size, observe
-from beamjax.ops.primitives import REDUCE_PRIMITIVES, map_members
+from beamjax.ops.primitives import map_members
 
 # Influences: Hampel, "The Influence Curve and its Role in Robust Estimation", 1974. Standard errors
 # by them, the infinitesimal jackknife: Efron, "The Jackknife, the Bootstrap and Other Resampling
@@ -43,37 +43,33 @@ class _Weights:
     """The weights of one call of a reweighted function."""
 
     # An array (n,), or a function from the index of a member to its weight.
-    given: Any
+    weights: Any
     # The placement of the members; None if the program has only one.
     placement: str | None
     # The placement of the reductions that have used the weights so far.
     used: str | None = None
 
 
-# The value of a user context is part of the key of JAX's tracing caches. Each call of a reweighted
-# function has its own value, so JAX never reuses a function that was traced with other weights. The
-# value holds no weights, since the caches outlive them.
+# The weights of the reweighted functions that are being called. The value of a user context is part
+# of the key of JAX's tracing caches, and each call has an object of its own, so JAX never reuses a
+# function that was traced with other weights.
 _calls = jax.make_user_context(())
-_weights: dict[object, _Weights] = {}
 
 
 @contextmanager
 def _in_force(weights: _Weights) -> Iterator[None]:
-    call = object()
-    _weights[call] = weights
     try:
-        with _calls((*_calls.value, call)):
+        with _calls((*_calls.value, weights)):
             yield
     finally:
-        del _weights[call]
+        weights.weights = None  # JAX's caches outlive the call.
 
 
 def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
     """The weights that apply to a reduction that is called now; None without any."""
     # With several reweighted functions around the call, the product of their weights.
-    found = None
-    for call in _calls.value:
-        weights = _weights[call]
+    product = None
+    for weights in _calls.value:
         if weights.placement is None and weights.used not in (None, placement):
             raise PlacementError(
                 f"reweight: the program reduces over the placements {weights.used!r} and "
@@ -81,10 +77,10 @@ def weights_for(op: str, placement: str, n: Size) -> MemberWeights | None:
             )
         if weights.placement in (None, placement):
             weights.used = placement
-            each = _placed_weights(op, weights.given, placement, n)
+            array = _placed_weights(op, weights.weights, placement, n)
             with jax.numpy_dtype_promotion("standard"):
-                found = each if found is None else _widened(found) * _widened(each)
-    return None if found is None else MemberWeights(found, placement, n)
+                product = array if product is None else _widened(product) * _widened(array)
+    return None if product is None else MemberWeights(product, placement, n)
 
 
 def _widened(weights: jax.Array) -> jax.Array:
@@ -102,20 +98,20 @@ def refuse_weights(op: str, placement: str, n: Size, why: str) -> None:
         )
 
 
-def _placed_weights(op: str, given: Any, placement: str, n: Size) -> jax.Array:
-    if callable(given):
+def _placed_weights(op: str, weights: Any, placement: str, n: Size) -> jax.Array:
+    if callable(weights):
         mesh = sharding.mesh_for(op, placement, n, None)
-        (found,) = map_members(
-            lambda index: [_as_weights(given(index), ())], [], [jnp.arange(n, dtype=np.int32)],
-            placement=placement, n=n, name=name_of(given), mesh=mesh,
+        (array,) = map_members(
+            lambda index: [_as_weights(weights(index), ())], [], [jnp.arange(n, dtype=np.int32)],
+            placement=placement, n=n, name=name_of(weights), mesh=mesh,
         )  # fmt: skip
-        return found
-    found = as_placed("reweight", "weights", (), given, placement, n)
-    return _as_weights(found, (n,))
+        return array
+    array = as_placed("reweight", "weights", (), weights, placement, n)
+    return _as_weights(array, (n,))
 
 
-def _as_weights(found: Any, shape: tuple[Size, ...]) -> jax.Array:
-    array = jnp.asarray(found)
+def _as_weights(weights: Any, shape: tuple[Size, ...]) -> jax.Array:
+    array = jnp.asarray(weights)
     is_real = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.integer) or _is_float(array)
     if array.shape != shape or not is_real:
         where = "the function of weights gives" if not shape else "weights is"
@@ -150,6 +146,9 @@ def unweighted(name_stack: str) -> set[str] | None:
 
 # --- weighted reductions
 
+Reduce = Callable[[str, Sequence[jax.Array]], list[jax.Array]]
+"""Reduces placed arrays by the reduction of a name."""
+
 
 @dataclass(frozen=True, eq=False)
 class MemberWeights:
@@ -159,39 +158,49 @@ class MemberWeights:
     placement: str
     n: Size
 
-    def reduced(self, op: str, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reduces placed arrays (n, ...) by any of `REDUCE_PRIMITIVES`, with the weights."""
+    def reduced(self, op: str, values: Sequence[jax.Array], plain: Reduce) -> list[jax.Array]:
+        """Reduces placed arrays (n, ...) with the weights, by `plain`, which has none."""
         reduction = REDUCTIONS[op]
         if isinstance(reduction, Choice):
-            return self._chosen(reduction, values)
-        assert isinstance(reduction, Reducer)
-        if reduction.adds:
-            dtypes = [reduction.result_dtype(x.dtype) for x in values]
-            weighed = self.weighed(reduction, values, dtypes)
-            totals = self._reduced(reduction.operation, weighed.values)
-            return weighed.results(totals, self._reduced("sum", weighed.weights))
-        return self._reduced(op, self._mapped(functools.partial(_each, reduction), values))
+            return self._chosen(reduction, values, plain)
+        reducer = REDUCERS[op]
+        if not reducer.adds:
+            if_present = lambda weight, *members: [
+                reducer.weighted(x, weight, reducer.identity(np.dtype(x.dtype))) for x in members
+            ]
+            return plain(op, self._mapped(if_present, values))
+        weighed, factors, dtypes = self.weighed(reducer, values)
+        if not reducer.divides:
+            totals = plain(op, weighed)
+        else:
+            sums = plain("sum", [*weighed, *factors])
+            pairs = zip(sums[: len(values)], sums[len(values) :], strict=True)
+            totals = [x / w.reshape(*w.shape, *[1] * (x.ndim - w.ndim)) for x, w in pairs]
+        return [total.astype(dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 
-    def _chosen(self, choice: Choice, values: Sequence[jax.Array]) -> list[jax.Array]:
-        best = self.reduced(choice.extreme, values)
+    def _chosen(
+        self, choice: Choice, values: Sequence[jax.Array], plain: Reduce
+    ) -> list[jax.Array]:
+        best = self.reduced(choice.extreme, values, plain)
 
         def is_best(weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
             pairs = zip(members, best, strict=True)
             return [(weight != 0) & ((x == top) | jnp.isnan(x)) for x, top in pairs]
 
-        return self._reduced("argmax", self._mapped(is_best, values))
+        return plain("argmax", self._mapped(is_best, values))
 
     def weighed(
-        self, reducer: Reducer, values: Sequence[jax.Array], dtypes: Sequence[Any]
-    ) -> Weighed:
-        """Multiplies members by their weights, or raises them to that power for "prod"."""
-        # Sums and products of ints and bools stay ints if the weights are ints or bools. If the
-        # weights are floats, they become floats, so that they have a derivative. Floats of 16 bits
-        # can't hold sums of ints: 65,504 is the largest number of float16.
+        self, reducer: Reducer, values: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[np.dtype]]:
+        """Members times their weights, or to that power; the weights; the dtypes of the results."""
+        # Both have the dtypes in which they are summed: float32 for floats of 16 bits. Sums and
+        # products of ints and bools stay ints if the weights are ints or bools. If the weights are
+        # floats, they become floats, so that they have a derivative. Floats of 16 bits can't hold
+        # sums of ints: 65,504 is the largest number of float16.
         of_ints = REDUCERS["sum"].partial_dtype(self.array.dtype)
         dtypes = [
             np.dtype(of_ints if _is_inexact(of_ints) and not _is_inexact(dtype) else dtype)
-            for dtype in dtypes
+            for dtype in (reducer.result_dtype(x.dtype) for x in values)
         ]
         wide = list(map(REDUCERS["sum"].partial_dtype, dtypes))
 
@@ -201,57 +210,19 @@ class MemberWeights:
             weighed = [reducer.weighted(x.astype(w.dtype), w, None) for x, w in pairs]
             return [*weighed, *(factors if reducer.divides else [])]
 
-        found = self._mapped(of_member, values)
-        return Weighed(found[: len(values)], found[len(values) :], dtypes)
-
-    def keys_of_present(self, keys: jax.Array) -> jax.Array:
-        """The keys of members, with -1, which is never in range, for members with weight 0."""
-        # Unsigned keys above the largest signed int may wrap: they are out of range as well.
-        bits = jnp.iinfo(keys.dtype).bits
-        signed = np.dtype(f"int{max(bits, 32)}")
-        (found,) = self._mapped(
-            lambda weight, key: [jnp.where(weight != 0, key.astype(signed), -1)], [keys]
-        )
-        return found
-
-    def _reduced(self, op: str, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [REDUCE_PRIMITIVES[op].bind(array, placement=self.placement) for array in arrays]
+        results = self._mapped(of_member, values)
+        return results[: len(values)], results[len(values) :], dtypes
 
     def _mapped(
         self, fn: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Maps a function of the weight and the values of a member."""
         mesh = sharding.mesh_for("reweight", self.placement, self.n, None)
-        found = map_members(
+        results = map_members(
             fn, [], [self.array, *values],
             placement=self.placement, n=self.n, name="weights", mesh=mesh,
         )  # fmt: skip
-        return [sharding.whole(array) for array in found]
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """Values of members, multiplied by the weights."""
-
-    # Placed arrays in the dtypes in which they are summed: float32 for floats of 16 bits.
-    values: list[jax.Array]
-    # For means, placed arrays (n,) of the dtypes of `values`; otherwise empty.
-    weights: list[jax.Array]
-    # Of the results.
-    dtypes: list[Any]
-
-    def results(self, totals: Sequence[jax.Array], counts: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results: `totals` of the values, divided by `counts` of the weights if given."""
-        if counts:
-            totals = [
-                total / count.reshape(*count.shape, *[1] * (total.ndim - count.ndim))
-                for total, count in zip(totals, counts, strict=True)
-            ]
-        return [total.astype(dtype) for total, dtype in zip(totals, self.dtypes, strict=True)]
-
-
-def _each(reducer: Reducer, weight: jax.Array, *members: jax.Array) -> list[jax.Array]:
-    return [reducer.weighted(x, weight, reducer.identity(np.dtype(x.dtype))) for x in members]
+        return [sharding.whole(array) for array in results]
 
 
 def _is_inexact(dtype: Any) -> bool:
@@ -403,12 +374,8 @@ def influence(
     """
 
     def influences(*args: Any, **kwargs: Any) -> Any:
-        def selected(weights: jax.Array) -> Any:
-            result = reweight(fn, placement=placement)(weights, *args, **kwargs)
-            return _floats(result if output is None else output(result))
-
-        jacobian = jax.jacrev(selected)(_ones(fn, args, kwargs, placement))
-        return tree_util.tree_map(lambda leaf: jnp.moveaxis(leaf, -1, 0), jacobian)
+        numbers = lambda result: (_floats(result if output is None else output(result)), None)
+        return _jacobian(fn, numbers, args, kwargs, placement)[0]
 
     return influences
 
@@ -444,20 +411,33 @@ def standard_error(
     """
 
     def with_error(*args: Any, **kwargs: Any) -> tuple[_Result, Any]:
-        def numbers(weights: jax.Array) -> tuple[list[Any], Any]:
-            result = reweight(fn, placement=placement)(weights, *args, **kwargs)
+        def numbers(result: _Result) -> tuple[list[Any], _Result]:
             floats = [x for x in tree_util.tree_leaves(result) if _is_float(x)]
             # `jacrev` needs a leaf.
             return floats or [jnp.zeros(0)], result
 
-        ones = _ones(fn, args, kwargs, placement)
-        jacobian, result = jax.jacrev(numbers, has_aux=True)(ones)
-        errors = iter([_error(jnp.moveaxis(leaf, -1, 0)) for leaf in jacobian])
+        influences, result = _jacobian(fn, numbers, args, kwargs, placement)
+        errors = iter(list(map(_error, influences)))
         return result, tree_util.tree_map(
             lambda x: next(errors) if _is_float(x) else jnp.full(jnp.shape(x), jnp.nan), result
         )
 
     return with_error
+
+
+def _jacobian(
+    fn: Callable[..., Any],
+    numbers: Callable[[Any], Any],
+    args: Sequence[Any],
+    kwargs: Any,
+    placement: str | None,
+) -> Any:
+    """The derivatives, with members first, of `numbers` of the result of `fn`; what it adds."""
+    of_weights = lambda weights: numbers(
+        reweight(fn, placement=placement)(weights, *args, **kwargs)
+    )
+    jacobian, rest = jax.jacrev(of_weights, has_aux=True)(_ones(fn, args, kwargs, placement))
+    return tree_util.tree_map(lambda leaf: jnp.moveaxis(leaf, -1, 0), jacobian), rest
 
 
 def _error(influences: jax.Array) -> jax.Array:
@@ -485,11 +465,11 @@ def _ones(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Any, placement: str | None
 ) -> jax.Array:
     """An array of weights of 1 for the members of the placement of a function."""
-    with observe() as found:
+    with observe() as placements:
         jax.eval_shape(lambda: fn(*args, **kwargs))
-    sizes = {size for name, size in found if placement in (None, name)}
+    sizes = {size for name, size in placements if placement in (None, name)}
     if len(sizes) != 1:
-        names = ", ".join(sorted({repr(name) for name, _ in found})) or "none"
+        names = ", ".join(sorted({repr(name) for name, _ in placements})) or "none"
         raise PlacementError(
             f"{name_of(fn)} has the placements {names}, expected one"
             + (f" of the name {placement!r}." if placement else "; say which with placement=.")
