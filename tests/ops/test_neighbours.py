@@ -75,14 +75,17 @@ def test_derivatives_and_batches(width, wrap):
     @bj.program(days="x")
     def loss(x):
         rows = bj.neighbours(x, before, after, wrap=wrap)
-        return bj.reduce_sum(bj.map_fn(lambda v: jnp.sum(jnp.sin(v) * weights), rows))
+        return bj.reduce_sum(
+            bj.map_fn(lambda v: jnp.sum(jnp.sin(v) * weights.astype(v.dtype)), rows)
+        )
 
     def expected(x):
         index = jnp.arange(21)[:, None] + jnp.arange(-before, after + 1)[None]
         inside = wrap | ((index >= 0) & (index < 21))[..., None]
         return jnp.sum(jnp.sin(jnp.where(inside, x[index % 21], 0)) * weights[None])
 
-    check_grads(loss, (x,), 2, rtol=2e-2)
+    with jax.enable_x64(True):
+        check_grads(loss, (x.astype("float64"),), 2, rtol=1e-4)
     for fn, want in [(loss, expected), (jax.grad(loss), jax.grad(expected))]:
         assert_close(fn(x), want(x))
         assert_close(bj.run(fn, x, runner="local", options={"shard_size": 16}), want(x))
