@@ -2,8 +2,8 @@
 
 If members may be dropped, each pass returns a mask, a placed boolean that is False for dropped
 members, and reads the mask of the pass before. So a member that one pass drops is left out of all
-later ones. Loops carry the mask, and branches return it. At the end, the masks that no pass reads
-are removed.
+later ones. Loops carry the mask of members that are the same in all rounds, and branches return it.
+At the end, the masks that no pass reads are removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,20 @@ from dataclasses import replace
 
 from beamjax.options import Options
 from beamjax.plan.dropping import Guard
-from beamjax.plan.steps import Block, Branch, Carried, Loop, Map, Plan, Step, ValueType, walk
+from beamjax.plan.liveness import used_by_block
+from beamjax.plan.steps import (
+    Block,
+    Branch,
+    Carried,
+    Loop,
+    Map,
+    Plan,
+    Rows,
+    Scatter,
+    Step,
+    ValueType,
+    walk,
+)
 
 Masks = dict[str, str]
 """For each placement, the name of the current mask of members that were not dropped."""
@@ -76,20 +89,33 @@ class _Adding:
 
     def first_passes(self, step: Step, masks: Masks) -> list[Map]:
         """Empty passes over those placements of a loop or branch that have no mask yet."""
+        placements = self.lasting(step) if isinstance(step, Loop) else _placements([step])
         return [
             self.map(self.empty_pass(placement), masks)
-            for placement in _placements([step])
+            for placement in placements
             if placement not in masks
         ]
 
+    def lasting(self, loop: Loop) -> list[str]:
+        """The placements in a loop whose members are the same in all rounds."""
+        # A round that takes all members from server values or rows, such as a cohort `x[i]`, has
+        # new ones: that one was dropped says nothing about those of later rounds.
+        outside = used_by_block(loop.block)
+        if loop.condition is not None:
+            outside |= used_by_block(loop.condition)
+        taken = {step.result for step in walk([loop]) if isinstance(step, Scatter | Rows)}
+        old, new = ({self.values[name].placement for name in names} for names in (outside, taken))
+        return [placement for placement in _placements([loop]) if placement not in new - old]
+
     def loop(self, loop: Loop, masks: Masks) -> Loop:
-        placements = _placements([loop])
+        placements = self.lasting(loop)
         # loop (carry) with passes over p  becomes  loop (carry, mask of p), whose rounds return it.
         params = {placement: self.name(placement) for placement in placements}
-        condition = loop.condition
+        condition, inner = loop.condition, {**masks, **params}
+        for placement in set(_placements([loop])).difference(placements):
+            inner.pop(placement, None)
         if condition is not None:
-            condition = replace(condition, steps=self.steps(condition.steps, {**masks, **params}))
-        inner = {**masks, **params}
+            condition = replace(condition, steps=self.steps(condition.steps, dict(inner)))
         steps = self.steps(loop.block.steps, inner)
         carried = list(loop.carried)
         for placement, param in params.items():

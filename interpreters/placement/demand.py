@@ -133,10 +133,18 @@ class _Finder:
                 continue
             along, n = need.along, self.keys.sizes[need.along.placement]
             found = rules.invert(eqn, out, along.axis, n)
-            # The server reads the indices of the rows of a source.
-            whole = need.whole or (eqn.primitive.name == "gather" and eqn.inputs[0] in self.sources)
+            whole = need.whole or (
+                eqn.primitive.name == "gather" and self.has_members(eqn.inputs[0], along)
+            )
             for operand, axis in requirements(eqn, found.in_axes) if found else ():
                 self.require(operand, _Need(MemberAxis(along.placement, axis), whole))
+
+    def has_members(self, atom: Atom, along: MemberAxis) -> bool:
+        """Whether rows of a value are members, but not those of `along`, which read them."""
+        # Such rows are read by index, and the server reads the indices. Members that look up rows
+        # of another table have indices of their own.
+        rows = self.keys.rows(atom) if isinstance(atom, Var) else None
+        return atom in self.sources or (rows is not None and rows.placement != along.placement)
 
     def loop(self, eqn: LoopEqn) -> None:
         block, carried = eqn.block, eqn.carried

@@ -116,15 +116,16 @@ def expanded(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
 
 def by_index(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     """Reads rows by index of an input or of a value that an earlier step has stored."""
-    # A value of a pass of this block has no stored members yet: the pass itself selects from it. In
-    # memory, the server reads an input as a whole, unless workers need the rows. Where members may
-    # be dropped, only passes know which, and without a driver nothing reads between passes.
+    # A value of a pass of this block has no stored members yet: the pass itself selects from it.
+    # The server reads an input in memory as a whole, unless workers need the rows. Where members
+    # may be dropped, only workers read rows: a pass drops a row that fails as it drops a member.
+    # Without a driver, nothing reads between passes.
     program = rewriter.program
     x = eqn.inputs[0] if eqn.inputs else None
     along = program.place(x) if x is not None else None
     if not isinstance(x, Var) or along is None or along.axis:
         return None
-    if program.guarded or program.flat.unrolled:
+    if program.flat.unrolled:
         return None
     n = program.sizes[along.placement]
     if is_unknown(n) or (x in rewriter.own and not rewriter.makers[x].blocks):
@@ -133,7 +134,7 @@ def by_index(rewriter: BlockRewriter, eqn: Eqn) -> Rewrite | None:
     if need is not None and need.axis == 0:
         name = need.placement.removesuffix(f"[{program.sizes[need.placement]}]")
         wanted = need.placement, name
-    if wanted is None and program.is_in_memory(x):
+    if wanted is None and (program.guarded or program.is_in_memory(x)):
         return None
     function = rows_by_index(eqn, wanted)
     return None if function is None else Rewrite(function, eqn.inputs)

@@ -223,6 +223,52 @@ def test_states_of_clients_are_read_and_written_by_index():
     assert_same_bits(bj.run(program, x, key, options=SMALL), wanted)
 
 
+class Damaged:
+    """Members of which one can't be read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if index == 5:
+            raise OSError("damaged")
+        return np.float32(index + 1)
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+@pytest.mark.parametrize("kind", ["memory", "source", "damaged"])
+def test_a_row_that_fails_is_left_out_in_its_round_only(kind, runner):
+    """Its place in the cohort has another row in the next round."""
+
+    @bj.program(placements={"clients": 12, "cohort": 4})
+    def sums(x, indices):
+        def one_round(c, i):
+            doubled = bj.map_fn(lambda v: 2 * v, x[i], placement="cohort")
+            return c, bj.reduce_sum(doubled, placement="cohort")
+
+        return lax.scan(one_round, 0.0, indices)[1]
+
+    x = np.arange(1, 13, dtype="float32")
+    x[5] = np.nan
+    indices = np.int32([[5, 1, 2, 3], [0, 1, 2, 3], [8, 9, 10, 11]])
+    data, option = Damaged(), "on_error" if kind == "damaged" else "on_nonfinite"
+    member = jax.ShapeDtypeStruct((), "float32")
+    source = {
+        "memory": lambda: x,
+        "source": lambda: bj.from_arrays(x),
+        "damaged": lambda: bj.from_random_access(data, member=member),
+    }[kind]()
+    options = {option: "drop", "drop_limit": 0.5}
+    job = bj.launch(sums, source, indices, runner=runner, options=options)
+    np.testing.assert_array_equal(job.result(), np.nansum(2 * x[indices], axis=1))
+    assert [(each.placement, each.member) for each in job.dropped] == [("cohort", 0)]
+    assert set(data.read) <= set(indices.ravel().tolist())
+
+
 # --- batches
 
 
