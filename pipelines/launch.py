@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import apache_beam as beam
@@ -154,8 +154,10 @@ class OwnPipeline(beam.Pipeline):
 
 def own_pipeline(runner: Any, options: Options) -> OwnPipeline:
     """An empty pipeline; see `beamjax.pipeline`."""
-    found = [name for name, value in vars(options).items() if value != getattr(Options, name, ())]
-    if misplaced := [name for name in found if name != "beam"]:
+    changed = [
+        option.name for option in fields(options) if getattr(options, option.name) != option.default
+    ]
+    if misplaced := [name for name in changed if name != "beam"]:
         raise OptionsError(
             f"{misplaced[0]}: found in the options of a pipeline, expected Beam's own; give it to "
             "beamjax.transform in the pipeline"

@@ -64,6 +64,9 @@ def test_runner_and_flags_are_those_that_are_given():
         made = bj.pipeline("DirectRunner", given)
         assert isinstance(made.runner, FnApiRunner)
         assert made.options.view_as(DirectOptions).direct_num_workers == 3
+    options = bj.Options()
+    bj.explain(bj.program(clients=2)(bj.reduce_sum), np.arange(2), options=options)
+    bj.pipeline("DirectRunner", options)  # also after a plan by the same options
     for runner, options, message in [
         ("local", None, "found 'local', which is without Beam"),
         ("Nobody", None, "found 'Nobody', expected"),
