@@ -343,7 +343,7 @@ def test_a_warm_local_call_spends_few_calls_on_spans():
     finally:
         sys.setprofile(None)
     assert calls["rest"] > 100
-    assert calls["spans"] <= calls.total() / 10
+    assert calls["spans"] <= 42  # for two passes of one shard each, of about 300 calls
 
 
 # --- records in the folder
