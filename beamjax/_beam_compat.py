@@ -120,8 +120,8 @@ def server_modules() -> tuple[Any, ...]:
     """Modules that open servers by their global `grpc`; without them, other machines reach them."""
     # `loopback` replaces the global.
     names = ("fn_api_runner.worker_handlers", "local_job_service")
-    found = [import_module(f"{_RUNNERS}.{name}") for name in names]
-    return (*found, import_module(f"{_WORKER}.worker_pool_main"))
+    modules = [import_module(f"{_RUNNERS}.{name}") for name in names]
+    return (*modules, import_module(f"{_WORKER}.worker_pool_main"))
 
 
 def redirect_submission_files(folder: Callable[[], str | None]) -> None:

@@ -93,8 +93,8 @@ def device_array(array: np.ndarray, device: jax.Device | None = None) -> jax.Arr
         return jax.device_put(array)
     aval = array_type(array.shape, array.dtype, config.jax_enable_x64)
     sharding, committed = _sharding_on(at), device is not None
-    found: jax.Array = pxla.batched_device_put(aval, sharding, [array], [at], committed)
-    return found
+    placed: jax.Array = pxla.batched_device_put(aval, sharding, [array], [at], committed)
+    return placed
 
 
 @functools.lru_cache(maxsize=1024)
@@ -143,8 +143,8 @@ _XLA_THREADS = "PJRT_NPROC"
 
 def folders_of(*names: str) -> list[str]:
     """The folders of packages, each with a trailing separator."""
-    found = [str(spec.origin) for name in names if (spec := find_spec(name)) is not None]
-    return [os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in found]
+    paths = [str(spec.origin) for name in names if (spec := find_spec(name)) is not None]
+    return [os.path.join(os.path.dirname(os.path.abspath(path)), "") for path in paths]
 
 
 OWN_FOLDERS = folders_of("beamjax", "beamjax.interpreters", "beamjax.pipelines")
@@ -170,17 +170,17 @@ CALLBACK_LOG = logging.getLogger("jax._src.callback")
 def callback_errors() -> Iterator[list[BaseException]]:
     """Collects the exceptions of functions that compiled code calls on the host."""
     # XLA passes on only their text, but JAX logs them first.
-    found: list[BaseException] = []
+    raised: list[BaseException] = []
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.exc_info and record.exc_info[1] is not None:
-                found.append(record.exc_info[1])
+                raised.append(record.exc_info[1])
 
     handler = Collect()
     CALLBACK_LOG.addHandler(handler)
     try:
-        yield found
+        yield raised
     finally:
         CALLBACK_LOG.removeHandler(handler)
 
@@ -238,8 +238,8 @@ def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> 
         # JAX 0.10 passes (error, errors, *operands), 0.12 passes a context before them.
         at = next(i for i, arg in enumerate(args) if isinstance(arg, checkify.Error))
         context, before, errors, operands = args[:at], args[at], args[at + 1], args[at + 2 :]
-        found, results = rule(errors, *operands, **params)
-        leaves, tree = jax.tree.flatten(found)
+        failed, results = rule(errors, *operands, **params)
+        leaves, tree = jax.tree.flatten(failed)
         if not leaves:
             return before, results
         fail = jax.make_jaxpr(lambda *x: checkify.check_error(jax.tree.unflatten(tree, x)))(*leaves)
@@ -255,8 +255,8 @@ def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.
     # arrays of its message.
     fields = ("_pred", "_code", "_payload")
     by_field = [getattr(error, field) for field in fields]
-    found = {kind: function(*(values[kind] for values in by_field)) for kind in by_field[0]}
-    changed = {f: {kind: x[i] for kind, x in found.items()} for i, f in enumerate(fields)}
+    new = {kind: function(*(values[kind] for values in by_field)) for kind in by_field[0]}
+    changed = {f: {kind: x[i] for kind, x in new.items()} for i, f in enumerate(fields)}
     return dataclasses.replace(error, **changed)
 
 
@@ -326,9 +326,9 @@ def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex
         return eqn if same and invars is eqn.invars else eqn.replace(invars=invars, params=params)
 
     def all_of(function: Callable[[Any], Any], values: Any) -> Any:
-        found = type(values)(map(function, values))
-        pairs = zip(found, values, strict=True)
-        return values if all(new is old for new, old in pairs) else found
+        mapped = type(values)(map(function, values))
+        pairs = zip(mapped, values, strict=True)
+        return values if all(new is old for new, old in pairs) else mapped
 
     return param_of(closed)
 
@@ -420,12 +420,12 @@ def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any
             dims.append((eqn.params["dim"], var.aval))
             continue
         if eqn.primitive is jex.primitives.jit_p:
-            inner, found = hoist_dims(eqn.params["jaxpr"])
-            if found:
-                inner_vars = [_new_var(aval) for _, aval in found]
+            inner, inner_dims = hoist_dims(eqn.params["jaxpr"])
+            if inner_dims:
+                inner_vars = [_new_var(aval) for _, aval in inner_dims]
                 eqn = _with_leading_inputs(eqn, inner, inner_vars)
                 new_vars += inner_vars
-                dims += found
+                dims += inner_dims
         eqns.append(eqn)
     if not dims:
         return closed, []

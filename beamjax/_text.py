@@ -14,21 +14,21 @@ _SHOWN = 12
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar name, if its `difflib` ratio is at least `cutoff`; otherwise None."""
     known = {other.lower(): other for other in names}
-    found = difflib.get_close_matches(name.lower(), known, 1, cutoff)
-    return known[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), known, 1, cutoff)
+    return known[matches[0]] if matches else None
 
 
 def hint(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean 'x'?` for the most similar name, or ""."""
-    found = closest(name, names, cutoff)
-    return f"; did you mean {found!r}?" if found else ""
+    match = closest(name, names, cutoff)
+    return f"; did you mean {match!r}?" if match else ""
 
 
 def listed(names: Iterable[str]) -> str:
     """The first dozen names as text for a message; "none" if there are no names."""
-    found = list(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{', '.join(found[:_SHOWN])}{more}" if found else "none"
+    words = list(names)
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return f"{', '.join(words[:_SHOWN])}{more}" if words else "none"
 
 
 def printable(text: str, lines: bool = False) -> str:
@@ -64,8 +64,8 @@ def described(error: BaseException) -> str:
     """`Type: message` of an error, after that of the callback that it reports, if any; cut."""
     # XLA puts the error that a callback raised at the end of a long traceback.
     text = f"{type(error).__name__}: {error}"
-    found = callback_error(error)
-    return cut(f"{found}, raised by a call to the host\n{text}" if found else text)
+    of_callback = callback_error(error)
+    return cut(f"{of_callback}, raised by a call to the host\n{text}" if of_callback else text)
 
 
 def callback_error(error: BaseException) -> str:
@@ -89,13 +89,13 @@ member, and other, `fixed` bytes."""
 
 def add_bytes(counts: Iterable[Bytes]) -> Bytes:
     """The sum of numbers of bytes."""
-    each, fixed, known = 0, 0, True
+    per_member, fixed, known = 0, 0, True
     for count in counts:
         if isinstance(count, dict):
-            each, fixed, known = each + count["each"], fixed + count["fixed"], False
+            per_member, fixed, known = per_member + count["each"], fixed + count["fixed"], False
         else:
             fixed += count
-    return fixed if known else {"each": each, "fixed": fixed}
+    return fixed if known else {"each": per_member, "fixed": fixed}
 
 
 def human_bytes(count: Bytes) -> str:

@@ -224,8 +224,8 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
         files = spooled(list(streams.values()), runner, options)
     with contextlib.ExitStack() as stack:
         with announced("reading and counting the members of a stream", options.progress):
-            found: Sequence[Source] = stack.enter_context(files)
-        known: dict[int, Source] = dict(zip(streams, found, strict=True))
+            counted_sources: Sequence[Source] = stack.enter_context(files)
+        known: dict[int, Source] = dict(zip(streams, counted_sources, strict=True))
         arguments = [
             of_members(a, known[id(a.value)], len(known[id(a.value)])) if a.is_stream else a
             for a in call.arguments

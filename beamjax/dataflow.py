@@ -29,8 +29,8 @@ class DryRun:
     @property
     def steps(self) -> list[str]:
         """The names of the transforms."""
-        found = self.pipeline.components.transforms.values()
-        return [transform.unique_name for transform in found if transform.unique_name]
+        transforms = self.pipeline.components.transforms.values()
+        return [transform.unique_name for transform in transforms if transform.unique_name]
 
 
 @by_position

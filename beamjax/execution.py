@@ -233,15 +233,15 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     # `unroll` is for graphs without a driver, which have no loops and branches. An argument whose
     # value is None is an abstract array; then the call has no inputs.
     planned = plan_for(flat, options, unroll)
-    found = planned.plan
+    ready = planned.plan
     if planned.calls_back:
         # Not in the cache of plans, which must not keep the user's function.
-        chosen = found.shard_sizes, found.vectorizations
+        chosen = ready.shard_sizes, ready.vectorizations
         recipe = Recipe(make_plan, flat, options, *chosen, unroll)
-        found = replace(found, recipe=recipe)
-    inputs = bind_inputs(found, flat) if flat.has_values else None
+        ready = replace(ready, recipe=recipe)
+    inputs = bind_inputs(ready, flat) if flat.has_values else None
     name = runner if isinstance(runner, str) else runner_name(runner)
-    return Call(flat, runner, name, options, planned, found, inputs)
+    return Call(flat, runner, name, options, planned, ready, inputs)
 
 
 def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:

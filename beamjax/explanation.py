@@ -173,8 +173,8 @@ def explain(
         notes = (stream_note(call, number),)
         call = with_number(call, number)
     planned = execution.plan(call, runner, parsed)
-    found = planned.plan_json(notes, cached=True)
-    return Explanation(stage, plan_text(found), found)
+    plan_json = planned.plan_json(notes, cached=True)
+    return Explanation(stage, plan_text(plan_json), plan_json)
 
 
 def _as_array(argument: Argument) -> Argument:

@@ -94,8 +94,8 @@ def replay(
       SourceError: as for `run`.
     """
     with contextlib.ExitStack() as stack:
-        restaged, found = stack.enter_context(_call_of(failed, fn, args, options))
-        return _replay(restaged, found, member, shard, step, round)
+        restaged, known = stack.enter_context(_call_of(failed, fn, args, options))
+        return _replay(restaged, known, member, shard, step, round)
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,16 @@ class _Restaged:
     options: Options
     values: Sequence[Any] | None = None
 
-    def planned(self, found: _Found) -> tuple[Planned, Inputs]:
+    def planned(self, known: _Known) -> tuple[Planned, Inputs]:
         """The plan with bodies that are Python functions, and its inputs."""
-        options, cut = self.options, None if found.cuts is None else bool(found.cuts)
-        if len(set(found.shard_sizes.values())) == 1:
+        options, cut = self.options, None if known.cuts is None else bool(known.cuts)
+        if len(set(known.shard_sizes.values())) == 1:
             # Passes over members in order have ranges of this size, where the job had the option.
-            options = replace(options, shard_size=next(iter(found.shard_sizes.values())))
-        sizes = found.shard_sizes or None
+            options = replace(options, shard_size=next(iter(known.shard_sizes.values())))
+        sizes = known.shard_sizes or None
         with keeping():
             planned = make_plan(self.call, options, shard_sizes=sizes, cut_at_files=cut)
-        planned = self._cut(planned, found.cuts)
+        planned = self._cut(planned, known.cuts)
         plan = planned.plan
         if self.values is None:
             return planned, bind_inputs(plan, self.call)
@@ -144,7 +144,7 @@ class _Restaged:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Known:
     """What is known of a job and its failure."""
 
     failure: Failure | None  # of the job, if it failed on a shard
@@ -159,7 +159,7 @@ class _Found:
 @contextlib.contextmanager
 def _call_of(
     failed: Any, fn: Callable[..., Any] | None, args: Sequence[Any], options: Any
-) -> Iterator[tuple[_Restaged, _Found]]:
+) -> Iterator[tuple[_Restaged, _Known]]:
     if isinstance(failed, str | os.PathLike):
         failed = open_job(failed)
     if fn is None:
@@ -171,19 +171,19 @@ def _call_of(
                 "its arguments: beamjax.replay(folder, fn, *args)"
             )
         restaged = _Restaged(run.flat, run.options, run.values.values)
-        yield restaged, _Found(error.failure, error.rounds, run.plan.shard_sizes)
+        yield restaged, _Known(error.failure, error.rounds, run.plan.shard_sizes)
         return
     parsed = parse_options(options)
     if not isinstance(failed, Job):
         failure = getattr(failed, "failure", None)
-        found = _Found(failure, getattr(failed, "rounds", 0), {})
+        known = _Known(failure, getattr(failed, "rounds", 0), {})
     else:
-        found = _found_in(failed)
+        known = _known_of(failed)
     call = flatten_call(fn, args)
     with contextlib.ExitStack() as files:
         if call.has_streams:
             call = files.enter_context(counted(call, LOCAL, parsed))
-        yield _Restaged(call, parsed), found
+        yield _Restaged(call, parsed), known
 
 
 def _error_of(job: Job) -> BaseException | None:
@@ -196,13 +196,13 @@ def _error_of(job: Job) -> BaseException | None:
     return None
 
 
-def _found_in(job: Job) -> _Found:
+def _known_of(job: Job) -> _Known:
     """What the folder of a job says of it."""
     report, error = job.report(), _error_of(job)
     placements = report.plan["placements"] if report.plan is not None else ()
     keys = {cuts_key(placement["name"]) for placement in placements}
     cuts = {key: report.fingerprint[key] for key in keys.intersection(report.fingerprint)}
-    return _Found(
+    return _Known(
         getattr(error, "failure", None),
         rounds=report.progress.rounds if error else 0,
         shard_sizes={place["name"]: place["shard_size"] for place in placements},
@@ -213,23 +213,23 @@ def _found_in(job: Job) -> _Found:
 
 def _replay(
     restaged: _Restaged,
-    found: _Found,
+    known: _Known,
     member: int | None,
     shard: int | None,
     step: str | None,
     rounds: int | None,
 ) -> Any:
-    planned, inputs = restaged.planned(found)
-    plan, failure = planned.plan, found.failure
+    planned, inputs = restaged.planned(known)
+    plan, failure = planned.plan, known.failure
     for placement, n in plan.sizes.items():
-        if found.sizes.get(placement, n) not in (n, None):
+        if known.sizes.get(placement, n) not in (n, None):
             raise JobError(
                 f"replay: found {n} members of {placement!r}, expected the "
-                f"{found.sizes[placement]} of the job; pass its function and arguments"
+                f"{known.sizes[placement]} of the job; pass its function and arguments"
             )
     chosen, function = _chosen(planned, step or (failure.step if failure else ""))
     if rounds is None:
-        rounds = found.rounds if failure is None or failure.step == chosen.name else 0
+        rounds = known.rounds if failure is None or failure.step == chosen.name else 0
     members = _members(plan, chosen, failure, member, shard)
     run = _ReplayedPass(planned, inputs, chosen, values_before(
         plan, inputs, restaged.options, chosen.name, rounds))  # fmt: skip
@@ -252,16 +252,16 @@ def _chosen(planned: Planned, step: str) -> tuple[Map, str]:
     """The pass that `step` names, and the name of the function in it; "" for the last one."""
     stages = _stages(planned)
     passes = [
-        found
-        for found in plan_steps.walk(planned.plan.steps)
-        if isinstance(found, Map) and found.name in stages and _maps(stages[found.name])
+        choice
+        for choice in plan_steps.walk(planned.plan.steps)
+        if isinstance(choice, Map) and choice.name in stages and _maps(stages[choice.name])
     ]
-    for found in passes:
-        if step in (found.name, ""):
-            return found, ""
-        if step in _functions(stages[found.name]):
-            return found, step
-    names = [name for found in passes for name in (found.name, *_functions(stages[found.name]))]
+    for choice in passes:
+        if step in (choice.name, ""):
+            return choice, ""
+        if step in _functions(stages[choice.name]):
+            return choice, step
+    names = [name for choice in passes for name in (choice.name, *_functions(stages[choice.name]))]
     raise OptionsError(
         f"step: found {step!r}, expected a function that is mapped, or a step that maps one: "
         f"{listed(names)}{hint(step, names)}"
@@ -281,8 +281,8 @@ def _members(
         if not 0 <= shard < len(shards):
             last = len(shards) - 1
             raise OptionsError(f"shard: found {shard}, expected one from 0 to {last}")
-        (found,) = shards.between(shard, shard + 1)
-        return range(found.start, found.start + found.count)
+        (only,) = shards.between(shard, shard + 1)
+        return range(only.start, only.start + only.count)
     if failure is None or failure.members is None or failure.step != step.name:
         raise OptionsError(
             f"replay: no shard of {step.name!r} failed, expected member=... or shard=..."
@@ -304,7 +304,7 @@ class _ReplayedPass:
         self._values = values
         self._served = [jnp.asarray(values[name]) for name in step.broadcasts]
         types = [plan.values[name] for name in (*step.broadcasts, *self._operands)]
-        impls = [found.key_impl for found in types]
+        impls = [value.key_impl for value in types]
         self._shards = plan.shards(step.placement)
         # Members whose values depend on others of their shard are computed as on a worker.
         self._together = None
@@ -321,8 +321,8 @@ class _ReplayedPass:
         if self._together is not None:
             index = self._shards.index_at(member)
             (shard,) = self._shards.between(index, index + 1)
-            found = self._rows_of_shard(shard)
-            rows += [x[member - shard.start :][:1] for x in found]
+            together = self._rows_of_shard(shard)
+            rows += [x[member - shard.start :][:1] for x in together]
         start, count = np.int32(member), np.int32(1)
         with collecting() as returned:
             flat = self._body(jnp.asarray(start), jnp.asarray(count), *self._served, *rows)
@@ -366,7 +366,7 @@ def _split(stage: MapStage) -> tuple[MapStage, MapStage]:
             single.insert(0, Emission(eqn, replace(rule, emit=_without_vmap)))
         elif not joins:
             single.insert(0, emission)
-    made = {
+    axes = {
         var: axis
         for emission in together
         if isinstance(emission.rule, MemberwiseRule)
@@ -375,8 +375,8 @@ def _split(stage: MapStage) -> tuple[MapStage, MapStage]:
     }
     own = {var for emission in single for var in emission.eqn.outputs}
     read = {atom for emission in single for atom in emission.eqn.inputs if isinstance(atom, Var)}
-    results = [var for var in made if var in read - own]
-    extra = [(var, MemberAxis(stage.placement, made[var])) for var in results]
+    results = [var for var in axes if var in read - own]
+    extra = [(var, MemberAxis(stage.placement, axes[var])) for var in results]
     return (
         replace(stage, emissions=together, results=results),
         replace(
@@ -408,9 +408,9 @@ def _functions(stage: MapStage) -> list[str]:
 def _stages(planned: Planned) -> dict[str, MapStage]:
     """The stages of passes by the names of their steps: lowering numbers them in this order."""
     counts: collections.Counter[str] = collections.Counter()
-    found = {}
+    by_step = {}
     for stage in walk(planned.stages):
         if isinstance(stage, MapStage):
-            found[f"map_{stage.placement}_{counts[stage.placement]}"] = stage
+            by_step[f"map_{stage.placement}_{counts[stage.placement]}"] = stage
             counts[stage.placement] += 1
-    return found
+    return by_step

@@ -73,11 +73,11 @@ class Session:
         """
         if self._closed:
             raise OptionsError("session: found a run after its end; open another session")
-        found = self._options
+        merged = self._options
         if options is not None or keep is not None:
-            found = run_options(found if options is None else options, keep, self._runner)
-            found = replace(found, beam=self._options.beam)
-        call = prepare(fn, args, self._runner, found, workers=self._workers)
+            merged = run_options(merged if options is None else options, keep, self._runner)
+            merged = replace(merged, beam=self._options.beam)
+        call = prepare(fn, args, self._runner, merged, workers=self._workers)
         job = JobRun(call)
         return job.run(functools.partial(finish, call, job))
 

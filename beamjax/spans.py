@@ -139,11 +139,11 @@ class Spans:
 
     def take(self) -> Work:
         """The sum since the last call."""
-        found = self.work()
+        work = self.work()
         with self.lock:
             self.sums, self.shards = {}, {}
             self.spans = None if self.spans is None else Thinned(MAX_SPANS)
-        return found
+        return work
 
 
 class timed:
@@ -275,17 +275,17 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     for start, stop, times in ranges:
         changes[start] = changes.get(start, 0) + times
         changes[stop] = changes.get(stop, 0) - times
-    found: list[Range] = []
+    joined: list[Range] = []
     times, before = 0, 0
     for position in sorted(changes):
         if times:
-            if found and found[-1][1:] == (before, times):
-                found[-1] = found[-1][0], position, times
+            if joined and joined[-1][1:] == (before, times):
+                joined[-1] = joined[-1][0], position, times
             else:
-                found.append((before, position, times))
+                joined.append((before, position, times))
         before = position
         times += changes[position]
-    return found
+    return joined
 
 
 def _extend(ranges: list[Range], shard: int) -> None:

@@ -162,12 +162,12 @@ _planning = operator.attrgetter(*(f.name for f in fields(Options) if f.metadata.
 def summaries() -> dict[str, str]:
     """The first sentence on each option, from the docstring of `Options`, for the command line."""
     _, _, attributes = (inspect.getdoc(Options) or "").partition("Attributes:\n")
-    found = {}
+    sentences = {}
     for entry in re.split(r"\n  (?=\w)", f"\n{attributes}"):
         name, _, text = entry.strip().partition(": ")
         first = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0].rstrip(".;")
-        found[name] = f"{first[:1].upper()}{first[1:]}."
-    return found
+        sentences[name] = f"{first[:1].upper()}{first[1:]}."
+    return sentences
 
 
 def parse_options(options: Any) -> Options:
@@ -186,8 +186,8 @@ def parse_options(options: Any) -> Options:
         own, flags = _split_own(options)
         return _checked(Options(**own, beam=tuple(flags)))
     if hasattr(options, "view_as"):
-        found = options.get_all_options(retain_unknown_options=True)
-        own = {key: found[key] for key in OWN if found.get(key) is not None}
+        by_name = options.get_all_options(retain_unknown_options=True)
+        own = {key: by_name[key] for key in OWN if by_name.get(key) is not None}
         return _checked(Options(**own, beam=options))
     raise OptionsError(
         f"options: found a {type(options).__name__}, expected a dict, a list of flags or a Beam "
@@ -204,10 +204,10 @@ def _split_own(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
     for name in OWN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     try:
-        found, flags = parser.parse_known_args(list(options))
+        own, flags = parser.parse_known_args(list(options))
     except argparse.ArgumentError as error:
         raise OptionsError(f"options: {error}") from error
-    return vars(found), flags
+    return vars(own), flags
 
 
 def _flag(key: str, value: Any) -> str | None:
@@ -218,20 +218,20 @@ def _flag(key: str, value: Any) -> str | None:
 
 def _checked(options: Options) -> Options:
     """The same options, with values as their rules read them."""
-    given, defaults = vars(options), vars(_DEFAULTS)
+    by_name, defaults = vars(options), vars(_DEFAULTS)
     values = {}
     for name, rule in RULES.items():
-        found, default = given[name], defaults[name]
-        if found is default:
+        chosen, default = by_name[name], defaults[name]
+        if chosen is default:
             continue
         try:
-            values[name] = rule.read(found)
+            values[name] = rule.read(chosen)
         except (TypeError, ValueError) as error:
             if isinstance(error, OptionsError):
                 raise
             optional = ", or None" if default is None else ""
             raise OptionsError(
-                f"{name}: found {found!r}, expected {rule.expected}{optional}"
+                f"{name}: found {chosen!r}, expected {rule.expected}{optional}"
             ) from None
     for name, value in values.items():
         if isinstance(value, str) and files.is_url(value):
@@ -250,7 +250,7 @@ def _checked(options: Options) -> Options:
     for name in ("cache", "checkpoint", "dead_letters", "report"):
         if name in values and not files.is_url(values[name]):
             values[name] = os.path.abspath(values[name])
-    changed = {name: value for name, value in values.items() if value is not given[name]}
+    changed = {name: value for name, value in values.items() if value is not by_name[name]}
     read = replace(options, **changed) if changed else options
     _check_together(read)
     return read
@@ -288,6 +288,8 @@ def split_flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
 def beam_flags(beam: Any) -> dict[str, Any]:
     """The options for Beam by name, from a `PipelineOptions` or flags."""
     if hasattr(beam, "get_all_options"):
-        found: dict[str, Any] = beam.get_all_options(drop_default=True, retain_unknown_options=True)
-        return found
+        by_name: dict[str, Any] = beam.get_all_options(
+            drop_default=True, retain_unknown_options=True
+        )
+        return by_name
     return {name: value for name, value, _ in split_flags(beam) if name}

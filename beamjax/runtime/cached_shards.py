@@ -84,15 +84,15 @@ class CachedShards:
         if (note := self._notes.pop(shard.index, None)) is not None:
             self._cache.store(note, [], {"contents": contents})
         address = self._address(shard, contents)
-        found = self._found(address)
-        if found is not None:
-            return found
-        made = compute()
+        known = self._found(address)
+        if known is not None:
+            return known
+        results = compute()
         # Results with dropped members are not stored, so that each run reports these members.
-        if not made.dropped and all(part is not None for part in made.partials):
-            arrays = jax.tree.leaves(made.partials)
-            self._cache.store(address, arrays, {"left_out": made.left_out})
-        return made
+        if not results.dropped and all(part is not None for part in results.partials):
+            arrays = jax.tree.leaves(results.partials)
+            self._cache.store(address, arrays, {"left_out": results.left_out})
+        return results
 
     def unread(self, shard: Shard, reader: Reader) -> Computed | None:
         """The results of a shard whose files an earlier run has read; no members are read."""
@@ -104,9 +104,9 @@ class CachedShards:
         _, meta = self._cache.find(note) or ([], {})
         contents = meta.get("contents")
         if isinstance(contents, list) and len(contents) == len(marks):
-            found = self._found(self._address(shard, list(map(str, contents))))
-            if found is not None:
-                return found
+            known = self._found(self._address(shard, list(map(str, contents))))
+            if known is not None:
+                return known
         self._notes[shard.index] = note
         return None
 
@@ -115,8 +115,8 @@ class CachedShards:
         operands, stop = self._step.operands, shard.start + shard.count
         marks = reader.stamps(operands, shard.start, stop)
         if marks is None:
-            found = reader.read(operands, shard.start, stop)
-            contents = [array_fingerprint(found[name]) for name in operands]
+            arrays = reader.read(operands, shard.start, stop)
+            contents = [array_fingerprint(arrays[name]) for name in operands]
         else:
             note = _note_of(marks)
             _, meta = self._cache.find(note) or ([], {})
@@ -128,10 +128,10 @@ class CachedShards:
         return digest([self._head, start, shard.count, list(contents)]).removeprefix("#")
 
     def _found(self, address: str) -> Computed | None:
-        found = self._cache.find(address)
-        if found is None:
+        entry = self._cache.find(address)
+        if entry is None:
             return None
-        arrays, meta = found
+        arrays, meta = entry
         types = [(array.shape, array.dtype.name) for array in arrays]
         if types != self._types or type(meta.get("left_out")) is not int:
             _log.warning("cache: the arrays in %s are not of the types of this pass", address)
@@ -180,6 +180,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
     elif reader.stamps(step.operands, 0, min(n, 1)) is None:
         return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
+    assert options.cache is not None
     with with_lapack_threads():  # as in a run: the number of threads is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
@@ -187,14 +188,14 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
 
 
 def cached_shards(
-    folder: str | None,
+    folder: str,
     plan: Plan,
     step: Map,
     broadcasts: Mapping[str, np.ndarray | jax.Array],
     xla_threads: int,
 ) -> CachedShards | None:
-    """The shards of a pass in the cache of a folder; None without one, or for other passes."""
-    if folder is None or uncached_reason(plan, step):
+    """The shards of a pass in the cache of a folder; None for a pass with an `uncached_reason`."""
+    if uncached_reason(plan, step):
         return None
     cache = _CACHES.get(folder, lambda: PartialCache(folder))
     return CachedShards(cache, plan, step, broadcasts, xla_threads)

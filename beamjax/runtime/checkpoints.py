@@ -221,10 +221,10 @@ def _data(fields: dict[str, Any], arrays: list[np.ndarray]) -> Any:
 
 
 def _numbers(value: Any, what: str) -> tuple[int, ...]:
-    found = _list(value, what)
-    if len(found) > _MAX_AXES:
-        raise _bad(what, f"{len(found)} numbers", f"at most {_MAX_AXES}")
-    return tuple(map(_number, found))
+    numbers = _list(value, what)
+    if len(numbers) > _MAX_AXES:
+        raise _bad(what, f"{len(numbers)} numbers", f"at most {_MAX_AXES}")
+    return tuple(map(_number, numbers))
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[tuple[int, int]]:

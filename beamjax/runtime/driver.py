@@ -81,16 +81,16 @@ class Schedule:
 
     def turns(self, block: Block) -> list[Turn]:
         """The steps of a block, in order."""
-        found = self._turns.get(id(block))
-        if found is None:
-            found, later = [], frozenset(block.outputs)
+        turns = self._turns.get(id(block))
+        if turns is None:
+            turns, later = [], frozenset(block.outputs)
             for step in reversed(block.steps):
                 reads, defines = frozenset(used(step)), made(step)
-                found.append(Turn(step, reads, defines, later))
+                turns.append(Turn(step, reads, defines, later))
                 later |= reads
-            found.reverse()
-            self._turns[id(block)] = found
-        return found
+            turns.reverse()
+            self._turns[id(block)] = turns
+        return turns
 
 
 class Driver:
@@ -131,10 +131,10 @@ class Driver:
         saved, whole = self._checkpointer, self.schedule.whole
         if saved is not None and saved.finished:
             self.monitor.resumed(whole.steps)
-            found = [self.values[name] for name in whole.outputs]
+            refs = [self.values[name] for name in whole.outputs]
         else:
-            found = self._block(whole, self.values, saved.position if saved else ())
-        results = dict(zip(whole.outputs, found, strict=True))
+            refs = self._block(whole, self.values, saved.position if saved else ())
+        results = dict(zip(whole.outputs, refs, strict=True))
         if saved is not None and not saved.finished:
             saved.provenance = self.monitor.provenance
             saved.finish(results)
@@ -196,11 +196,11 @@ class Driver:
 
     def _rows(self, step: Rows, values: Values) -> Ref:
         """Rows of a placed value; this process reads those of a server value."""
-        found = rows_of(values[step.operand], values[step.numbers].array())
+        taken = rows_of(values[step.operand], values[step.numbers].array())
         if self.plan.values[step.result].placement is not None:
-            return found
+            return taken
         with timed(self.monitor.spans, step.name, "read") as span:
-            array = found.array()
+            array = taken.array()
             span.nbytes = array.nbytes
         return server(array)
 

@@ -74,15 +74,15 @@ def compute_rest(
         wild = np.flatnonzero(kept & ~finite[: len(kept)])
         if not len(wild):
             break
-        found = "found NaN or infinity in a value that is reduced, gathered or returned"
+        message = "found NaN or infinity in a value that is reduced, gathered or returned"
         if guard.on_nonfinite == "raise":
             members = ", ".join(str(start + k) for k in wild[:8])
             more = f" and {len(wild) - 8} more" if len(wild) > 8 else ""
             raise WorkerError(
-                f"member {members}{more}: {found}, expected finite numbers (option "
+                f"member {members}{more}: {message}, expected finite numbers (option "
                 "on_nonfinite='raise')"
             )
-        reasons |= {int(k): ("nonfinite", found) for k in wild}
+        reasons |= {int(k): ("nonfinite", message) for k in wild}
         kept[wild] = False
         outs = None
     dropped = tuple(
@@ -152,13 +152,13 @@ def read_rest(
         })  # fmt: skip
     if len(pieces) == 1:
         return dict(pieces[0]), lost
-    found = {}
+    joined = {}
     for name in types:
         arrays = [piece[name] for piece in pieces]
         # With ragged members, each range is padded to its own longest member.
         shape = max((array.shape[1:] for array in arrays), default=())
-        found[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
-    return found, lost
+        joined[name] = np.concatenate([padded_rows(array, shape) for array in arrays])
+    return joined, lost
 
 
 def filled(array: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -74,24 +74,24 @@ def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fing
     # Arrays and files are compared by their content, other sources by their specs. `hashes` are
     # known hashes of files, to which new ones are added.
     hashes = FileHashes() if hashes is None else hashes
-    found = {}
+    by_path = {}
     for value, spec in zip(inputs.values, inputs.plan.inputs, strict=True):
         if spec.server is None and spec.placed is None and not spec.views:
             continue
         if isinstance(value, tuple):
             source, leaf = value
-            found[spec.path] = _source_leaf(source, leaf, hashes)
+            by_path[spec.path] = _source_leaf(source, leaf, hashes)
         else:
-            found[spec.path] = array_fingerprint(raw_array(value))
-    return found
+            by_path[spec.path] = array_fingerprint(raw_array(value))
+    return by_path
 
 
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+def differences(now: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """The names under which two fingerprints differ, with both texts if they are short."""
-    names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+    names = [name for name in {**now, **expected} if now.get(name) != expected.get(name)]
     texts = []
     for name in names:
-        pair = expected.get(name, "missing"), found.get(name, "missing")
+        pair = expected.get(name, "missing"), now.get(name, "missing")
         short = all(len(text) < 40 and not text.startswith("#") for text in pair)
         texts.append(f"{name} ({pair[0]} there, {pair[1]} now)" if short else name)
     return texts

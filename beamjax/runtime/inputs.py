@@ -49,26 +49,26 @@ class Reader:
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
         """Members [start, stop) of the placed inputs of these names, as raw arrays."""
         arrays: dict[int, list[np.ndarray]] = {}
-        found = {}
+        read = {}
         for name in names:
             if name in self.others:
-                found[name] = self.others[name].rows(start, stop)
+                read[name] = self.others[name].rows(start, stop)
                 continue
             source, leaf = self.where[name]
             if source not in arrays:
                 arrays[source] = self.sources[source].read(start, stop)
             whole = Leaf(self.sources[source], leaf, self.x64)
-            found[name] = whole.checked(arrays[source][leaf], start, stop)
+            read[name] = whole.checked(arrays[source][leaf], start, stop)
         for i, mask in self._masks.items() if self.sources else ():
             used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
             if used:
                 count_padding(self.sources[i].leaves, arrays[i], used, mask)
-        return found
+        return read
 
     def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
         """A text for each of these inputs that changes when members [start, stop) change."""
         # None if a source has to read the members to know, or if an input is not read by shards.
-        found = []
+        stamps = []
         for name in names:
             if name not in self.where:
                 return None
@@ -76,14 +76,14 @@ class Reader:
             mark = self.sources[source].stamp(start, stop)
             if mark is None:
                 return None
-            found.append(f"{leaf} {self.x64} {mark}")
-        return found or None
+            stamps.append(f"{leaf} {self.x64} {mark}")
+        return stamps or None
 
     @functools.cached_property
     def _masks(self) -> dict[int, int]:
         """The leaf that marks rows, as opposed to padding, by the index of its source."""
-        found = {i: mask_of(source) for i, source in enumerate(self.sources)}
-        return {i: mask for i, mask in found.items() if mask is not None}
+        masks = {i: mask_of(source) for i, source in enumerate(self.sources)}
+        return {i: mask for i, mask in masks.items() if mask is not None}
 
 
 class Inputs:
@@ -123,7 +123,7 @@ class Inputs:
     def refs(self) -> dict[str, Ref]:
         """All inputs that steps read, by name, for this process: it reads arrays in place."""
         types = self.plan.values
-        found = {name: ref_to(array, types[name]) for name, array in self.server().items()}
+        refs = {name: ref_to(array, types[name]) for name, array in self.server().items()}
         for value, spec in zip(self.values, self.plan.inputs, strict=True):
             if spec.placed is None or isinstance(value, tuple):
                 continue
@@ -131,18 +131,18 @@ class Inputs:
             if rows.dtype.isnative:  # else shards are converted one at a time
                 rows = rows.view()
                 rows.flags.writeable = False
-                found[spec.placed] = ref_to(rows, types[spec.placed], len(rows))
-        if self.plan.placed_inputs <= found.keys():
-            return found
-        return found | self.placed(self.reader(found))
+                refs[spec.placed] = ref_to(rows, types[spec.placed], len(rows))
+        if self.plan.placed_inputs <= refs.keys():
+            return refs
+        return refs | self.placed(self.reader(refs))
 
     def placed(self, reader: Reader) -> dict[str, Ref]:
         """The inputs that steps read by shards, by name, as a reader has them."""
-        values, sizes, found = self.plan.values, self.plan.sizes, {}
+        values, sizes, refs = self.plan.values, self.plan.sizes, {}
         for name, (source, leaf) in reader.where.items():
             n = sizes[values[name].placement or ""]
-            found[name] = ref_to(Leaf(reader.sources[source], leaf, reader.x64), values[name], n)
-        return found
+            refs[name] = ref_to(Leaf(reader.sources[source], leaf, reader.x64), values[name], n)
+        return refs
 
     def whole(self, index: int) -> np.ndarray:
         """One input as a raw array."""
@@ -205,13 +205,13 @@ def _selected(
     sources: Sequence[Source], where: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[Source, ...], dict[str, tuple[int, int]]]:
     """The sources without leaves that no step reads, as far as they can leave them out."""
-    found = []
+    selected = []
     for number, source in enumerate(sources):
         used = sorted({leaf for at, leaf in where.values() if at == number})
-        found.append(source.select(used))
-    numbers = [{leaf: i for i, leaf in enumerate(leaves)} for _, leaves in found]
+        selected.append(source.select(used))
+    numbers = [{leaf: i for i, leaf in enumerate(leaves)} for _, leaves in selected]
     moved = {name: (at, numbers[at][leaf]) for name, (at, leaf) in where.items()}
-    return tuple(source for source, _ in found), moved
+    return tuple(source for source, _ in selected), moved
 
 
 def _is_stream(value: Any) -> bool:

@@ -58,11 +58,11 @@ class LoadedPlan:
 
     def pass_of(self, step: Map) -> LoadedPass:
         """A pass, whose bodies are loaded at its first run."""
-        found = self._passes.get(step.name)
-        if found is None:
+        loaded = self._passes.get(step.name)
+        if loaded is None:
             most = computing_threads(self._options)
-            self._passes[step.name] = found = LoadedPass(self.plan, step, self.device, most)
-        return found
+            self._passes[step.name] = loaded = LoadedPass(self.plan, step, self.device, most)
+        return loaded
 
     @functools.cached_property
     def provenance(self) -> Provenance:
@@ -90,11 +90,11 @@ def evaluate(
     threads = Threads(loaded, options, monitor, results)
     driver = Driver(loaded.schedule, inputs.refs, threads, monitor, checkpointer)
     if options.shard_timeout is None:
-        found = driver.run()
+        outputs = driver.run()
     else:
         watchdog = monitor.spans.watch = Watchdog(walk(plan.steps), options.shard_timeout)
-        found = bounded(driver.run, watchdog)
-    return {name: threads.result(name, value) for name, value in found.items()}
+        outputs = bounded(driver.run, watchdog)
+    return {name: threads.result(name, value) for name, value in outputs.items()}
 
 
 def values_before(
@@ -102,9 +102,9 @@ def values_before(
 ) -> dict[str, np.ndarray]:
     """The raw arrays by name that a step and those after it need, when `rounds` rounds are over."""
     monitor, loaded = Monitor(plan), LoadedPlan(plan, options)
-    given = inputs.refs
+    given_refs = inputs.refs
     threads = Threads(loaded, options, monitor, NOTHING)
-    run = _Until(loaded.schedule, given, threads, monitor)
+    run = _Until(loaded.schedule, given_refs, threads, monitor)
     run.target = step, rounds
     try:
         run.run()
@@ -112,7 +112,7 @@ def values_before(
         return {
             name: value.array()
             for name, value in run.values.items()
-            if given.get(name) is not value or value.n is None
+            if given_refs.get(name) is not value or value.n is None
         }
     raise OptionsError(f"the run does not reach the step {step!r} after {rounds} rounds")
 
@@ -160,10 +160,10 @@ class Threads:
         # It is a mapped file if the result is materialized, or if it is large and no output.
         value = self.plan.values[name]
         shape, dtype = (n, *value.shape), np.dtype(value.dtype)
-        found = self.results.room(name, shape, dtype)
-        if found is not None:
-            self.mapped[name] = found
-            return found
+        mapped = self.results.room(name, shape, dtype)
+        if mapped is not None:
+            self.mapped[name] = mapped
+            return mapped
         if math.prod(shape) * dtype.itemsize > HANDED_BYTES and name not in self.plan.returned():
             return file_array(shape, dtype, self.options.scratch_folder)
         return np.empty(shape, dtype)
@@ -172,8 +172,8 @@ class Threads:
         self.monitor.computed(self.loaded.provenance)
         with timed(self.spans, step.name, "compute"):
             known = {name: value.array() for name, value in values.items()}
-            found = run_server(self.plan, step, known, self.loaded.device)
-        return {name: ref_to(array, self.plan.values[name]) for name, array in found.items()}
+            outputs = run_server(self.plan, step, known, self.loaded.device)
+        return {name: ref_to(array, self.plan.values[name]) for name, array in outputs.items()}
 
     def _map(self, step: Map, values: Values) -> Values:
         self.monitor.computed(self.loaded.provenance)
@@ -197,8 +197,8 @@ class Threads:
         with timed(self.spans, step.name, "merge"):
             reduced = partials.results(self.plan)
         types = self.plan.values
-        made = {name: ref_to(array, types[name]) for name, array in reduced.items()}
-        return made | {name: ref_to(room, types[name], n) for name, room in rooms.items()}
+        refs = {name: ref_to(array, types[name]) for name, array in reduced.items()}
+        return refs | {name: ref_to(room, types[name], n) for name, room in rooms.items()}
 
     def executor(self, step: Map, values: Values) -> ShardExecutor:
         """The executor of a pass; server values that are on the device are not copied again."""
@@ -244,10 +244,10 @@ class Threads:
         if self.spans.watch is not None:
             self.spans.watch.check()
 
-    def add_dropped(self, letters: DeadLetters, found: Sequence[Dropped]) -> None:
+    def add_dropped(self, letters: DeadLetters, dropped: Sequence[Dropped]) -> None:
         """Adds members that a pass drops; reports all of them if they exceed the limit."""
         try:
-            letters.add(found, self.plan.sizes)
+            letters.add(dropped, self.plan.sizes)
         except WorkerError:
             self.monitor.drop(letters.dropped, self.plan.sizes)
             raise

@@ -30,11 +30,11 @@ def _here(xla_threads: int, lapack: int | None) -> Provenance:
     if device.platform == "cpu":
         scipy = importlib.metadata.version("scipy")
         threads = f"XLA threads {xla_threads}, LAPACK threads {lapack or 'as in the process'}"
-        made = f"{_processor()}; {threads}; scipy {scipy}"
+        machine = f"{_processor()}; {threads}; scipy {scipy}"
     else:
-        made = f"{device.device_kind}; {device.client.platform_version}"
+        machine = f"{device.device_kind}; {device.client.platform_version}"
     flags = _flags()
-    kind = "; ".join(filter(None, (made, versions, flags)))
+    kind = "; ".join(filter(None, (machine, versions, flags)))
     return Provenance({kind[:MAX_TEXT]: (socket.gethostname()[:MAX_TEXT],)})
 
 
@@ -70,11 +70,11 @@ def _processor() -> str:
 
 def _caches() -> list[str]:
     """The sizes of the data caches, from L1 on."""
-    found = []
+    sizes = []
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
             if (index / "type").read_text().strip() != "Instruction":
-                found.append((index / "size").read_text().strip())
+                sizes.append((index / "size").read_text().strip())
         except OSError:
             continue
-    return found
+    return sizes

@@ -120,8 +120,8 @@ def materialized_outputs(
     if options.keep is None and not numbers:
         return NOTHING
     numbered = jax.tree_util.tree_unflatten(out_tree, range(out_tree.num_leaves))
-    found = jax.tree_util.tree_flatten_with_path(numbered)[0]
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
+    leaves = jax.tree_util.tree_flatten_with_path(numbered)[0]
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     base, persistent = options.results_folder, True
     if base is None and options.job_folder is not None:
         base = f"{options.job_folder.rstrip('/')}/results"
@@ -221,9 +221,9 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
             f"{path}: found {record!r:.80}, expected a list of files of version {VERSION}"
         )
     # The folder may have been moved since it was written.
-    found = open_spec({**record, "class": class_name(Placed), "folder": where})
-    assert isinstance(found, Placed)
-    return found
+    placed = open_spec({**record, "class": class_name(Placed), "folder": where})
+    assert isinstance(placed, Placed)
+    return placed
 
 
 def _remove(spec: dict[str, Any]) -> None:

@@ -56,17 +56,17 @@ class Partials:
             for piece in self.ranges
         }
 
-    def add(self, shard: Shard, found: Computed) -> None:
+    def add(self, shard: Shard, computed: Computed) -> None:
         """Adds the results of a shard."""
         if not self.accumulators:
             self._begin()
         buffers = self.step.buffers
         for piece, accumulator in self.accumulators.items():
-            accumulator.left_out += found.left_out
-            partial = found.partials[piece.buffer]
+            accumulator.left_out += computed.left_out
+            partial = computed.partials[piece.buffer]
             if partial is not None:
                 accumulator.add(partial[piece.start : piece.stop], shard.index)
-        for tree, arrays in zip(self.trees, found.partials[len(buffers) :], strict=True):
+        for tree, arrays in zip(self.trees, computed.partials[len(buffers) :], strict=True):
             if arrays is not None:
                 tree.add(arrays, shard.index)
 
@@ -76,10 +76,10 @@ class Partials:
 
     def results(self, plan: Plan) -> dict[str, np.ndarray]:
         """The server values that the pass reduces to, by name, when all shards are added."""
-        found = self.of_buffers(plan)
+        by_name = self.of_buffers(plan)
         for combine, tree in zip(self.step.combines, self.trees, strict=True):
-            found.update(finish_tree(combine, tree))
-        return found
+            by_name.update(finish_tree(combine, tree))
+        return by_name
 
     def of_buffers(self, plan: Plan) -> dict[str, np.ndarray]:
         """Those of `results` that are not from combines."""
@@ -88,8 +88,8 @@ class Partials:
             self._begin()
         for piece in self.ranges:
             buffer, where = self.step.buffers[piece.buffer], (piece.start, piece.stop)
-            found = finish_buffer(plan, self.step, buffer, self.accumulators[piece], where)
-            for name, _, values in found:
+            pieces = finish_buffer(plan, self.step, buffer, self.accumulators[piece], where)
+            for name, _, values in pieces:
                 parts[name].append(values)
         return {
             name: (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).reshape(

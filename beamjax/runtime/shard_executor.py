@@ -93,11 +93,11 @@ class LoadedPass:
 
     def load(self, key: str, members: int) -> Callable[..., Any]:
         """The function of a body, loaded at its first use."""
-        found = self.functions.get((key, members))
-        if found is None:
-            found = load_body(key, self.plan.bodies[key], members, self.client_of)
-            self.functions[key, members] = found
-        return found
+        function = self.functions.get((key, members))
+        if function is None:
+            function = load_body(key, self.plan.bodies[key], members, self.client_of)
+            self.functions[key, members] = function
+        return function
 
 
 class ShardExecutor:
@@ -198,11 +198,11 @@ class ShardExecutor:
         outs = self._run(shard, full, heads, less)
         function = self.loaded.function(check, full, shard)
         longer = self._called(function, shard, heads, list(map(self._pad, more)))
-        made = len(self.loaded.made)
-        results = zip(outs[:made], longer[:made], strict=True)
+        placed = len(self.loaded.made)
+        results = zip(outs[:placed], longer[:placed], strict=True)
         pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
         buffers = list(zip(self.step.buffers, check.buffers, strict=True))
-        pairs += same_values(buffers, outs[made:], longer[made:])
+        pairs += same_values(buffers, outs[placed:], longer[placed:])
         check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
         checked.add(self.step.body)
 
@@ -242,8 +242,8 @@ class ShardExecutor:
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""
-        made = len(self.loaded.made)
-        results, rest = [x[: shard.count] for x in arrays[:made]], arrays[made:]
+        placed = len(self.loaded.made)
+        results, rest = [x[: shard.count] for x in arrays[:placed]], arrays[placed:]
         return results, partials_of(self.step, rest) if self.step.combines else rest
 
     def _guarded(

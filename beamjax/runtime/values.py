@@ -135,12 +135,12 @@ class Ref:
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Members [start, stop) of a placed value."""
-        found = [p for p in self.parts if p.start < stop and p.start + p.count > start]
-        if len(found) == 1 and not found[0].at:
-            return found[0].read(start, stop)
+        parts = [p for p in self.parts if p.start < stop and p.start + p.count > start]
+        if len(parts) == 1 and not parts[0].at:
+            return parts[0].read(start, stop)
         # Several parts cover the range: other members, or other entries of the same members.
         rows = np.empty((stop - start, *self.shape), np.dtype(self.dtype))
-        for part in found:
+        for part in parts:
             first, last = max(start, part.start), min(stop, part.start + part.count)
             at: Any = (slice(first - start, last - start), *part.at)
             rows[at] = part.read(first, last)

@@ -69,54 +69,54 @@ class Versions:
     @classmethod
     def here(cls) -> Versions:
         """The versions in this process."""
-        found = _compat.versions()
+        versions = _compat.versions()
         convention = _compat.config.jax_export_calling_convention_version
-        return cls(__version__, found["jax"], found["jaxlib"], convention)
+        return cls(__version__, versions["jax"], versions["jaxlib"], convention)
 
     def __str__(self) -> str:
         return f"beamjax {self.beamjax}, jax {self.jax}, jaxlib {self.jaxlib}"
 
 
 def check_versions(
-    made: Versions, here: Versions, platform: str, custom_calls: Sequence[str] = ()
+    launched: Versions, here: Versions, platform: str, custom_calls: Sequence[str] = ()
 ) -> str | None:
     """Checks whether a worker can run bodies that were exported with these versions."""
     # `jax.export` guarantees that an artefact runs with a JAX that is up to six months newer, or
     # three weeks older, than the one that exported it. Hence an older minor version is an error.
     # Any other difference is a warning, which is returned, as the last bits may differ. Custom
     # calls without that guarantee need equal versions of jax and jaxlib.
-    if made == here:
+    if launched == here:
         return None
-    found = f"this worker has {here}, but the program was exported with {made}"
-    todo = f"Use an image for the workers that is made with `{install_command(made, platform)}`"
-    if made.beamjax != here.beamjax:
-        raise WorkerError(f"{found}: both must have the same version of beamjax. {todo}")
+    difference = f"this worker has {here}, but the program was exported with {launched}"
+    todo = f"Use an image for the workers that is made with `{install_command(launched, platform)}`"
+    if launched.beamjax != here.beamjax:
+        raise WorkerError(f"{difference}: both must have the same version of beamjax. {todo}")
     low, high = _compat.CALLING_CONVENTIONS
-    if not low <= made.convention <= high:
+    if not low <= launched.convention <= high:
         raise WorkerError(
-            f"{found}: this jax reads artefacts of calling convention {low} to {high}, found "
-            f"{made.convention}. {todo}"
+            f"{difference}: this jax reads artefacts of calling convention {low} to {high}, found "
+            f"{launched.convention}. {todo}"
         )
-    if custom_calls and (made.jax, made.jaxlib) != (here.jax, here.jaxlib):
+    if custom_calls and (launched.jax, launched.jaxlib) != (here.jax, here.jaxlib):
         raise WorkerError(
-            f"{found}: the program holds the custom calls {', '.join(custom_calls)}, which may "
-            "change with any version of JAX, so that both must have the same jax and jaxlib. "
+            f"{difference}: the program holds the custom calls {', '.join(custom_calls)}, which "
+            "may change with any version of JAX, so that both must have the same jax and jaxlib. "
             f"{todo}"
         )
     older = [
         name
         for name in ("jax", "jaxlib")
-        if _compat.minor(getattr(here, name)) < _compat.minor(getattr(made, name))
+        if _compat.minor(getattr(here, name)) < _compat.minor(getattr(launched, name))
     ]
     if older:
         raise WorkerError(
-            f"{found}: jax.export promises to be read by versions up to three weeks older, no "
+            f"{difference}: jax.export promises to be read by versions up to three weeks older, no "
             f"more, and the worker's {' and '.join(older)} is older. {todo}, or launch the program "
             f"from an environment with `{install_command(here, 'cpu')}`"
         )
     return (
-        f"{found}: the last bits of the results may differ, and jax.export promises to be read by "
-        f"versions up to six months newer, no more. {todo}"
+        f"{difference}: the last bits of the results may differ, and jax.export promises to be "
+        f"read by versions up to six months newer, no more. {todo}"
     )
 
 

@@ -169,11 +169,12 @@ def executors(task: Task[Map], refs: Mapping[str, StoreRef]) -> tuple[ShardExecu
     def make() -> tuple[ShardExecutor, ...]:
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
         found: list[ShardExecutor] = []
+        cached = None
         for device in devices:
             load = functools.partial(_load, task, device)
             loaded = _passes.get((*loaded_as, device), load, owner=task.store.root)
             known = _on_device(task, broadcasts, None if on_mesh else device)
-            if not found:
+            if not found and machine.cache is not None:
                 cached = cached_shards(machine.cache, loaded.plan, step, known, machine.xla_threads)
             found.append(ShardExecutor(loaded, known, checked, cached))
         return tuple(found)
