@@ -371,9 +371,10 @@ def test_a_plan_that_just_fits_runs():
     found = bj.run(total, w, x, runner="local", options={"local_threads": 1, "memory": needed})
     np.testing.assert_array_equal(found, np.ones((3, 3)))
     assert "may take" in refusal(total, w, x, local_threads=1, memory=needed - 1)
-    bj.run(total, w, x, runner="local", options={"memory": "1GiB"})
+    source = bj.from_arrays(x)  # without a source, nothing is in the caches of blocks
+    bj.run(total, w, source, runner="local", options={"memory": "1GiB"})
     assert BLOCKS.lasting.limit == 2**27  # An eighth of it.
-    bj.run(total, w, x, runner="local")
+    bj.run(total, w, source, runner="local")
     assert BLOCKS.lasting.limit == 2**29
 
 
