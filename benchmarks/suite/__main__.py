@@ -28,6 +28,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", **several, metavar="WAY", help=f"of {' '.join(ALL)}")
     parser.add_argument("--no-scale", action="store_true", help="only the workloads")
     parser.add_argument("--small", action="store_true", help="sizes that take seconds, for a test")
+    parser.add_argument(
+        "--members", action="append", default=[], metavar="CASE=N",
+        help="as many members, instead of the number in the table of workloads",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="after the first call (default: 3)")
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="that the calls of a round fill (default: 0.5)"
@@ -63,6 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if any("=" not in text for text in flags.python):
         parser.error(f"--python: found {flags.python}, expected WAY=PATH")
     flags.python = dict(text.split("=", 1) for text in flags.python)
+    flags.members = {case: int(n) for case, n in (text.split("=") for text in flags.members)}
     return flags
 
 
@@ -74,6 +79,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     settings = Settings(
         rounds=flags.rounds, seconds=flags.seconds, budget=flags.budget, small=flags.small,
         ways=flags.ways, pythons=flags.python, shard_size=flags.shard_size, log=flags.log,
+        members=flags.members,
         tell=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
 

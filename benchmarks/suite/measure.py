@@ -29,6 +29,7 @@ class Settings:
       ways: to measure, or empty for all that there are.
       pythons: interpreters of ways that have one of their own.
       shard_size: instead of the one that beamjax plans.
+      members: of workloads, instead of their full number.
       log: a file for what the processes print.
       tell: is told what is done.
     """
@@ -40,6 +41,7 @@ class Settings:
     ways: Sequence[str] = ()
     pythons: Mapping[str, str] = field(default_factory=dict)
     shard_size: int | None = None
+    members: Mapping[str, int] = field(default_factory=dict)
     log: Path | None = None
     tell: Tell = lambda text: None
 
@@ -47,7 +49,8 @@ class Settings:
         return [way for way in usual(case) if not self.ways or way in self.ways]
 
     def size(self, case: str) -> dict[str, int]:
-        return dict(CASES[case].small if self.small else CASES[case].full)
+        size = dict(CASES[case].small if self.small else CASES[case].full)
+        return size | ({"n": self.members[case]} if case in self.members else {})
 
 
 def measure(case: str, folder: Path, settings: Settings) -> dict[str, Any]:

@@ -139,6 +139,7 @@ CASES = {
         "medians:Medians",
         full={"n": 10_000_000, "keys": 1_000},
         small={"n": 1_000, "keys": 5},
+        limits={"ray-2": {"n": 1_000_000}},
         ways=("jit", "loop", "local", "direct", "session", "dask-2", "ray-2", "duckdb"),
     ),
     "O": Case(

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from benchmarks.suite.problem import Problem, Sums, Tree
 
@@ -42,9 +44,6 @@ class Logistic(Problem):
     @classmethod
     def write(cls, folder: Path, size: Any) -> None:
         """Drawing all rows would take minutes: each row group has one of eight sets of rows."""
-        import pyarrow as pa
-        from pyarrow import parquet
-
         rng = np.random.default_rng(0)
         n, features = size["n"], size["features"]
         truth = rng.standard_normal(features, np.float32)
@@ -137,6 +136,4 @@ class Logistic(Problem):
 
 @functools.lru_cache(maxsize=64)
 def opened_file(path: str) -> Any:
-    from pyarrow import parquet
-
     return parquet.ParquetFile(path, memory_map=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from benchmarks.suite.problem import Problem, Sums, Tree
 
-FILES = 4
+FILES = 40
 
 
 class Medians(Problem):
@@ -23,27 +25,26 @@ class Medians(Problem):
     def __init__(self, folder: Path, size: Any):
         super().__init__(folder, size)
         self.server, self.functions = (), {}
-        self.files = [str(path) for path in sorted(self.folder.glob("rows-*.parquet"))]
+        files, rows = sorted(self.folder.glob("rows-*.parquet")), 0
+        self.files: list[str] = []  # those of the first n rows
+        while rows < self.n:
+            self.files.append(str(files[len(self.files)]))
+            rows += parquet.read_metadata(self.files[-1]).num_rows
 
     @classmethod
     def write(cls, folder: Path, size: Any) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
         rng = np.random.default_rng(0)
         for number, part in enumerate(np.array_split(np.arange(size["n"]), FILES)):
             key = rng.integers(0, size["keys"], len(part)).astype(np.int32)
             x = rng.standard_normal(len(part), np.float32)
             table = pa.table({"key": key, "x": x})
-            parquet.write_table(table, folder / f"rows-{number}.parquet", row_group_size=1 << 20)
+            parquet.write_table(table, folder / f"rows-{number:02}.parquet")
 
     @property
     def nbytes(self) -> int:
         return sum(Path(path).stat().st_size for path in self.files)
 
     def read(self, start: int, stop: int) -> Tree:
-        from pyarrow import parquet
-
         table = parquet.read_table(self.files).slice(start, stop - start)
         return {name: table[name].to_numpy() for name in ("key", "x")}
 
