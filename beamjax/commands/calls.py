@@ -129,7 +129,7 @@ class Invocation:
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Reads the arguments, or calls the job; returns the function and arguments of a run."""
-        from beamjax.commands.arguments import read_value
+        from beamjax.commands.cli_values import read_value
 
         if self.texts is None:
             call = self.target(**self.flags)

@@ -14,8 +14,8 @@ from helpers import assert_same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.commands.arguments import nested, read_value
 from beamjax.commands.calls import flag_value, make_call, parsed
+from beamjax.commands.cli_values import nested, read_value
 from beamjax.commands.functions import run
 from beamjax.commands.output import named_leaves, plain, write_out
 from beamjax.errors import BeamjaxError, OptionsError, SourceError
