@@ -174,10 +174,10 @@ class Graph:
             self.dropped.append(outputs[tag])
         outputs[PARTIALS].element_type = typehints.KV[RANGE, bytes]
         if step.results:
-            made = _Stream(outputs.blocks, (*carried, *step.results))
-            self.streams.setdefault(step.placement, []).append(made)
+            computed = _Stream(outputs.blocks, (*carried, *step.results))
+            self.streams.setdefault(step.placement, []).append(computed)
             if lasting:
-                self.live[step.placement] = made
+                self.live[step.placement] = computed
         if step.buffers:
             self._reduce(step, outputs[PARTIALS])
         for number, tag in enumerate(tags):

@@ -130,8 +130,8 @@ class Resident:
         if not any(isinstance(part.data, np.ndarray) for part in value.parts):
             return value
         if value not in self._sent:
-            self._sent[value] = found = value.with_data(lambda data: self._put(name, data))
-            self._note(found)
+            self._sent[value] = written = value.with_data(lambda data: self._put(name, data))
+            self._note(written)
         return self._sent[value]
 
     def _put(self, name: str, data: Data) -> Data:
@@ -154,12 +154,12 @@ class Resident:
 
     def _taken(self, refs: Mapping[str, StoreRef]) -> dict[str, Ref]:
         """The server values that a step has computed."""
-        found = {
+        taken = {
             name: stored(self.store, ref, self.plan.values[name]) for name, ref in refs.items()
         }
-        for value in found.values():
+        for value in taken.values():
             self._note(value)
-        return found
+        return taken
 
     def _note(self, value: Ref) -> None:
         for part in value.parts:
@@ -189,8 +189,8 @@ class Resident:
 
     def _run_server_here(self, step: Server, values: Values) -> Values:
         known = {name: value.array() for name, value in values.items()}
-        found = self._run_server(step, known)
-        return {name: server(out) for name, out in found.items()}
+        outs = self._run_server(step, known)
+        return {name: server(out) for name, out in outs.items()}
 
     def _run_server(self, step: Server, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Runs a step in this process, within `shard_timeout`."""
@@ -225,14 +225,14 @@ class Resident:
         results = self._run_on_workers(program, current, self._ranges(step.placement))
         if lines := b"".join(sorted(result.dropped for result in results)):
             self.monitor.drop(decode_lines(lines, step.name), self.plan.sizes)
-        found = self._find_written(program, current, results)
+        reduced = self._find_written(program, current, results)
         if step.buffers:
             pieces = [piece for result in results for piece in result.partials]
-            found |= self._reduce(step, pieces)
+            reduced |= self._reduce(step, pieces)
         for number, _ in enumerate(step.combines):
             nodes = [dict(result.combined[number]) for result in results]
-            found |= self._combine(step, number, nodes, values)
-        return found
+            reduced |= self._combine(step, number, nodes, values)
+        return reduced
 
     def _merged_on_workers(self, step: Map) -> bool:
         """Whether the partials of a pass, one a worker, are too large to pass through here."""
@@ -252,8 +252,8 @@ class Resident:
                 for data in piece.partials:
                     accumulator = receive(self.store, data) if isinstance(data, bytes) else data
                     merged.merge(piece.values, accumulator)
-            found = merged.of_buffers(self.plan)
-        return {name: server(array) for name, array in found.items()}
+            arrays = merged.of_buffers(self.plan)
+        return {name: server(array) for name, array in arrays.items()}
 
     def _reduce_on_workers(self, step: Map, pieces: Iterable[Piece]) -> dict[str, Ref]:
         together = _together(pieces)
@@ -283,8 +283,8 @@ class Resident:
         with timed(self.monitor.spans, step.name, "merge"):
             known = {name: values[name].array() for name in combine.inputs}
             join = join_shards(self.plan, step, combine, known, device)
-            found = combined_nodes(combine, join, nodes, self.store)
-        return {name: server(array) for name, array in found.items()}
+            arrays = combined_nodes(combine, join, nodes, self.store)
+        return {name: server(array) for name, array in arrays.items()}
 
     def _gather(self, step: Gather, values: Values) -> Values:
         program = self._program("gather", step)
@@ -363,10 +363,10 @@ class Resident:
         self, program: Program, current: Pass, results: Sequence[Result]
     ) -> dict[str, Ref]:
         """The placed values that workers have written in a pass."""
-        plan, found = self.plan, dict[str, Ref]()
+        plan, placed = self.plan, dict[str, Ref]()
         for number, name in enumerate(program.written):
             if name in current.results.folders:
-                found[name] = members(current.results.find(plan, name), plan, name)
+                placed[name] = members(current.results.find(plan, name), plan, name)
                 continue
             # Only files of replies that counted: another worker may still write a late copy.
             parts = [part for result in results for part in result.written[name]]
@@ -374,14 +374,14 @@ class Resident:
             n = plan.sizes[value.placement or ""]
             source = MembersSource(self.store.root, stem, parts, leaf_spec(value), n)
             source.check_complete(f"result {name}")
-            found[name] = members(source, plan, name)
-            self._note(found[name])
-        return found
+            placed[name] = members(source, plan, name)
+            self._note(placed[name])
+        return placed
 
 
 def _together(pieces: Iterable[Piece]) -> list[Piece]:
     """The partials of each range of values together."""
-    found: dict[ValueRange, list[Any]] = collections.defaultdict(list)
+    partials_of: dict[ValueRange, list[Any]] = collections.defaultdict(list)
     for piece in pieces:
-        found[piece.values] += piece.partials
-    return [Piece(values, tuple(partials)) for values, partials in found.items()]
+        partials_of[piece.values] += piece.partials
+    return [Piece(values, tuple(partials)) for values, partials in partials_of.items()]

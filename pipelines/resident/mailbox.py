@@ -272,15 +272,15 @@ class FileMailbox:
 
     def _new(self, names: list[str]) -> list[Peer]:
         """The workers among these files that have not been seen before."""
-        found = []
+        joined = []
         for name in names:
             if name.startswith("worker-") and name not in self._peers:
                 # A worker that has joined and ended is no worker.
                 with contextlib.suppress(FileNotFoundError):
                     pulse = Pulse(bytes(files.read(files.join(self.folder, name))))
                     self._peers[name] = Peer(name.removeprefix("worker-"), pulse)
-                    found.append(self._peers[name])
-        return found
+                    joined.append(self._peers[name])
+        return joined
 
     def _listen(self) -> None:
         """Reads the heartbeats of workers on other hosts."""
@@ -391,9 +391,9 @@ class FileWorker(WorkerEnd):
                 del self._programs[next(iter(self._programs))]
             file = f"program-{name}"
             content = bytes(files.read(files.join(self.folder, file)))
-            found = decode(Program, verified(self.secret, file, content))
-            found.task.machine.set_up()
-            self._programs[name] = found
+            program = decode(Program, verified(self.secret, file, content))
+            program.task.machine.set_up()
+            self._programs[name] = program
         return self._programs[name]
 
     def reply(self, reply: Reply) -> None:

@@ -128,10 +128,10 @@ class Pool:
         """Cuts the elements of a pass into tasks with about the same number of elements."""
         workers = max(len(self._peers), 1)
         known = self._seconds.get(program)
-        each = FIRST_TASKS
+        per_worker = FIRST_TASKS
         if known is not None:
-            each = int(known * len(elements) / workers / TASK_SECONDS)
-        count = min(workers * max(1, min(each, MAX_TASKS)), len(elements))
+            per_worker = int(known * len(elements) / workers / TASK_SECONDS)
+        count = min(workers * max(1, min(per_worker, MAX_TASKS)), len(elements))
         bounds = [number * len(elements) // count for number in range(count + 1)]
         ranges = itertools.pairwise(bounds)
         return [WorkerTask(current, i, tuple(elements[a:b])) for i, (a, b) in enumerate(ranges)]

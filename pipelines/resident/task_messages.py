@@ -180,6 +180,6 @@ def verified(secret: bytes, name: str, content: bytes) -> bytes:
 
 def _signature(secret: bytes, name: str, data: bytes) -> bytes:
     # Names contain no zero byte, so no other name and message have the same bytes.
-    found = hmac.new(secret, name.encode() + b"\0", hashlib.sha256)
-    found.update(data)
-    return found.digest()
+    digest = hmac.new(secret, name.encode() + b"\0", hashlib.sha256)
+    digest.update(data)
+    return digest.digest()

@@ -116,9 +116,9 @@ class _PreparedPass:
                     return self._map(elements)
                 case "server":
                     served = Environment(self.current.served)
-                    found = compute_server(self.task, served, (), self.spans)
-                    wholes = tuple((PartKey(name, 0), ref) for name, ref in found.values.items())
-                    return Result(wholes, provenance=found.provenance)
+                    results = compute_server(self.task, served, (), self.spans)
+                    wholes = tuple((PartKey(name, 0), ref) for name, ref in results.values.items())
+                    return Result(wholes, provenance=results.provenance)
                 case "gather":
                     return self._gather(elements)
                 case "write":
@@ -190,9 +190,9 @@ class _PreparedPass:
         plan = self.task.plan
         for shard in _shards(plan, plan.values[operand].placement or "", elements):
             with timed(self.spans, self.task.step.name, "read", shard) as span:
-                found = self.reader.read([operand], shard.start, shard.start + shard.count)
-                span.nbytes = found[operand].nbytes
-            yield shard, found[operand]
+                members = self.reader.read([operand], shard.start, shard.start + shard.count)
+                span.nbytes = members[operand].nbytes
+            yield shard, members[operand]
 
     def _files(self) -> dict[str, PlacedFiles]:
         """The files of this task, by the name of the value."""

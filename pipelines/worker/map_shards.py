@@ -67,13 +67,13 @@ class Bundle:
         spans: WorkerSpans,
     ):
         with timed(spans, task.step.name, "transfer"):
-            found = executors(task, refs)
+            executed = executors(task, refs)
         self.task = task
         self.spans = spans
         self.letters = letters
-        first, reduction = found[0], task.settings.reduction
+        first, reduction = executed[0], task.settings.reduction
         self.partials = Partials(task.step, reduction, first.loaded.ranges, first.trees())
-        self._pass = ShardPass(task.plan, task.step, found, reader, self.partials, spans)
+        self._pass = ShardPass(task.plan, task.step, executed, reader, self.partials, spans)
         self._jobs: OrderedJobs[Done] = OrderedJobs()
 
     def add(self, shard: Shard, known: Mapping[str, np.ndarray] | None = None) -> Iterator[Done]:
@@ -175,11 +175,11 @@ class MapShards(TaskFn):
         """Emits the last blocks and the partials of the bundle."""
         if self.bundle is not None:
             for done in self.bundle.rest():
-                for made in self._finish(done):
-                    if isinstance(made, beam.pvalue.TaggedOutput):
-                        yield beam.pvalue.TaggedOutput(made.tag, _windowed(made.value))
+                for output in self._finish(done):
+                    if isinstance(output, beam.pvalue.TaggedOutput):
+                        yield beam.pvalue.TaggedOutput(output.tag, _windowed(output.value))
                     else:
-                        yield _windowed(made)
+                        yield _windowed(output)
             yield from self._partials(self.bundle.partials)
         self.bundle = None
         self.spans.report()
@@ -209,8 +209,8 @@ class MapShards(TaskFn):
                 provenance=self.provenance,
             )  # fmt: skip
             with self._moving():
-                made = [whole(block, self.task.store)] if self.whole else None
-            yield from made or cut(block, self.task.store)
+                blocks = [whole(block, self.task.store)] if self.whole else None
+            yield from blocks or cut(block, self.task.store)
 
     def _begin(self, served: tuple[Environment, ...]) -> Bundle:
         task = self.task
@@ -249,6 +249,6 @@ def compute_server(
         arrays = task.arrays(task.refs(step.inputs, known))
         plan = task.with_bodies()
         with with_settings(task.settings.debugging):
-            made = run_server(plan, step, arrays, task.device)
-        refs = {name: store.hold([out], name, own=True) for name, out in made.items()}
+            outs = run_server(plan, step, arrays, task.device)
+        refs = {name: store.hold([out], name, own=True) for name, out in outs.items()}
     return Environment(refs, task.provenance(known))

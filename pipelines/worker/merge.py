@@ -235,13 +235,13 @@ def assembled(
     store: Store,
     types: Mapping[str, ValueType],
     axes: Mapping[str, int],
-    found: Iterable[Mapping[PartKey, StoreRef]],
+    bundles: Iterable[Mapping[PartKey, StoreRef]],
 ) -> dict[str, StoreRef]:
     """From parts of values to whole server values."""
     # `axes` has the axis of a whole value that is the first axis of its parts. Values that are not
     # listed have flat parts.
     parts: dict[str, dict[int, StoreRef]] = collections.defaultdict(dict)
-    for refs in found:
+    for refs in bundles:
         for key, ref in refs.items():
             # If a bundle was retried, a part may be there twice; either is used, they are equal.
             parts[key.name][key.offset] = ref
@@ -331,10 +331,10 @@ def receive(store: Store, element: bytes) -> Accumulator:
 
 def _taken(store: Store, name: str) -> Accumulator:
     memory = memory_store_of(store.root)
-    found: Accumulator | None = None if memory is None else memory.take(name)
-    if found is None:
+    accumulator: Accumulator | None = None if memory is None else memory.take(name)
+    if accumulator is None:
         raise SourceError(
             f"{store.root}: the partial result {name} is not in this process, or was merged "
             "before; each is merged once, in the process that computed it."
         )
-    return found
+    return accumulator

@@ -168,16 +168,16 @@ def executors(task: Task[Map], refs: Mapping[str, StoreRef]) -> tuple[ShardExecu
 
     def make() -> tuple[ShardExecutor, ...]:
         checked: set[str] = _checked.get(task.store.root, set, owner=task.store.root)
-        found: list[ShardExecutor] = []
+        per_device: list[ShardExecutor] = []
         cached = None
         for device in devices:
             load = functools.partial(_load, task, device)
             loaded = _passes.get((*loaded_as, device), load, owner=task.store.root)
             known = _on_device(task, broadcasts, None if on_mesh else device)
-            if not found and machine.cache is not None:
+            if not per_device and machine.cache is not None:
                 cached = cached_shards(machine.cache, loaded.plan, step, known, machine.xla_threads)
-            found.append(ShardExecutor(loaded, known, checked, cached))
-        return tuple(found)
+            per_device.append(ShardExecutor(loaded, known, checked, cached))
+        return tuple(per_device)
 
     return _executors.get(key, make, owner=task.store.root)
 
@@ -188,7 +188,7 @@ def _load(task: Task[Map], device: Any) -> LoadedPass:
 
 def _on_device(task: Task[Any], refs: Mapping[str, StoreRef], device: Any) -> dict[str, jax.Array]:
     """Server values on a device. All executors that use a value share one copy of it."""
-    found = {}
+    arrays = {}
     for name, ref in refs.items():
         key = ref.key, task.plan.x64, device
 
@@ -199,8 +199,8 @@ def _on_device(task: Task[Any], refs: Mapping[str, StoreRef], device: Any) -> di
                 _broadcasts[key] = array = put_broadcast(value, device)
             return array
 
-        found[name] = _transfers.get(key, functools.partial(_broadcasts.get, key), put)
-    return found
+        arrays[name] = _transfers.get(key, functools.partial(_broadcasts.get, key), put)
+    return arrays
 
 
 _broadcasts: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
