@@ -53,7 +53,7 @@ def test_a_bundle_reads_while_it_computes(computed_in):
         assert_same_bits(bj.run(reduced, X, options=options), expected)
         others = computed_in["compute"] - computed_in["read"]
         assert len(others) <= most
-        assert flags or len(others) == most
+        assert flags or others  # threads take jobs from one queue, so some may have none
 
 
 @pytest.mark.parametrize("threads", [1, 3])
