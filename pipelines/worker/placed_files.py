@@ -15,10 +15,7 @@ FILE_BYTES = 4 << 20
 
 
 class PlacedFiles:
-    """The files of a placed value that one bundle writes, with the members of many shards in each.
-
-    `parts` are the first member and the number of members of each file.
-    """
+    """The files of a placed value that one bundle writes, each with the members of many shards."""
 
     def __init__(
         self,
@@ -36,7 +33,7 @@ class PlacedFiles:
         # Whether to cache what is written, for later passes in this process. The stem must then be
         # unique among all runs.
         self.cached = cached
-        self.parts: list[tuple[int, int]] = []
+        self.parts: list[tuple[int, int]] = []  # first member, number of members
         self._waiting: list[tuple[int, np.ndarray]] = []
         self._nbytes = 0
 
