@@ -2,4 +2,3 @@
 
 from beamjax.sources.source_base import LeafSpec as LeafSpec
 from beamjax.sources.source_base import Source as Source
-from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable

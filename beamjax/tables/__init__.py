@@ -1,1 +1,3 @@
 """Members made by pipelines of Beam, and results by key."""
+
+from beamjax.sources.tables.keyed_table import KeyedTable as KeyedTable

@@ -79,7 +79,7 @@ def test_ops_and_dtypes(op):
     arrays = jax.tree.map(jnp.asarray, values)
     expected = jax.jit(known)(arrays, dense.astype(np.int32))
     table = bj.run(program, values, KEYS, runner="local", options=SHARDS)
-    assert isinstance(table, bj.sources.KeyedTable)
+    assert isinstance(table, bj.tables.KeyedTable)
     in_process = jax.jit(program)(arrays, KEYS).reduced()
     assert table.keys.dtype == np.int32
     faults = []
@@ -155,7 +155,7 @@ def test_a_table_without_members(runner):
     by_key = bj.program(c=None)(lambda x, k: bj.reduce_by_key({"x": x}, k))
     none = np.zeros((0, 3), "float32"), np.zeros(0, "int32")
     table = bj.run(by_key, *none, runner=runner)
-    assert isinstance(table, bj.sources.KeyedTable)
+    assert isinstance(table, bj.tables.KeyedTable)
     assert len(table) == 0
     assert_same_bits(table.arrays(), jax.jit(by_key)(*none).reduced())
 
@@ -199,7 +199,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(SourceError, match=r"placed\.json: cannot read"):
         bj.open_placed(tmp_path)
     for text in ("", "[]", "{}", '{"version": 2, "leaves": [], "parts": [], "tree": null}'):
-        (tmp_path / bj.sources.KeyedTable.manifest).write_text(text)
+        (tmp_path / bj.tables.KeyedTable.manifest).write_text(text)
         with pytest.raises(ArrayFormatError, match="found no list"):
             bj.open_placed(tmp_path)
     for keys in (np.ones((N, 2), np.int32), np.ones(N, np.complex64), np.ones((N, 2), np.float32)):
