@@ -24,10 +24,8 @@ from jax._src import api, core, dispatch, tree_util, xla_bridge
 from jax._src import checkify as jax_checkify
 from jax._src import effects as jax_effects
 from jax._src.array import ArrayImpl as ArrayImpl
-from jax._src.export import _export
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
-from jax._src.lax import linalg
 from jax._src.lib import xla_client
 from jax._src.state import discharge
 from jax.experimental import checkify
@@ -106,20 +104,6 @@ def array_type(shape: tuple[int, ...], dtype: np.dtype, x64: bool) -> Any:
 @functools.lru_cache(maxsize=64)
 def _sharding_on(device: jax.Device) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device)
-
-
-def _call_exported(context: Any, *args: Any, exported: export.Exported) -> Any:
-    """Lowers the call of an exported function."""
-    # JAX initializes LAPACK for all of them, which imports SciPy and takes longer than to compile a
-    # small function. Calls of LAPACK have its name, those of older versions of JAX that of BLAS.
-    code = exported.mlir_module_serialized
-    if "cpu" in exported.platforms and (b"lapack_" in code or b"blas_" in code):
-        linalg.initialize_lapack()
-    return _export._call_exported_lowering(context, *args, exported=exported)
-
-
-_export._ensure_backends_initialized = lambda platforms: None
-mlir.register_lowering(_export.call_exported_p, _call_exported)
 
 
 def cpu_client(threads: int, devices: int) -> Any:
