@@ -56,7 +56,8 @@ class Derivative:
 class ReductionKind:
     """A reduction over the members of a placement."""
 
-    # As in `jnp`; the operator is `reduce_<name>`, its primitive `bj_reduce_<name>`.
+    # As in `jnp`, or else override `function`; the operator is `reduce_<name>`, its primitive
+    # `bj_reduce_<name>`.
     name: str
     # The names of JAX's primitives that are this reduction, also over other axes.
     primitives: tuple[str, ...] = ()
@@ -180,7 +181,8 @@ class Fold(ReductionKind):
 
     # States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
 
-    # From a member's value and weight to its state.
+    # From a member's value, in a float dtype of at least 32 bits, and its weight to its state. The
+    # weight is 1 without weights.
     begin: Callable[[jax.Array, Any], list[Any]]
     # From the states of two neighbouring ranges of members to that of both.
     merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
@@ -193,9 +195,11 @@ class Fold(ReductionKind):
     terms: Callable[..., list[Any]]
     moved: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     # From members' values and weights, a function that adds members up by key, and one that gives
-    # its results to the members, to the states of the keys; None if it is not done by key.
+    # its results to the members, to the states of the keys; None if sums by key do not give
+    # the states, and it is not done by key.
     of_sums: Callable[..., list[Any]] | None = None
-    # From variances, in NumPy, to the results, for keys that are not known.
+    # From variances, in NumPy, to the results, for keys that are not known. Only `var` and `std`
+    # have it.
     of_variance: Callable[[np.ndarray], np.ndarray] | None = None
 
 

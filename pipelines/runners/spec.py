@@ -40,9 +40,9 @@ class RunningJob:
 class RunnerSpec:
     """What beamjax knows of a Beam runner. This class serves any runner, cautiously."""
 
-    # A runner that needs more has a subclass in a module of its own, and an entry in `table.py`.
-    # Its methods import Beam, not its module: names and threads of runners are also needed without
-    # Beam.
+    # A runner that needs more has a subclass in a module of its own, and an entry in
+    # `runner_table.py`. Its methods import Beam, not its module: names and threads of runners are
+    # also needed without Beam.
 
     name = ""  # by which users choose the runner
     class_name = ""  # of its instances, if it is another one
