@@ -41,7 +41,7 @@ from beamjax.interpreters.lowering.map_bodies import (
     map_body,
     sequential_body,
 )
-from beamjax.interpreters.lowering.reasons import rule_of, why_on_server
+from beamjax.interpreters.lowering.reasons import rule_of, short_name, why_on_server
 from beamjax.interpreters.lowering.shard_size import (
     PassSize,
     choose_vectorization,
@@ -240,7 +240,7 @@ class _Lowering:
             case ScatterStage():
                 operand, result = self.served(stage.var), self.placed(stage.var, stage.along)
                 axis, line = stage.along.axis, stage.user.line
-                reason = f"{stage.user.primitive.name} reads it along the members"
+                reason = f"{short_name(stage.user)} reads it along the members"
                 return Scatter(self.name("scatter"), operand, result, axis, reason, line)
             case RowsStage(eqn=eqn, along=along, place=place):
                 operand, numbers = self.at(eqn.inputs[0], along), self.at(eqn.inputs[1], None)

@@ -53,7 +53,7 @@ def why_on_server(user: Eqn) -> str:
             )
         return f"the body {user.params['name']} closes over a placed value"
     if user.is_placed_operator:
-        return f"{_short(user)} reads it as a server value"
+        return f"{short_name(user)} reads it as a server value"
     if name in HOST_CALLS:
         return f"{name} calls back to the host with all members"
     instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
@@ -81,7 +81,7 @@ def rule_of(stage: Stage) -> str:
             assert isinstance(operand, Var)
             return f"reads {shape_of(rows)[0]} rows by index of {operand.name}"
         case ScatterStage(user=user):
-            return f"scattered: {_short(user)} reads a server value along the members"
+            return f"scattered: {short_name(user)} reads a server value along the members"
 
 
 def _answer(emission: Emission) -> str:
@@ -92,9 +92,10 @@ def _answer(emission: Emission) -> str:
 
 
 def _names(eqns: Iterable[Eqn]) -> str:
-    return ", ".join(dict.fromkeys(map(_short, eqns)))
+    return ", ".join(dict.fromkeys(map(short_name, eqns)))
 
 
-def _short(eqn: Eqn) -> str:
+def short_name(eqn: Eqn) -> str:
+    """The name of an operation as users know it."""
     name = operation_of(eqn).primitive.name
     return "map_fn" if name == "bj_map" else name.removeprefix("bj_")

@@ -288,7 +288,7 @@ def test_reasons_functions_and_lines():
     assert re.fullmatch(reasons, gathered.reason)
     assert gathered.lines[0].startswith(tuple(lines[3:]))
     (scattered,) = [step for step in steps if step.kind == "Scatter"]
-    assert scattered.reason == "bj_map reads it along the members"
+    assert scattered.reason == "map_fn reads it along the members"
     assert scattered.lines[0].startswith(lines[5])
     assert steps[0].functions == ["weigh"]
     assert steps[0].lines[0].startswith(lines[2])
