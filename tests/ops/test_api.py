@@ -429,7 +429,7 @@ def loaded(*names):
 
 import beamjax
 found = {"version": beamjax.__version__}
-found["at import"] = loaded("jax", "numpy", "apache_beam", "typing", "contextlib")
+found["at import"] = loaded("jax", "numpy", "apache_beam", "typing")
 import contextlib, io, json
 from beamjax.commands import cli
 with contextlib.redirect_stdout(io.StringIO()):
