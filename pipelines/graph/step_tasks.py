@@ -39,10 +39,11 @@ class StepTasks:
                 needed = (step.body,)
         bodies = {key: self.bodies.of(self.plan, key) for key in needed}
         values = {name: self.plan.values[name] for name in _typed(step)}
+        costs = {name: cost for name, cost in self.plan.costs.items() if name == step.name}
         # A task is encoded with each transform, so it holds only what its step needs of the plan.
         plan = replace(
             self.plan, values=values, bodies={}, recipe=None, constants=(), outputs=(), inputs=(),
-            steps=(), costs={}, rules={},
+            steps=(), costs=costs, rules={},
         )  # fmt: skip
         return Task(plan, step, bodies, static or {}, self.store, self.machine, self.settings)
 

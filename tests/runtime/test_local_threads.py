@@ -268,3 +268,24 @@ def test_a_limit_of_memory_takes_fewer_threads(monkeypatch, pools):
     assert len(pools) == 1  # The second run has room for one thread.
     with pytest.raises(StagingError, match="use 1 of 4 threads"):
         local(summed, x, shard_size=256, memory="280MiB", local_threads=4)
+
+
+@pytest.mark.parametrize("rounds", [None, 3])
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_work_is_counted_where_a_pass_is_computed(monkeypatch, runner, rounds):
+    """Beam's workers get a part of the plan, which says how much a shard computes, too."""
+    monkeypatch.undo()
+    used = []
+    for module in ("beamjax.runtime.local", "beamjax.pipelines.worker.map_shards"):
+        monkeypatch.setattr(f"{module}.DaemonThreads", lambda n: used.append(n) or DaemonThreads(n))
+
+    @bj.program(clients=256)
+    def powers(w, x):
+        def once(w):
+            return w + bj.reduce_mean(bj.map_fn(lambda v: jnp.tanh(v @ w @ w).sum(), x))
+
+        return once(w) if rounds is None else jax.lax.fori_loop(0, rounds, lambda _, w: once(w), w)
+
+    w, x = np.eye(128, dtype=np.float32), np.ones((256, 128, 128), np.float32)
+    bj.run(powers, w, x, runner=runner, options={"shard_size": 16, "local_threads": 2})
+    assert set(used) == {2}
