@@ -60,8 +60,8 @@ def size_function(
         wide = [value.astype(dtype) for value in values]
         # JAX evaluates dimensions with mixed dtypes, which the user may have forbidden.
         with jax.numpy_dtype_promotion("standard"):
-            found = _compat.evaluate_dim(dim, dict(zip(names, wide, strict=True)))
-        return jax.lax.convert_element_type(found, dtype)
+            size = _compat.evaluate_dim(dim, dict(zip(names, wide, strict=True)))
+        return jax.lax.convert_element_type(size, dtype)
 
     return evaluate, [sizes.setdefault(name, Var(f"size of {name}", SIZE)) for name in names]
 

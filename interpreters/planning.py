@@ -78,14 +78,14 @@ def plan_for(call: FlatCall, options: Options, unroll: bool = False) -> Planned:
     known = _plans.get(call.fn, full_key)
     if known is not None and not known.plan.file_starts:
         return known
-    made = known
-    if made is None:
+    planned = known
+    if planned is None:
         name = getattr(call.fn, "__name__", "a function")
         no_jit = with_settings({"disable_jit": False})
         # Under disable_jit, JAX would compute instead of tracing.
         with announced(f"planning {name}", options.progress), no_jit:
-            made = _with_lengths(call, options, unroll)
-    planned = with_file_starts(made, call.arguments)
+            planned = _with_lengths(call, options, unroll)
+    planned = with_file_starts(planned, call.arguments)
     if planned is not known:
         _plans.put(call.fn, full_key, planned)
     return planned
@@ -122,16 +122,16 @@ def with_file_starts(planned: Planned, arguments: Sequence[Argument]) -> Planned
         placement = plan.values[spec.placed].placement if spec.placed is not None else None
         if placement in starts and argument.is_source:
             starts[placement] = {**argument.value.cuts, **starts[placement]}
-    found = {}
-    for placement, each in starts.items():
+    file_starts = {}
+    for placement, cuts in starts.items():
         files = planned.placed.file_groups[placement].files
-        found[placement] = tuple(
-            sorted(at for at, name in each.items() if cut_number(name) % files == 0)
+        file_starts[placement] = tuple(
+            sorted(at for at, name in cuts.items() if cut_number(name) % files == 0)
         )
     # The same object if nothing changes: sessions know a plan by its identity.
-    if found == plan.file_starts:
+    if file_starts == plan.file_starts:
         return planned
-    return replace(planned, plan=replace(plan, file_starts=found))
+    return replace(planned, plan=replace(plan, file_starts=file_starts))
 
 
 def _is_abstract(argument: Argument) -> bool:
@@ -180,16 +180,16 @@ def _groups_to_cut_at(
     groups: dict[str, FileGroups] = {}
     notes = []
     for placement, mine in rows.items():
-        found: FileGroups | str = FileGroups(1, mine)
+        grouping: FileGroups | str = FileGroups(1, mine)
         if not at_each:
-            found = file_groups(placed, placement, mine, stages, options)
-        if isinstance(found, str):
-            notes.append(f"The shards of {placement} are not cut at files, because {found}.")
+            grouping = file_groups(placed, placement, mine, stages, options)
+        if isinstance(grouping, str):
+            notes.append(f"The shards of {placement} are not cut at files, because {grouping}.")
             continue
-        groups[placement] = found
-        if found.files > 1:
+        groups[placement] = grouping
+        if grouping.files > 1:
             notes.append(
-                f"The shards of {placement} end where a group of about {found.files} files ends."
+                f"The shards of {placement} end where a group of about {grouping.files} files ends."
             )
     return groups, tuple(notes)
 

@@ -69,7 +69,7 @@ class _Splitter:
         self.around = around
         self.user = user
         self.params = set(block.inputs)
-        self.made = {var for eqn in block.eqns for var in eqn.outputs}
+        self.defined = {var for eqn in block.eqns for var in eqn.outputs}
         # A pass of a nested block may also evaluate equations of enclosing blocks, to create
         # members of server values.
         self.eqns: list[Eqn] = [*(around.eqns if around else ()), *block.eqns]
@@ -111,7 +111,7 @@ class _Splitter:
         if self.is_outside(var):
             self.outside[0].setdefault(var, user)
         elif var not in self.served and along is not None and not self.program.is_in_memory(var):
-            level = self.levels[var] if var in self.made else None
+            level = self.levels[var] if var in self.defined else None
             self.gathered.setdefault(level, []).append(GatherStage(var, along, user))
         self.served.add(var)
 
@@ -121,7 +121,7 @@ class _Splitter:
             self.outside[1].setdefault((var, along), user)
             return []
         if self.program.place(var) == along:
-            if var in self.made:
+            if var in self.defined:
                 self.live.add(var)
             return []
         self.serve(var, user)
@@ -129,7 +129,7 @@ class _Splitter:
 
     def is_outside(self, var: Var) -> bool:
         """Whether a value belongs to an enclosing block."""
-        return var not in self.made and var not in self.params and self.around is not None
+        return var not in self.defined and var not in self.params and self.around is not None
 
     def _ends(self) -> list[Stage]:
         """Records the outputs of the block; returns the gathers and scatters that they need."""
@@ -149,13 +149,13 @@ class _Splitter:
 
     def _control(self, level: int) -> list[Stage]:
         """The loops, branches and reads of rows of a level, with their scatters, in reverse."""
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for eqn in reversed(self.by_level.get(level, [])):
             read = any(v in self.served or v in self.live for v in eqn.outputs)
             if not self.program.runs_alone(eqn) or not (read or eqn.effects):
                 continue
             if not eqn.blocks:
-                found += self._rows(eqn)
+                stages += self._rows(eqn)
                 continue
             border = self.program.borders[eqn]
             inners, blocks = [], []
@@ -167,9 +167,9 @@ class _Splitter:
             served += [var for inner in inners for var in inner.outside[0]]
             if isinstance(eqn, LoopEqn):
                 condition = blocks[0] if eqn.condition else None
-                found.append(LoopStage(eqn, border.inputs, condition, blocks[-1], served))
+                stages.append(LoopStage(eqn, border.inputs, condition, blocks[-1], served))
             elif isinstance(eqn, BranchEqn):
-                found.append(BranchStage(eqn, blocks, served))
+                stages.append(BranchStage(eqn, blocks, served))
             # The blocks were built above, so `outside` now holds what they read of this block.
             scatters: dict[tuple[Var, MemberAxis], list[Stage]] = {}
             for atom, along in pairs:
@@ -184,8 +184,8 @@ class _Splitter:
                 for (var, along), user in inner.outside[1].items():
                     if (var, along) not in scatters:
                         scatters[var, along] = self.bring(var, along, user)
-            found += [stage for stages in scatters.values() for stage in stages]
-        return found
+            stages += [stage for brought in scatters.values() for stage in brought]
+        return stages
 
     def _rows(self, eqn: Eqn) -> list[Stage]:
         """A read of rows, with the scatter that it needs, in reverse order."""
@@ -213,17 +213,19 @@ class _Splitter:
                 results.setdefault(placement, []).extend(requested)
             elif any(v in self.served for v in eqn.outputs):
                 reductions.setdefault(placement, []).append(eqn)
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for placement in self.program.sizes:
             if reductions.get(placement) or results.get(placement) or effects.get(placement):
-                one = _PassBuilder(self, level, placement, frozenset(effects.get(placement, [])))
-                found += one.stages(reductions.get(placement, []), results.get(placement, []))
-        return found
+                builder = _PassBuilder(
+                    self, level, placement, frozenset(effects.get(placement, []))
+                )
+                stages += builder.stages(reductions.get(placement, []), results.get(placement, []))
+        return stages
 
     def made_here(self, eqn: Eqn, var: Var, along: MemberAxis, level: int) -> MemberwiseRule | None:
         """The rule by which a pass of this level computes a value that it reads, or None."""
         if self.program.place(var) == along:
-            if var not in self.made or self.program.runs_alone(eqn):
+            if var not in self.defined or self.program.runs_alone(eqn):
                 return None
             _, rule = self.program.rules[eqn]
             if isinstance(rule, MemberwiseRule) and (
@@ -249,9 +251,9 @@ class _Splitter:
                     self.serve(atom, eqn)
         if not eqns:
             return None
-        made = {var for eqn in eqns for var in eqn.outputs}
+        defined = {var for eqn in eqns for var in eqn.outputs}
         read = dict.fromkeys(a for e in eqns[::-1] for a in e.inputs if isinstance(a, Var))
-        return ServerStage(eqns[::-1], [var for var in read if var not in made])
+        return ServerStage(eqns[::-1], [var for var in read if var not in defined])
 
     def _inside(self, block: FlatBlock, places: tuple[Place, ...], user: Eqn) -> _Splitter:
         return _Splitter(self.program, block, places, self, user)
@@ -259,7 +261,7 @@ class _Splitter:
     def _elementwise(self) -> Set[Var]:
         """The values that few elementwise equations compute from what every pass can read."""
         # For each of them, these equations, with the number of operations of each.
-        found: dict[Var, dict[Eqn, int]] = {}
+        recomputed: dict[Var, dict[Eqn, int]] = {}
         for eqn in self.block.eqns:
             placement, rule = self.program.rules.get(eqn, ("", None))
             operations = elementwise_operations(eqn)
@@ -270,23 +272,23 @@ class _Splitter:
                 continue
             needs = zip(eqn.inputs, rule.in_axes, strict=True)
             if not all(
-                axis is None or self._at_hand(atom, MemberAxis(placement, axis), found)
+                axis is None or self._at_hand(atom, MemberAxis(placement, axis), recomputed)
                 for atom, axis in needs
             ):
                 continue
             eqns = {eqn: operations}
             for atom in eqn.inputs:
-                eqns |= found.get(atom, {}) if isinstance(atom, Var) else {}
+                eqns |= recomputed.get(atom, {}) if isinstance(atom, Var) else {}
             if sum(eqns.values()) <= MOST_OPERATIONS:
-                found.update(dict.fromkeys(eqn.outputs, eqns))
-        return found.keys()
+                recomputed.update(dict.fromkeys(eqn.outputs, eqns))
+        return recomputed.keys()
 
-    def _at_hand(self, atom: Atom, along: MemberAxis, found: Container[Var]) -> bool:
-        """Whether every pass can create an operand, read it from outside, or find it in `found`."""
+    def _at_hand(self, atom: Atom, along: MemberAxis, recomputed: Container[Var]) -> bool:
+        """Whether every pass can create an operand, read it from outside, or recompute it."""
         if not isinstance(atom, Var) or (atom, along) in self.program.creations:
             return True
         native = self.program.place(atom) == along
-        return native and (atom not in self.made or atom in found)
+        return native and (atom not in self.defined or atom in recomputed)
 
     def _find_server_outputs(self, stages: Sequence[Stage]) -> None:
         """Sets the outputs of the server stages: the values that other stages read."""
@@ -305,8 +307,8 @@ class _Splitter:
                     read.update(stage.served)
         for stage in stages:
             if isinstance(stage, ServerStage):
-                made = (var for eqn in stage.eqns for var in eqn.outputs)
-                stage.outputs = [var for var in made if var in read]
+                defined = (var for eqn in stage.eqns for var in eqn.outputs)
+                stage.outputs = [var for var in defined if var in read]
 
 
 class _PassBuilder:
@@ -404,11 +406,11 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
     # first level of each, and a backward walk moves it to the last one that its readers allow.
     levels = _earliest(program, block)
     last = max((levels.get(v, 0) for v in block.outputs if isinstance(v, Var)), default=0)
-    made = {var for eqn in block.eqns for var in eqn.outputs}
+    defined = {var for eqn in block.eqns for var in eqn.outputs}
     latest: dict[Var, int] = {}
 
     def use(atom: Atom, level: int) -> None:
-        if isinstance(atom, Var) and atom in made:
+        if isinstance(atom, Var) and atom in defined:
             latest[atom] = min(latest.get(atom, last), level)
 
     for atom in block.outputs:
@@ -428,7 +430,7 @@ def find_levels(program: PlacedProgram, block: FlatBlock) -> dict[Eqn | Var, int
         for operand, along in program.reads(eqn):
             level = levels[eqn]
             place = program.place(operand)
-            if isinstance(operand, Var) and operand in made and place not in (None, along):
+            if isinstance(operand, Var) and operand in defined and place not in (None, along):
                 level = levels[operand]  # It is gathered after the pass that computes it.
             use(operand, level)
     return levels

@@ -192,13 +192,13 @@ def _primitive_cost(
         extra = GATHERED * _places(params, ins, outs) if convolves else 0.0
         nbytes = float(_bytes(read) + _bytes(outs))
         return Cost(dense, nbytes, extra=extra, grouped=convolves and all(own))
-    made = sum(map(_size, outs))
+    elements = sum(map(_size, outs))
     if name.startswith(("reduce", "arg", "cum", "bj_reduce", "segment")):
-        flops = float(max(sum(map(_size, ins)), made))
+        flops = float(max(sum(map(_size, ins)), elements))
         return _loose(flops, _FUSED * (_bytes(read) + _bytes(outs)))
     if name in _BY_OPERAND:
         return _loose(_OPERATIONS[name] * _size(ins[_BY_OPERAND[name]]), _FUSED * _bytes(outs))
-    return _loose(_OPERATIONS.get(name, 1.0) * made, _FUSED * _bytes(outs))
+    return _loose(_OPERATIONS.get(name, 1.0) * elements, _FUSED * _bytes(outs))
 
 
 def _loose(flops: float, nbytes: float) -> Cost:
@@ -210,14 +210,14 @@ def _dense(
     name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]
 ) -> float | None:
     """Arithmetic operations of a primitive that calls a library; None for other primitives."""
-    made = sum(map(_size, outs))
+    elements = sum(map(_size, outs))
     match name:
         case "dot_general":
             (left, _), _ = params["dimension_numbers"]
-            return 2.0 * made * known_size(ins[0].aval.shape[axis] for axis in left)
+            return 2.0 * elements * known_size(ins[0].aval.shape[axis] for axis in left)
         case "conv_general_dilated":
             out = params["dimension_numbers"].rhs_spec[0]
-            return 2.0 * made * _size(ins[1]) / max(_dim(ins[1].aval.shape[out]), 1)
+            return 2.0 * elements * _size(ins[1]) / max(_dim(ins[1].aval.shape[out]), 1)
         case "fft":
             return 5.0 * _size(ins[0]) * math.log2(max(_size(ins[0]), 2))
     if name in _CUBIC:
@@ -230,8 +230,8 @@ def _places(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> 
     """Positions of a convolution's kernel times positions of its result."""
     out, _, *window = params["dimension_numbers"].rhs_spec
     shape = ins[1].aval.shape
-    made = sum(map(_size, outs)) / max(_dim(shape[out]), 1)
-    return made * known_size(shape[axis] for axis in window)
+    positions = sum(map(_size, outs)) / max(_dim(shape[out]), 1)
+    return positions * known_size(shape[axis] for axis in window)
 
 
 def _bytes(atoms: Iterable[Any]) -> int:

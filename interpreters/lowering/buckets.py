@@ -175,7 +175,7 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
     """The merged plan for all buckets, of which `plan` is for the longest; or why there is none."""
     names = [plan.inputs[i].placed for i in mine if plan.inputs[i].placed is not None]
     bodies = dict(plan.bodies)
-    found: dict[str, list[Bucketed]] = {}
+    bucketed: dict[str, list[Bucketed]] = {}
     for other in others:
         pairs = _pairs(plan, other, names)
         if pairs is None:
@@ -183,14 +183,14 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
         for step, shorter in pairs:
             if step.body != shorter.body:
                 shapes = tuple(other.values[name].shape for name in shorter.operands)
-                found.setdefault(step.name, []).append(
+                bucketed.setdefault(step.name, []).append(
                     Bucketed(shapes, shorter.body, shorter.short_body)
                 )
         bodies |= other.bodies
     if any(body.python for body in bodies.values()):
         return "a body runs as Python"
     steps = _changed(
-        plan.steps, lambda step: replace(step, bucketed=tuple(found.get(step.name, ())))
+        plan.steps, lambda step: replace(step, bucketed=tuple(bucketed.get(step.name, ())))
     )
     inputs = tuple(replace(x, short=True) if i in mine else x for i, x in enumerate(plan.inputs))
     return replace(plan, steps=steps, inputs=inputs, bodies=bodies)

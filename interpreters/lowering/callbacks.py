@@ -44,9 +44,9 @@ def reason_not_exported(
     # may call it when they are lowered. So each equation is exported by itself.
     why = str(error.__cause__).partition("\n")[0]
     for eqn in eqns:
-        found = _not_exported(eqn, platforms)
-        if found:
-            return f"JAX can't export {found[0]} at {found[1] or eqn.line} ({why})"
+        innermost = _not_exported(eqn, platforms)
+        if innermost:
+            return f"JAX can't export {innermost[0]} at {innermost[1] or eqn.line} ({why})"
     return f"JAX can't export it ({why})"
 
 
@@ -59,9 +59,9 @@ def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
     except NotExportedError:
         for sub in jex.jaxprs_in_params(eqn.params):
             for inner in getattr(sub, "jaxpr", sub).eqns:
-                found = _not_exported(inner, platforms)
-                if found:
-                    return found
+                innermost = _not_exported(inner, platforms)
+                if innermost:
+                    return innermost
         return eqn.primitive.name, user_line(eqn)
     except Exception:  # any error: an equation by itself need not be a function of arrays
         return None

@@ -35,7 +35,7 @@ def with_channels_last(
 
 def _convolves(eqn: Any) -> bool:
     """Whether an equation is a convolution, or holds one."""
-    return any(each.primitive.name == "conv_general_dilated" for each in with_nested(eqn))
+    return any(nested.primitive.name == "conv_general_dilated" for nested in with_nested(eqn))
 
 
 def _closed(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -94,10 +94,10 @@ def _laid_out(eqn: Any) -> list[Any]:
         return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
 
     return [
-        each.replace(
-            invars=list(map(rename, each.invars)),
-            outvars=list(map(rename, each.outvars)),
+        new_eqn.replace(
+            invars=list(map(rename, new_eqn.invars)),
+            outvars=list(map(rename, new_eqn.outvars)),
             source_info=eqn.source_info,
         )
-        for each in new.eqns
+        for new_eqn in new.eqns
     ]

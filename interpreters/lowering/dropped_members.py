@@ -64,18 +64,18 @@ class _Adding:
 
     def steps(self, steps: Sequence[Step], masks: Masks) -> tuple[Step, ...]:
         """The steps with masks added; updates `masks`."""
-        found: list[Step] = []
+        masked: list[Step] = []
         for step in steps:
             match step:
                 case Map():
-                    found.append(self.map(step, masks))
+                    masked.append(self.map(step, masks))
                 case Loop() | Branch():
-                    found += self.first_passes(step, masks)
+                    masked += self.first_passes(step, masks)
                     through = self.loop if isinstance(step, Loop) else self.branch
-                    found.append(through(step, masks))  # type: ignore[arg-type]
+                    masked.append(through(step, masks))  # type: ignore[arg-type]
                 case _:
-                    found.append(step)
-        return tuple(found)
+                    masked.append(step)
+        return tuple(masked)
 
     def map(self, step: Map, masks: Masks) -> Map:
         before = masks.get(step.placement)
@@ -162,23 +162,23 @@ def _read(steps: Iterable[Step]) -> Iterable[str]:
 
 def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
     """The steps without masks that no step reads."""
-    found: list[Step] = []
+    pruned: list[Step] = []
     for step in steps:
         match step:
             case Map(guard=Guard(emits_mask=True) as guard) if step.results[-1] not in read:
-                found.append(
+                pruned.append(
                     replace(step, results=step.results[:-1], guard=replace(guard, emits_mask=False))
                 )
             case Loop():
                 condition = step.condition and _with_steps(step.condition, read)
                 block = _with_steps(step.block, read)
-                found.append(replace(step, condition=condition, block=block))
+                pruned.append(replace(step, condition=condition, block=block))
             case Branch():
                 blocks = tuple(_with_steps(block, read) for block in step.blocks)
-                found.append(replace(step, blocks=blocks))
+                pruned.append(replace(step, blocks=blocks))
             case _:
-                found.append(step)
-    return tuple(found)
+                pruned.append(step)
+    return tuple(pruned)
 
 
 def _with_steps(block: Block, read: set[str]) -> Block:

@@ -336,7 +336,7 @@ class _Lowering:
         types: list[tuple[ValueType, int | None]] = [(self.values[x], None) for x in broadcasts]
         types += [(self.values[x], size) for x in operands]
         impls = [value.key_impl for value, _ in types]
-        arguments = [*self.heads(size), *(_argument(*each) for each in types)]
+        arguments = [*self.heads(size), *(_argument(value, members) for value, members in types)]
         guard = self.guard
         n, chosen = self.program.sizes[stage.placement], self.vectorizations.get(name)
         vectorization, loop_reason = choose_vectorization(
@@ -416,8 +416,8 @@ class _Lowering:
             except NotExportedError as error:
                 reason = callbacks.reason_not_exported(error, eqns, self.platforms)
                 self.reasons[name] = reason
-        key, made = callbacks.as_python(name, sized, size, arguments, eqns, reason)
-        self.bodies[key] = made
+        key, body = callbacks.as_python(name, sized, size, arguments, eqns, reason)
+        self.bodies[key] = body
         return key
 
     def exported(
@@ -432,8 +432,8 @@ class _Lowering:
         with default_promotion():
             if self.platforms == ("cpu",):
                 function = with_channels_last(function, arguments, eqns)
-            key, made = export_body(name, function, arguments, self.platforms, lines)
-        self.bodies[key] = made
+            key, body = export_body(name, function, arguments, self.platforms, lines)
+        self.bodies[key] = body
         return key
 
 

@@ -122,14 +122,14 @@ def sequential_body(
                 rest = [_rows(x, i, batch) for x in raw[1:heads]]
             own = [_rows(x, i, batch) for x in operands]
             outs = single(raw[0] + before, *rest, *shared, *own)
-            made = outs[results : results + len(buffers)]
-            return made, [*outs[:results], *outs[results + len(buffers) :]]
+            partials = outs[results : results + len(buffers)]
+            return partials, [*outs[:results], *outs[results + len(buffers) :]]
 
         def step(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], Any]:
-            made, rows = members(i)
+            partials, rows = members(i)
             merged = [
                 REDUCERS[buffer.kind].merge(a, b)
-                for buffer, a, b in zip(buffers, totals, made, strict=True)
+                for buffer, a, b in zip(buffers, totals, partials, strict=True)
             ]
             return merged, rows
 
@@ -137,9 +137,9 @@ def sequential_body(
         # The first batch gives the initial totals, so that a merge needs no identity.
         totals, first = members(np.zeros((), number))
         if guard is None and not first:  # There are no placed results, so padding can be skipped.
-            one = jnp.ones((), raw[1].dtype)
+            lower = jnp.ones((), raw[1].dtype)
             stop = jnp.full((), rounds, raw[1].dtype) if full else (raw[1] + (batch - 1)) // batch
-            return lax.fori_loop(one, stop, lambda i, totals: step(totals, i)[0], totals)
+            return lax.fori_loop(lower, stop, lambda i, totals: step(totals, i)[0], totals)
         totals, rest = lax.scan(step, totals, lax.iota(number, rounds)[1:])
         rows = [
             jnp.concatenate([a, b.reshape((size - batch, *a.shape[1:]))])

@@ -133,11 +133,13 @@ def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = 
     if groups is not None:
         size = min(size, groups.rows / GROUP_SHARDS)
     size = power_of_two(math.sqrt(2) * size)
-    size = min(size, power_of_two(MAX_SHARD_BYTES / max(*(each.moved for each in passes), 1)))
+    size = min(
+        size, power_of_two(MAX_SHARD_BYTES / max(*(pass_size.moved for pass_size in passes), 1))
+    )
     if count < FEWEST_SHARDS * size:
         # A few shards have equal sizes. The last one would be mostly padding.
         equal = count / max(math.ceil(count / size), 1)
-        batches = math.ceil(equal / max(MULTIPLE, min(each.at_once for each in passes)))
+        batches = math.ceil(equal / max(MULTIPLE, min(pass_size.at_once for pass_size in passes)))
         steps = batches * MULTIPLE, max(MULTIPLE, power_of_two(equal) // 16)
         size = min(math.ceil(equal / step) * step for step in steps)
     return max(size, MULTIPLE)
@@ -148,12 +150,12 @@ def _calling(passes: Sequence[PassSize]) -> float:
 
 
 def _merging(passes: Sequence[PassSize]) -> float:
-    return sum(each.reduced for each in passes) * MERGE_OPERATIONS
+    return sum(pass_size.reduced for pass_size in passes) * MERGE_OPERATIONS
 
 
 def _paying(passes: Sequence[PassSize]) -> float:
     """The number of members whose operations pay for the calls and the partials of a shard."""
-    operations = sum(each.cost.weight for each in passes)
+    operations = sum(pass_size.cost.weight for pass_size in passes)
     return PAYING * (_calling(passes) + _merging(passes)) / max(operations, 1)
 
 
@@ -196,7 +198,7 @@ def with_whole_blocks(
     """Shard sizes such that each shard begins where a range does; see `rules.by_shard`."""
     whole = dict(sizes)
     for stage in (stage for stage in walk(stages) if isinstance(stage, MapStage)):
-        for emission in (each for each in stage.emissions if each.rule.by_shard):
+        for emission in (emission for emission in stage.emissions if emission.rule.by_shard):
             size, block = whole[stage.placement], emission.eqn.params["block"]
             whole[stage.placement] = -(-size // block) * block
     return {
@@ -212,7 +214,7 @@ def with_whole_blocks(
 
 def choose_vectorization(
     stage: MapStage,
-    each: PassSize,
+    pass_size: PassSize,
     buffers: Sequence[FusedBuffer],
     size: int,
     options: Options,
@@ -227,10 +229,10 @@ def choose_vectorization(
     elif chosen is not None:
         kind, why = chosen.kind, "as in the plan of the launching process"
     else:
-        kind, why = _kind(stage, each, size, options, platforms)
+        kind, why = _kind(stage, pass_size, size, options, platforms)
     if kind == "loop":
         return Vectorization("loop"), why
-    batch = _batch(size, max(each.at_once, MULTIPLE)) if kind == "batches" else None
+    batch = _batch(size, max(pass_size.at_once, MULTIPLE)) if kind == "batches" else None
     return (VMAP, "") if batch is None else (Vectorization("batches", batch), why)
 
 
@@ -241,21 +243,21 @@ def _batch(size: int, most: int) -> int | None:
 
 
 def _kind(
-    stage: MapStage, each: PassSize, size: int, options: Options, platforms: Sequence[str]
+    stage: MapStage, pass_size: PassSize, size: int, options: Options, platforms: Sequence[str]
 ) -> tuple[str, str]:
     """The kind of vectorization that the rules choose for shards of a size, and why."""
-    if MULTIPLE * each.peak > MAX_SHARD_BYTES:
-        return "loop", f"a member holds {human_bytes(round(each.peak))}"
+    if MULTIPLE * pass_size.peak > MAX_SHARD_BYTES:
+        return "loop", f"a member holds {human_bytes(round(pass_size.peak))}"
     calls_back = reason_for_python([emission.eqn for emission in stage.emissions], options)
     if calls_back or tuple(platforms) != ("cpu",):
         return "vmap", ""
     # Of convolutions whose input and kernel both differ between members, `vmap` makes one grouped
     # convolution, which XLA's CPU backend computes at a fraction of the speed of separate ones.
-    if each.cost.grouped:
+    if pass_size.cost.grouped:
         return "loop", "convolutions whose kernels differ between members"
-    if each.at_once == 1:
-        return "loop", f"a round of a loop holds {human_bytes(round(each.looped))} of a member"
-    if each.at_once >= size:
+    if pass_size.at_once == 1:
+        return "loop", f"a round of a loop holds {human_bytes(round(pass_size.looped))} of a member"
+    if pass_size.at_once >= size:
         return "vmap", ""
     return "batches", "no more members fit in the cache"
 

@@ -132,11 +132,11 @@ class _Finder:
             if need is None:
                 continue
             along, n = need.along, self.keys.sizes[need.along.placement]
-            found = rules.invert(eqn, out, along.axis, n)
+            rule = rules.invert(eqn, out, along.axis, n)
             whole = need.whole or (
                 eqn.primitive.name == "gather" and self.has_members(eqn.inputs[0], along)
             )
-            for operand, axis in requirements(eqn, found.in_axes) if found else ():
+            for operand, axis in requirements(eqn, rule.in_axes) if rule else ():
                 self.require(operand, _Need(MemberAxis(along.placement, axis), whole))
 
     def has_members(self, atom: Atom, along: MemberAxis) -> bool:

@@ -76,8 +76,8 @@ def _divisor(eqn: Eqn, known: Mapping[Var, float]) -> float:
     """The number by which an equation divides floats; 0 if there is none."""
     if eqn.primitive.name != "div" or not _is_float(eqn.outputs[0]):
         return 0
-    found = _number(eqn.inputs[1], known)
-    return 0 if found is None or not np.isfinite(found) else found
+    divisor = _number(eqn.inputs[1], known)
+    return 0 if divisor is None or not np.isfinite(divisor) else divisor
 
 
 def _is_float(atom: Atom) -> bool:

@@ -93,9 +93,9 @@ def share_gathers(program: PlacedProgram, block: FlatBlock) -> None:
     copies = _ServerCopies(lambda var: _view(var, makers))
     moved = {
         var
-        for origin, found in views.items()
-        if sum(map(_size, found)) > _size(origin)
-        for var in found
+        for origin, gathered in views.items()
+        if sum(map(_size, gathered)) > _size(origin)
+        for var in gathered
     }
     for eqn in block.eqns:
         if not eqn.blocks:
@@ -138,12 +138,12 @@ def gather_from_passes(program: PlacedProgram) -> None:
     """Changes a program in place so that all gathered and returned values are results of passes."""
     _Tests(program).block(program.flat)
     flat, copies = program.flat, dict[Var, Eqn]()
-    made = {var for eqn in flat.walk() if eqn in program.rules for var in eqn.outputs}
+    from_passes = {var for eqn in flat.walk() if eqn in program.rules for var in eqn.outputs}
 
     def copied(atom: Atom, along: Place) -> Atom:
         """What to read at a place instead of a value: a copy, if the server gathers it."""
         place = program.place(atom)
-        if not isinstance(atom, Var) or atom in made or place is None or along is not None:
+        if not isinstance(atom, Var) or atom in from_passes or place is None or along is not None:
             return atom
         if atom not in copies:
             eqn = copies[atom] = _copy(atom)

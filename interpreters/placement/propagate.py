@@ -106,15 +106,15 @@ def _places_of_inputs(
     served: Set[Var],
 ) -> dict[Var, MemberAxis]:
     """The places of the inputs that are placed."""
-    found = {}
+    places = {}
     for var in flat.inputs:
         if var in known:
             along = _source_place(var, known[var], demand.get(var), keys)
         else:
             along = demand.get(var) or (keys.rows(var) if var not in served else None)
         if along is not None:
-            found[var] = along
-    return found
+            places[var] = along
+    return places
 
 
 def _source_place(var: Var, name: str, demand: Place, keys: PlacementKeys) -> Place:
@@ -205,9 +205,9 @@ class _Placing:
         inside = (atom for block in structure.blocks for atom in block.reads())
         self.used.update(atom for atom in inside if isinstance(atom, Var))
         self.loop(structure) if isinstance(structure, LoopEqn) else self.branch(structure)
-        found = as_member_equation(program, eqn, structure, self.used)
-        if found is not None:
-            new, placement, rule = found
+        member_equation = as_member_equation(program, eqn, structure, self.used)
+        if member_equation is not None:
+            new, placement, rule = member_equation
             program.expanded[eqn], program.rules[new] = [new], (placement, rule)
         elif not program.flat.unrolled and not self.gathers(structure):
             program.expanded[eqn] = [structure]
@@ -252,10 +252,10 @@ class _Placing:
         # An input in memory is a server value as well, and is used as one if the operands have
         # their members along axes that do not match: in `x @ x.T`, a shard of `x.T` reads all of x.
         axes = [along.axis if along and along.placement == key else None for along in places]
-        found = rules.classify(eqn, axes, self.program.sizes[key])
+        rule = rules.classify(eqn, axes, self.program.sizes[key])
         # Where members may be dropped, only passes know which.
-        if found is not None or eqn.is_placed_operator or self.guarded:
-            return found
+        if rule is not None or eqn.is_placed_operator or self.guarded:
+            return rule
         in_memory = [isinstance(a, Var) and self.program.is_in_memory(a) for a in eqn.inputs]
         others = [None if mine else axis for axis, mine in zip(axes, in_memory, strict=True)]
         if others == axes or not any_placed(others):
@@ -276,7 +276,9 @@ class _Placing:
         if new is None:
             return False
         self.program.expanded[eqn] = new
-        self.used.update(atom for each in new for atom in each.inputs if isinstance(atom, Var))
+        self.used.update(
+            atom for replacement in new for atom in replacement.inputs if isinstance(atom, Var)
+        )
         self.equations(new)
         return True
 
@@ -286,12 +288,12 @@ class _Placing:
         for placement, n in self.program.sizes.items():
             for out, var in enumerate(eqn.outputs):
                 for axis, dim in enumerate(shape_of(var)):
-                    found = rules.invert(eqn, out, axis, n) if dim == n else None
-                    if found is not None and all(
+                    rule = rules.invert(eqn, out, axis, n) if dim == n else None
+                    if rule is not None and all(
                         (operand, MemberAxis(placement, k)) in creations
-                        for operand, k in requirements(eqn, found.in_axes)
+                        for operand, k in requirements(eqn, rule.in_axes)
                     ):
-                        creations[var, MemberAxis(placement, axis)] = (eqn, found)
+                        creations[var, MemberAxis(placement, axis)] = (eqn, rule)
 
     def loop(self, eqn: LoopEqn) -> None:
         """Finds a place for each carried value, which it has before and after all rounds."""
@@ -301,20 +303,20 @@ class _Placing:
         program, carried, block = self.program, eqn.carried, eqn.block
         chosen: list[Place] = []
         for number, (atom, var) in enumerate(zip(eqn.inputs, block.inputs, strict=True)):
-            found = program.place(atom)
-            if found is not None and number >= carried:
-                found = found.moved(-1)
-            chosen.append(self.demand.get(var) or found)
+            initial = program.place(atom)
+            if initial is not None and number >= carried:
+                initial = initial.moved(-1)
+            chosen.append(self.demand.get(var) or initial)
         raising = True
         while True:
             for var, along in zip(block.inputs, chosen, strict=True):
                 self.put(var, along)
             for inner in eqn.blocks:
                 self.block(inner)
-            given = [program.place(atom) for atom in block.outputs]
+            after = [program.place(atom) for atom in block.outputs]
             before = chosen[:carried]
             if raising:
-                chosen[:carried] = [a or b for a, b in zip(before, given, strict=False)]
+                chosen[:carried] = [a or b for a, b in zip(before, after, strict=False)]
                 raising = chosen[:carried] != before
             if not raising:
                 ends = zip(before, block.outputs, strict=False)
@@ -325,7 +327,7 @@ class _Placing:
                 break
             for inner in eqn.blocks:
                 self.forget(inner)
-        outputs = (*chosen[:carried], *given[carried:])
+        outputs = (*chosen[:carried], *after[carried:])
         inputs = (*chosen[:carried], *(p.moved(1) if p else None for p in chosen[carried:]))
         conditions = ((None,),) if eqn.condition else ()
         program.borders[eqn] = Border(inputs, (*conditions, outputs))
@@ -343,8 +345,10 @@ class _Placing:
             self.block(block)
         places: list[Place] = []
         for number, var in enumerate(eqn.outputs):
-            given = [self.program.place(block.outputs[number]) for block in eqn.branches]
-            places.append(self.demand.get(var) or next((along for along in given if along), None))
+            in_branches = [self.program.place(block.outputs[number]) for block in eqn.branches]
+            places.append(
+                self.demand.get(var) or next((along for along in in_branches if along), None)
+            )
             self.put(var, places[-1])
         self.program.borders[eqn] = Border((None,), (tuple(places),) * len(eqn.branches))
 
@@ -359,8 +363,8 @@ class _Placing:
             self.forget_equation(eqn)
 
     def forget_equation(self, eqn: Eqn) -> None:
-        for made in self.program.expanded.pop(eqn, ()):
-            self.forget_equation(made)
+        for replacement in self.program.expanded.pop(eqn, ()):
+            self.forget_equation(replacement)
         self.program.rules.pop(eqn, None)
         self.program.rows.pop(eqn, None)
         self.program.borders.pop(eqn, None)

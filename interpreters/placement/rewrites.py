@@ -57,15 +57,15 @@ class BlockRewriter:
         """The equations to compute instead of one; the first pattern that matches is used."""
         if not eqn.outputs or not runs_on_server(self.program, eqn):
             return None
-        found = (pattern(self, eqn) for pattern in patterns)
-        rewrite = next(filter(None, found), None)
+        rewrites = (pattern(self, eqn) for pattern in patterns)
+        rewrite = next(filter(None, rewrites), None)
         if rewrite is None:
             return None
-        made, results = self.traced(rewrite.function, rewrite.atoms, eqn.line)
+        eqns, results = self.traced(rewrite.function, rewrite.atoms, eqn.line)
         renamed = dict(zip(results, eqn.outputs, strict=True))
-        for new in made:
+        for new in eqns:
             new.outputs[:] = [renamed.get(var, var) for var in new.outputs]
-        return made
+        return eqns
 
     def traced(
         self, function: Callable[..., Sequence[Any]], atoms: Sequence[Atom], line: str

@@ -33,8 +33,8 @@ def refuse_unweighted(flat: FlatProgram, placed: PlacedProgram) -> None:
             along = members.get(atom) if isinstance(atom, Var) else None
             if along is None or not names & {"", along.placement}:
                 continue
-            found = _members_of_results(eqn, along, placed)
-            if _mixes(eqn, along, found) and not _is_member(eqn, atom, along):
+            with_members = _members_of_results(eqn, along, placed)
+            if _mixes(eqn, along, with_members) and not _is_member(eqn, atom, along):
                 raise StagingError(
                     f"{eqn.line or 'in the program'}: {eqn.primitive.name} takes several members "
                     f"of {along.placement!r} together in a function with weights (of reweight, "
@@ -42,7 +42,7 @@ def refuse_unweighted(flat: FlatProgram, placed: PlacedProgram) -> None:
                     "beamjax.reduce_sum and its like, or pass the result as an argument if it "
                     "does not depend on the weights"
                 )
-            for var, axis in found.items():
+            for var, axis in with_members.items():
                 members.setdefault(var, axis)
 
 
@@ -50,20 +50,20 @@ def _members_of_results(
     eqn: Eqn, along: MemberAxis, placed: PlacedProgram
 ) -> Mapping[Var, MemberAxis]:
     """The results of an equation that have members, with their axis."""
-    n, found = placed.sizes[along.placement], dict[Var, MemberAxis]()
+    n, with_members = placed.sizes[along.placement], dict[Var, MemberAxis]()
     for var in eqn.outputs:
         place = placed.place(var)
         axes = [k for k, size in enumerate(var.aval.shape) if size is n or size == n]
         if place is not None or axes:
-            found[var] = place or MemberAxis(along.placement, axes[0])
-    return found
+            with_members[var] = place or MemberAxis(along.placement, axes[0])
+    return with_members
 
 
-def _mixes(eqn: Eqn, along: MemberAxis, found: Mapping[Var, MemberAxis]) -> bool:
+def _mixes(eqn: Eqn, along: MemberAxis, with_members: Mapping[Var, MemberAxis]) -> bool:
     """Whether a result depends on several members."""
     axis = eqn.params.get("axis", eqn.params.get("dimension"))
     ordered = eqn.primitive.name in _ORDERED and axis == along.axis
-    return ordered or any(var not in found for var in eqn.outputs)
+    return ordered or any(var not in with_members for var in eqn.outputs)
 
 
 def _is_member(eqn: Eqn, atom: Any, along: MemberAxis) -> bool:

@@ -84,8 +84,8 @@ def _by_rows(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule:
 @creation("by_rows")
 def _create(eqn: Eqn, axis: int, n: Any) -> MemberwiseRule | None:
     """The rule of rows that a shard creates, such as those of `jnp.arange(n * b)`."""
-    found = _by_rows(eqn, (), n)
-    return found if isinstance(found, MemberwiseRule) else None
+    sharding_rule = _by_rows(eqn, (), n)
+    return sharding_rule if isinstance(sharding_rule, MemberwiseRule) else None
 
 
 # --- on the server

@@ -41,10 +41,10 @@ from beamjax.numerics.reducers import REDUCTIONS
 def _factors(eqn: Eqn) -> Factors | None:
     """The factors of an equation, or None."""
     of_primitive = answers_of(eqn).factors
-    found = of_primitive(eqn) if of_primitive else None
-    if found is None:
+    axis_labels = of_primitive(eqn) if of_primitive else None
+    if axis_labels is None:
         return None
-    operands, results = found
+    operands, results = axis_labels
     return list(map(_plain, operands)), list(map(_plain, results))
 
 
@@ -56,31 +56,35 @@ def _plain(labels: Labels) -> Labels:
 
 def forward(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule of an equation whose operands have their n members along these axes, or None."""
-    found = _factors(eqn)
-    pairs = zip(found[0], axes, strict=True) if found else ()
+    axis_labels = _factors(eqn)
+    pairs = zip(axis_labels[0], axes, strict=True) if axis_labels else ()
     labels = {_at(labels, axis) for labels, axis in pairs if axis is not None}
-    return _of_label(eqn, found, labels.pop(), n) if found and len(labels) == 1 else None
+    return (
+        _of_label(eqn, axis_labels, labels.pop(), n) if axis_labels and len(labels) == 1 else None
+    )
 
 
 def backward(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule by which result number `out` has its n members along an axis, or None."""
-    found = _factors(eqn)
-    return _of_label(eqn, found, _at(found[1][out], axis), n) if found else None
+    axis_labels = _factors(eqn)
+    return _of_label(eqn, axis_labels, _at(axis_labels[1][out], axis), n) if axis_labels else None
 
 
 def _of_label(
-    eqn: Eqn, found: Factors, label: Hashable, n: Any
+    eqn: Eqn, axis_labels: Factors, label: Hashable, n: Any
 ) -> MemberwiseRule | ReductionRule | None:
     # An axis that no operand has is new. Only a broadcast fills it with equal entries.
-    is_new = eqn.primitive.name != "broadcast_in_dim" and not any(label in e for e in found[0])
+    is_new = eqn.primitive.name != "broadcast_in_dim" and not any(
+        label in e for e in axis_labels[0]
+    )
     if label is None or is_new:
         return None
-    operands = zip(eqn.inputs, map(_axis_of, found[0], itertools.repeat(label)), strict=True)
+    operands = zip(eqn.inputs, map(_axis_of, axis_labels[0], itertools.repeat(label)), strict=True)
     # An operand of size 1 along this axis is the same for all members.
     in_axes = tuple(
         axis if axis is not None and shape_of(atom)[axis] == n else None for atom, axis in operands
     )
-    out_axes = tuple(_axis_of(labels, label) for labels in found[1])
+    out_axes = tuple(_axis_of(labels, label) for labels in axis_labels[1])
     # If only some results have the label, the equation is neither memberwise nor a reduction.
     if None not in out_axes:
         return MemberwiseRule(in_axes, out_axes, _emit(eqn, in_axes, out_axes))
@@ -281,10 +285,10 @@ def _along(eqn: Eqn) -> Factors:
 def _windows(eqn: Eqn) -> Factors:
     p = eqn.params
     dilation = p.get("base_dilation") or [1] * len(p["window_dimensions"])
-    each = zip(p["window_dimensions"], p["window_strides"], p["padding"], dilation, strict=True)
+    windows = zip(p["window_dimensions"], p["window_strides"], p["padding"], dilation, strict=True)
     labels = [
         k if (size, stride, *padding, by) == (1, 1, 0, 0, 1) else None
-        for k, (size, stride, padding, by) in enumerate(each)
+        for k, (size, stride, padding, by) in enumerate(windows)
     ]
     return _all(eqn, labels)
 
@@ -292,7 +296,7 @@ def _windows(eqn: Eqn) -> Factors:
 # --- reductions and products
 
 
-@factors("reduce_xor", *(name for each in REDUCTIONS.values() for name in each.primitives))
+@factors("reduce_xor", *(name for entry in REDUCTIONS.values() for name in entry.primitives))
 def _reduce(eqn: Eqn) -> Factors:
     (rank,) = _ranks(eqn.inputs)
     return [range(rank)], [_without(rank, eqn.params["axes"])]

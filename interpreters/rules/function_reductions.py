@@ -98,7 +98,7 @@ def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
 # --- argmax, argmin and top_k
 
 
-@rule(*(f"bj_reduce_{name}" for name, each in REDUCTIONS.items() if isinstance(each, Choice)))
+@rule(*(f"bj_reduce_{name}" for name, choice in REDUCTIONS.items() if isinstance(choice, Choice)))
 def _operator(eqn: Eqn, axes: Axes, n: Any) -> FunctionReductionRule | None:
     return _index_of_extreme(eqn, (0,), n)
 
@@ -121,8 +121,8 @@ def _index_of_extreme(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule 
         x = shard.masked(args[0], axis, lowest_value(choice.extreme, operand.dtype))
         row = function(x, axis, result.dtype)
         extreme = jnp.take_along_axis(x, jnp.expand_dims(row, axis), axis)
-        found = jnp.take(shard.indices(), row).astype(result.dtype)
-        return [found, jnp.squeeze(extreme, axis)]
+        index = jnp.take(shard.indices(), row).astype(result.dtype)
+        return [index, jnp.squeeze(extreme, axis)]
 
     def combine(eqn: Eqn, served: Sequence[Any], left: Any, right: Any) -> Sequence[Any]:
         (i, x), (j, y) = left, right
@@ -149,10 +149,10 @@ def _top_k(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     def highest(x: Any, indices: Any) -> list[Any]:
         # Of equal values, top_k takes the first. A stable sort moves padding after all members.
         order = jnp.argsort(indices == NOWHERE, axis=-1, stable=True)
-        x, indices = (jnp.take_along_axis(each, order, -1) for each in (x, indices))
+        x, indices = (jnp.take_along_axis(array, order, -1) for array in (x, indices))
         values, chosen = jax.lax.top_k(x, k)
-        found = [values, jnp.take_along_axis(indices, chosen, -1)]
-        return [jnp.moveaxis(each, -1, axis) for each in found]
+        top = [values, jnp.take_along_axis(indices, chosen, -1)]
+        return [jnp.moveaxis(array, -1, axis) for array in top]
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)

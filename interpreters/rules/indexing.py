@@ -62,11 +62,11 @@ def bounded(indices: jax.Array, lasts: Sequence[int], clamps: bool) -> jax.Array
     columns = []
     for i, last in enumerate(lasts):
         index = indices[..., i]
-        found = clamped(index, last)
+        column = clamped(index, last)
         if not clamps:
             wide = _wide(index)
-            found = jnp.where((wide >= 0) & (wide <= last), found, OUTSIDE)
-        columns.append(found)
+            column = jnp.where((wide >= 0) & (wide <= last), column, OUTSIDE)
+        columns.append(column)
     return jnp.stack(columns, axis=-1)
 
 

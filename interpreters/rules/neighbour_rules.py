@@ -70,14 +70,14 @@ def _exchanged(
         # Integers that XLA does not convert to whole bytes are exchanged as such.
         wide = x if PICK.takes(x.dtype) else x.astype(_wider(x.dtype))
         if n <= block:
-            found = mapped_by_shard(_alone(whole, eqn, n), wide, block=block, name=NAME)
+            exchanged = mapped_by_shard(_alone(whole, eqn, n), wide, block=block, name=NAME)
         else:
             width = before + 1 + after
             sizes = {"before": before, "after": after, "wrap": wrap, "block": block}
-            found = with_neighbours(
+            exchanged = with_neighbours(
                 lambda shard, rows: of_rows(rows, shard.size, width), wide, **sizes
             )
-        return [found.astype(x.dtype)]
+        return [exchanged.astype(x.dtype)]
 
     return function
 
@@ -91,8 +91,8 @@ def _alone(whole: Any, eqn: Eqn, n: int) -> Callable[[TracedShard, Any], Any]:
     p = eqn.params
 
     def function(shard: TracedShard, x: Any) -> Any:
-        found = whole(x[:n], p["before"], p["after"], p["wrap"])
-        return jnp.pad(found, [(0, shard.size - n), *[(0, 0)] * (found.ndim - 1)])
+        results = whole(x[:n], p["before"], p["after"], p["wrap"])
+        return jnp.pad(results, [(0, shard.size - n), *[(0, 0)] * (results.ndim - 1)])
 
     return function
 
@@ -185,8 +185,8 @@ def with_neighbours(
 
 def _replaced(rows: Any, outside: Any, table: Any, range_: Any, index: Any) -> Any:
     """`rows`, in which those `outside` of the shard are from a table."""
-    found = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
-    return jnp.where(outside.reshape(-1, *(1 for _ in rows.shape[1:])), found, rows)
+    from_table = table[jnp.clip(range_, 0), jnp.clip(index, 0, table.shape[1] - 1)]
+    return jnp.where(outside.reshape(-1, *(1 for _ in rows.shape[1:])), from_table, rows)
 
 
 def _masked(rows: Any, inside: Any) -> Any:

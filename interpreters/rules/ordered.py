@@ -101,8 +101,8 @@ def _logsumexp_in_two_passes(
 
     def function(x: Any) -> list[Any]:
         rows = jnp.moveaxis(x, axis, 0).astype(wide)
-        found = running_logsumexp(rows, reverse=eqn.params["reverse"], block=block)
-        return [jnp.moveaxis(found, 0, axis).astype(aval.dtype)]
+        running = running_logsumexp(rows, reverse=eqn.params["reverse"], block=block)
+        return [jnp.moveaxis(running, 0, axis).astype(aval.dtype)]
 
     return function
 
@@ -113,8 +113,8 @@ def running_logsumexp(x: jax.Array, *, reverse: bool, block: int) -> jax.Array:
 
     def total(shard: TracedShard, x: Any) -> tuple[Any, Any]:
         """The total of a shard in the row of its first range, and -inf in those of the others."""
-        row, found = starts - shard.start, logsumexp(shard.masked(x, 0, -np.inf), axis=0)
-        table = jnp.where(with_axes_of(row == 0, found[None]), found, -np.inf)
+        row, shard_total = starts - shard.start, logsumexp(shard.masked(x, 0, -np.inf), axis=0)
+        table = jnp.where(with_axes_of(row == 0, shard_total[None]), shard_total, -np.inf)
         return table, (row >= 0) & (row < shard.size)
 
     def scanned(shard: TracedShard, x: Any, others: Any) -> Any:

@@ -127,12 +127,12 @@ def _filled(eqn: Eqn, rows: Any, members: Any, wanted: Wanted) -> Any:
     def fill(row: Any, member: Any) -> list[Any]:
         # The gather itself gives the fill value of its dtype.
         first = jnp.where(member == OUTSIDE, OUTSIDE, jnp.zeros_like(member))
-        (found,) = bind(eqn, [row[None], first[None, None]], indices_are_sorted=False)
-        return [found[0]]
+        (filled,) = bind(eqn, [row[None], first[None, None]], indices_are_sorted=False)
+        return [filled[0]]
 
     if wanted is None:
         return jax.vmap(fill)(rows, members)[0]
-    (found,) = primitives.map_members(
+    (filled,) = primitives.map_members(
         fill, [], [rows, members], placement=wanted[1], n=len(members), name="fill", mesh=None
     )
-    return found
+    return filled

@@ -50,10 +50,10 @@ from beamjax.ops.primitives import OPERATORS
 
 def classify(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule | None:
     """The rule for `eqn`, whose operands have their n members along `axes`; None to gather them."""
-    found, rule = forward(eqn, axes, n), answers_of(eqn).rule
-    if found is None and rule is not None:
-        found = rule(eqn, axes, n)
-    return _checked(eqn, found, n)
+    sharding_rule, rule = forward(eqn, axes, n), answers_of(eqn).rule
+    if sharding_rule is None and rule is not None:
+        sharding_rule = rule(eqn, axes, n)
+    return _checked(eqn, sharding_rule, n)
 
 
 def axes_of_operator(eqn: Eqn) -> Axes | None:
@@ -61,8 +61,8 @@ def axes_of_operator(eqn: Eqn) -> Axes | None:
     nowhere = [None] * len(eqn.inputs)
     if answers_of(eqn).expansion:
         return [0] * len(eqn.inputs)
-    found = classify(eqn, nowhere, None)
-    return None if found is None else found.in_axes
+    sharding_rule = classify(eqn, nowhere, None)
+    return None if sharding_rule is None else sharding_rule.in_axes
 
 
 def check_operators(names: Iterable[str]) -> None:
@@ -77,15 +77,15 @@ def check_operators(names: Iterable[str]) -> None:
 
 
 def _checked(
-    eqn: Eqn, found: MemberwiseRule | ReductionRule | None, n: Any
+    eqn: Eqn, sharding_rule: MemberwiseRule | ReductionRule | None, n: Any
 ) -> MemberwiseRule | ReductionRule | None:
     """The rule if it fits, with axes of type `int`: parameters of JAX may be NumPy integers."""
-    if found is None or not _fits(eqn, found, n):
+    if sharding_rule is None or not _fits(eqn, sharding_rule, n):
         return None
-    found = replace(found, in_axes=_ints(found.in_axes))
-    if isinstance(found, MemberwiseRule):
-        found = replace(found, out_axes=_ints(found.out_axes))
-    return found
+    sharding_rule = replace(sharding_rule, in_axes=_ints(sharding_rule.in_axes))
+    if isinstance(sharding_rule, MemberwiseRule):
+        sharding_rule = replace(sharding_rule, out_axes=_ints(sharding_rule.out_axes))
+    return sharding_rule
 
 
 def _ints(axes: Axes) -> tuple[int | None, ...]:
@@ -110,9 +110,9 @@ def invert(eqn: Eqn, out: int, axis: int, n: Any) -> MemberwiseRule | None:
     candidates.append(_checked(eqn, backward(eqn, out, axis, n), n))
     if answers.rule:
         candidates += (classify(eqn, axes, n) for axes in _axes_of_members(eqn, n))
-    for found in candidates:
-        if isinstance(found, MemberwiseRule) and found.out_axes[out] == axis:
-            return found
+    for candidate in candidates:
+        if isinstance(candidate, MemberwiseRule) and candidate.out_axes[out] == axis:
+            return candidate
     return None
 
 

@@ -31,7 +31,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 from beamjax.numerics.reducers import REDUCERS
 from beamjax.ops import primitives
 
-_REDUCTIONS = {name: each for each in REDUCERS.values() for name in each.pairs}
+_REDUCTIONS = {name: reducer for reducer in REDUCERS.values() for name in reducer.pairs}
 """For each primitive by which a carried value may change, the reduction over the members."""
 
 
@@ -45,10 +45,10 @@ def _scan_over_members(
     if closed.consts or any_placed(axes[: constants + carried]) or only(stacked) != 0:
         return None
     # Under vmap, such draws depend on the other members.
-    found = _without_carries(closed, constants, carried)
-    if members.n != length or found is None or draw_by_batch(closed) is not None:
+    without_carries = _without_carries(closed, constants, carried)
+    if members.n != length or without_carries is None or draw_by_batch(closed) is not None:
         return None
-    body, changes = found
+    body, changes = without_carries
     name = members.placement
 
     def function(*args: Any) -> list[Any]:
@@ -91,7 +91,7 @@ def _without_carries(
         if out is var:
             changes.append(None)
             continue
-        eqn = next((each for each in jaxpr.eqns if var in _variables(each.invars)), None)
+        eqn = next((reader for reader in jaxpr.eqns if var in _variables(reader.invars)), None)
         if eqn is None:  # The round returns the value.
             return None
         others = [atom for atom in eqn.invars if atom is not var]

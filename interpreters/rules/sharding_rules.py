@@ -287,8 +287,8 @@ def is_threefry(atom: Any) -> bool:
 
 def draw_by_batch(closed: Any) -> tuple[str, str] | None:
     """The primitive and line of a random draw in a body that, under vmap, depends on the batch."""
-    found = (find_equation(eqn, _draws_by_batch) for eqn in getattr(closed, "jaxpr", closed).eqns)
-    return next(filter(None, found), None)
+    draws = (find_equation(eqn, _draws_by_batch) for eqn in getattr(closed, "jaxpr", closed).eqns)
+    return next(filter(None, draws), None)
 
 
 def _draws_by_batch(eqn: Any) -> bool:

@@ -271,11 +271,11 @@ def _unusable(array: np.ndarray) -> str:
             f"found an array of the byte order of another machine, dtype {array.dtype.str!r}; "
             f"convert it with array.astype({swapped.name!r})"
         )
-    found = f"found an array of dtype {array.dtype}, which JAX does not have"
+    reason = f"found an array of dtype {array.dtype}, which JAX does not have"
     if array.dtype.kind in "US":
         bytes_ = "array" if array.dtype.kind == "S" else 'np.char.encode(array, "utf-8")'
-        return f"{found}; pass its bytes as numbers: {bytes_}[..., None].view(np.uint8)"
-    return f"{found}; convert it to numbers with array.astype(...)"
+        return f"{reason}; pass its bytes as numbers: {bytes_}[..., None].view(np.uint8)"
+    return f"{reason}; convert it to numbers with array.astype(...)"
 
 
 def _instead(leaf: Any, argument: Any) -> str:

@@ -42,7 +42,9 @@ _CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_ca
 _REMATS = frozenset("remat remat2 checkpoint".split())
 _PRODUCTS = frozenset("dot_general conv_general_dilated".split())
 _REDUCTIONS = {
-    REDUCE_PRIMITIVES[name]: each for name, each in REDUCERS.items() if each.operation == "sum"
+    REDUCE_PRIMITIVES[name]: reducer
+    for name, reducer in REDUCERS.items()
+    if reducer.operation == "sum"
 }
 
 
@@ -136,9 +138,9 @@ def _contracted(mapped: Eqn, reductions: Sequence[Eqn]) -> dict[Eqn, list[Eqn]]:
     params = {**mapped.params, "jaxpr": traced}
     new = {mapped: [replace(mapped, params=params, outputs=[*others, *rows])]}
     unused = iter(rows)
-    for k, found in sums.items():
-        own_rows = [(next(unused), next(unused)) for _ in found.products]
-        new[reduced[k]] = _Equations(reduced[k], mapped).of_sum(found, own_rows)
+    for k, sum_ in sums.items():
+        own_rows = [(next(unused), next(unused)) for _ in sum_.products]
+        new[reduced[k]] = _Equations(reduced[k], mapped).of_sum(sum_, own_rows)
     return new
 
 
@@ -150,9 +152,9 @@ class _Equations:
         self.members = {key: mapped.params[key] for key in ("placement", "n")}
         self.eqns: list[Eqn] = []
 
-    def of_sum(self, found: _Sum, rows: Sequence[tuple[Var, Var]]) -> list[Eqn]:
+    def of_sum(self, sum_: _Sum, rows: Sequence[tuple[Var, Var]]) -> list[Eqn]:
         """Contracts the rows of each product over the members, and adds the results up."""
-        pairs = zip(found.products, rows, strict=True)
+        pairs = zip(sum_.products, rows, strict=True)
         terms = [self.contraction(product, *own) for product, own in pairs]
         total = functools.reduce(lambda a, b: self.add(lax.add_p, {}, a, b), terms)
         if _REDUCTIONS[self.reduction.primitive].divides:
@@ -322,9 +324,9 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
             # XLA must not merge what it recomputes with the first computation.
             inputs = lax.optimization_barrier(list(map(_value, inputs)))
         return _evaluate(inner, inputs)
-    found = _RULES[name](eqn, *inputs) if name in _RULES else None
-    if found is not None:
-        return [found]
+    result = _RULES[name](eqn, *inputs) if name in _RULES else None
+    if result is not None:
+        return [result]
     return _compat.bind(eqn.primitive, list(map(_value, inputs)), eqn.params)
 
 

@@ -191,10 +191,10 @@ class Inliner:
     ) -> tuple[dict[str, Any], list[Atom]]:
         """Parameters and operands of a map without computations on all members, see `hoist`."""
         served = params["num_broadcast"]
-        found = hoist(params["jaxpr"], served, params["n"])
-        if found is None:
+        hoisted = hoist(params["jaxpr"], served, params["n"])
+        if hoisted is None:
             return params, inputs
-        before, body = found
+        before, body = hoisted
         values = self.inline(before, inputs[:served], line)
         params = {**params, "jaxpr": body, "num_broadcast": len(values) + served}
         return params, [*values, *inputs]
@@ -208,21 +208,21 @@ class Inliner:
         # weights are held once. A broadcast that the body returns stays, since it is a placed
         # result.
         served, body = params["num_broadcast"], params["jaxpr"].jaxpr
-        found: dict[int, Atom] = {}
+        server_values: dict[int, Atom] = {}
         for number, atom in enumerate(inputs[served:], served):
             placement, value = self.broadcasts.get(atom, ("", atom))
             if placement == params["placement"] and body.invars[number] not in body.outvars:
-                found[number] = value
+                server_values[number] = value
         # A map needs an operand with members.
-        if not found or len(found) == len(inputs) - served:
+        if not server_values or len(server_values) == len(inputs) - served:
             return params, inputs
-        rest = [number for number in range(served, len(inputs)) if number not in found]
-        order = [*range(served), *found, *rest]
+        rest = [number for number in range(served, len(inputs)) if number not in server_values]
+        order = [*range(served), *server_values, *rest]
         names = body.debug_info.with_unknown_names()
         body = body.replace(invars=[body.invars[i] for i in order], debug_info=names)
         closed = jex.ClosedJaxpr(body, params["jaxpr"].consts)
-        params = {**params, "jaxpr": closed, "num_broadcast": served + len(found)}
-        return params, [found.get(number, inputs[number]) for number in order]
+        params = {**params, "jaxpr": closed, "num_broadcast": served + len(server_values)}
+        return params, [server_values.get(number, inputs[number]) for number in order]
 
     def passed_through(self, eqn: Eqn) -> list[Atom]:
         """The results of a map; one that the body returns unchanged is the operand itself."""

@@ -30,11 +30,11 @@ def find_equation(eqn: Any, matches: Callable[[Any], bool]) -> tuple[str, str] |
         return eqn.primitive.name, user_line(eqn)
     for sub in jex.jaxprs_in_params(eqn.params):
         for inner in getattr(sub, "jaxpr", sub).eqns:
-            found = find_equation(inner, matches)
-            if found is not None:
+            first_match = find_equation(inner, matches)
+            if first_match is not None:
                 # Equations of libraries have no line; that of the equation around them is the best
                 # one.
-                return found[0], found[1] or user_line(eqn)
+                return first_match[0], first_match[1] or user_line(eqn)
     return None
 
 

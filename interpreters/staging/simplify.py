@@ -83,16 +83,16 @@ def fold_scalars(block: FlatBlock, known: Mapping[Var, jex.Literal]) -> None:
     """Replaces scalars that depend on no argument by literals, in place, given those around it."""
     # In the gradient of a mean over 4 members, `s = bj_size; d = div 1.0 s; y = mul x d` becomes
     # `y = mul x 0.25`, so that no server step has to compute `d` before the pass.
-    found = dict(known)
+    literals = dict(known)
     for eqn in block.eqns:
         for inner in eqn.blocks:
-            fold_scalars(inner, found)
+            fold_scalars(inner, literals)
         if type(eqn) is not Eqn:  # Loops and branches read variables.
             continue
-        eqn.inputs = [found.get(a, a) if isinstance(a, Var) else a for a in eqn.inputs]
+        eqn.inputs = [literals.get(a, a) if isinstance(a, Var) else a for a in eqn.inputs]
         literal = _scalar(eqn)
         if literal is not None:
-            found[eqn.outputs[0]] = literal
+            literals[eqn.outputs[0]] = literal
 
 
 def _scalar(eqn: Eqn) -> jex.Literal | None:

@@ -19,14 +19,14 @@ def refuse_tracers(front: str, fn: Any, values: Mapping[str, Iterable[Any]]) -> 
     for what, group in values.items():
         for value in group:
             if isinstance(value, jax.core.Tracer):
-                found = f"{what} is a tracer of type {jax.typeof(value)}"
+                reason = f"{what} is a tracer of type {jax.typeof(value)}"
                 if not _compat.is_tracing():  # The trace that made the value is over.
                     raise StagingError(
-                        f"{calling_line()}: {front} of {name_of(fn)}: {found}, expected a value: a "
-                        "function that JAX or beamjax traced has leaked it, for example to a "
+                        f"{calling_line()}: {front} of {name_of(fn)}: {reason}, expected a value: "
+                        "a function that JAX or beamjax traced has leaked it, for example to a "
                         "global, a list or an attribute. Return the value from that function."
                     )
-                raise _traced(front, fn, found)
+                raise _traced(front, fn, reason)
 
 
 def refuse_compilation(front: str, fn: Any) -> None:
@@ -36,10 +36,10 @@ def refuse_compilation(front: str, fn: Any) -> None:
         raise _traced(front, fn, "jax.jit, or a loop or branch of JAX, traces the call")
 
 
-def _traced(front: str, fn: Any, found: str) -> StagingError:
+def _traced(front: str, fn: Any, reason: str) -> StagingError:
     name = name_of(fn)
     return StagingError(
-        f"{calling_line()}: {front} of {name}: {found}, expected a call with values, outside of "
+        f"{calling_line()}: {front} of {name}: {reason}, expected a call with values, outside of "
         f"jax.grad, jax.vmap, jax.jit and all other transformations: a runner computes outside of "
         f"JAX. Transform the function that is run: beamjax.{front}(jax.grad({name}), ...) or "
         f"beamjax.{front}(jax.vmap({name}), ...). It needs no jax.jit."

@@ -26,8 +26,8 @@ def explained(
     error: Exception, fn: Callable[..., Any], avals: Sequence[Any]
 ) -> StagingError | None:
     """The error to raise if a function can be traced once all sizes are known, else None."""
-    found = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
-    if found is None:
+    unknown_size = next((d for a in avals for d in getattr(a, "shape", ()) if is_unknown(d)), None)
+    if unknown_size is None:
         return None
     known = [
         jax.ShapeDtypeStruct((SOME_NUMBER, *a.shape[1:]), a.dtype)
@@ -44,6 +44,6 @@ def explained(
     what = str(error).split("\n")[0]
     reason = f"{line_of(error) or 'in the program'}: this needs the number of members as a constant"
     return StagingError(
-        f"{reason}, but {found} is found only while the program runs ({type(error).__name__}: "
-        f"{what}). {ADVICE}."
+        f"{reason}, but {unknown_size} is found only while the program runs "
+        f"({type(error).__name__}: {what}). {ADVICE}."
     )
