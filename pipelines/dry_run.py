@@ -57,11 +57,11 @@ def described(job: Any) -> dict[str, Any]:
     try:
         # Beam's client stages files while it makes the description, here into a local folder.
         cloud = job.options.view_as(GoogleCloudOptions)
-        given, cloud.staging_location = cloud.staging_location, staging
+        staging_location, cloud.staging_location = cloud.staging_location, staging
         job.google_cloud_options.staging_location = staging
         client = _beam_compat.DataflowApplicationClient(job.options, staging)
         client.create_job_description(job)
-        cloud.staging_location = given
+        cloud.staging_location = staging_location
         return json.loads(job.json())
     finally:
         temporary.remove(staging)

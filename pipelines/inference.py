@@ -130,8 +130,8 @@ class JaxModelHandler(ModelHandler[Any, PredictionResult, "Model"]):
           StructureError: an example does not have the type that the model takes.
         """
         # One call for the whole batch: a model that processes share is behind a proxy.
-        found = model(list(batch))
-        return [PredictionResult(*pair, self._path) for pair in zip(batch, found, strict=True)]
+        results = model(list(batch))
+        return [PredictionResult(*pair, self._path) for pair in zip(batch, results, strict=True)]
 
     def update_model_path(self, model_path: str | None = None) -> None:
         """Uses the model in another file from now on."""
@@ -266,8 +266,8 @@ class _Flat:
 
     def __call__(self, params: list[Any], batch: list[Any]) -> list[Any]:
         trees = map(tree_util.tree_unflatten, self.trees, (params, batch))
-        found, self.result = tree_util.tree_flatten(self.fn(*trees))
-        return found
+        leaves, self.result = tree_util.tree_flatten(self.fn(*trees))
+        return leaves
 
 
 def _artefacts(
@@ -280,9 +280,9 @@ def _artefacts(
     """The exported model: for any batch size, with the key 0, or else for each of `sizes`."""
 
     def exported(size: Any) -> bytes:
-        made = export.export(jax.jit(flat), platforms=platforms)(avals, _batch_of(types, size))
-        _check_results(made.out_avals, flat.result, size)
-        return bytes(made.serialize())
+        artefact = export.export(jax.jit(flat), platforms=platforms)(avals, _batch_of(types, size))
+        _check_results(artefact.out_avals, flat.result, size)
+        return bytes(artefact.serialize())
 
     (any_size,) = export.symbolic_shape("n")
     try:
@@ -378,24 +378,24 @@ def decode_model(data: bytes | memoryview, path: str) -> SavedModel:
             f"{path}: found the format {meta.get('format')!r}, expected {_FORMAT!r}: a file that "
             "save_model of this version of beamjax wrote."
         )
-    found = from_plain(_Meta, meta, path)
-    params = arrays[len(found.artefacts) :]
+    fields = from_plain(_Meta, meta, path)
+    params = arrays[len(fields.artefacts) :]
     try:
-        types = [jax.ShapeDtypeStruct(shape, dtype_from_name(name)) for name, shape in found.types]
+        types = [jax.ShapeDtypeStruct(shape, dtype_from_name(name)) for name, shape in fields.types]
     except ArrayFormatError as error:
         raise ArrayFormatError(f"{path}: {error}") from None
-    example = tree_from_json(found.example, path)
-    if example.num_leaves != len(types) or len(found.artefacts) > len(arrays):
+    example = tree_from_json(fields.example, path)
+    if example.num_leaves != len(types) or len(fields.artefacts) > len(arrays):
         raise ArrayFormatError(
             f"{path}: found {len(arrays)} arrays and {len(types)} types, expected arrays for "
-            f"{len(found.artefacts)} artefacts, and {example.num_leaves} types"
+            f"{len(fields.artefacts)} artefacts, and {example.num_leaves} types"
         )
     artefacts = {
         size: _exported(data, path, len(params) + len(types))
-        for size, data in zip(found.artefacts, arrays, strict=False)
+        for size, data in zip(fields.artefacts, arrays, strict=False)
     }
-    result = tree_from_json(found.result, path)
-    return SavedModel(artefacts, params, (example, types), result, found.batch_sizes, found.x64)
+    result = tree_from_json(fields.result, path)
+    return SavedModel(artefacts, params, (example, types), result, fields.batch_sizes, fields.x64)
 
 
 @dataclass(frozen=True)
@@ -412,8 +412,8 @@ class _Meta:
 
 def _exported(data: np.ndarray, path: str, arguments: int) -> export.Exported:
     try:
-        found = export.deserialize(bytearray(data))
-        number = len(found.in_avals)
+        artefact = export.deserialize(bytearray(data))
+        number = len(artefact.in_avals)
     except Exception as error:  # of any type: the bytes may be anything
         raise ArrayFormatError(
             f"{path}: found an artefact that JAX can't read ({error})"
@@ -422,15 +422,15 @@ def _exported(data: np.ndarray, path: str, arguments: int) -> export.Exported:
         raise ArrayFormatError(
             f"{path}: found an artefact of {number} arguments, expected {arguments}"
         )
-    return found
+    return artefact
 
 
 def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...]:
-    found = BATCH_SIZES if sizes is None else sizes
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    if not is_list or not found or any(type(size) is not int or size < 1 for size in found):
+    chosen = BATCH_SIZES if sizes is None else sizes
+    is_list = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    if not is_list or not chosen or any(type(size) is not int or size < 1 for size in chosen):
         raise OptionsError(f"batch_sizes: found {sizes!r}, expected ints >= 1.")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(chosen)))
 
 
 def _type_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -477,15 +477,15 @@ class Model:
         self._x64 = saved.x64
         with with_x64(self._x64):
             self._params = jax.device_put(saved.params)
-        self._calls = {size: jax.jit(found.call) for size, found in saved.artefacts.items()}
+        self._calls = {size: jax.jit(artefact.call) for size, artefact in saved.artefacts.items()}
         self._checked: set[int] = set()
 
     def __call__(self, examples: list[Any]) -> list[Any]:
         """The result of each example, as trees of NumPy arrays."""
-        found: list[Any] = []
+        results: list[Any] = []
         for first in range(0, len(examples), self._sizes[-1]):
-            found += self._batch(examples[first : first + self._sizes[-1]])
-        return found
+            results += self._batch(examples[first : first + self._sizes[-1]])
+        return results
 
     def _batch(self, examples: Sequence[Any]) -> list[Any]:
         size = next(size for size in self._sizes if size >= len(examples))
@@ -504,17 +504,19 @@ class Model:
     def _results(self, size: int, batch: list[np.ndarray]) -> list[np.ndarray]:
         call = self._calls.get(0) or self._calls[size]
         with with_x64(self._x64):
-            found: list[np.ndarray] = jax.device_get(call(self._params, batch))
-        return found
+            results: list[np.ndarray] = jax.device_get(call(self._params, batch))
+        return results
 
     def _check_rows(self, size: int, batch: list[np.ndarray], results: list[np.ndarray]) -> None:
         """Raises StructureError if the results of the first or last example depend on others."""
         for row, other in itertools.product((0, size - 1), (np.zeros_like, _changed)):
             changed = [other(x) for x in batch]
-            for array, given in zip(changed, batch, strict=True):
-                array[row] = given[row]
-            found = self._results(size, changed)
-            wrong = [i for i, x in enumerate(results) if not _same_bits(x[row], found[i][row])]
+            for array, original in zip(changed, batch, strict=True):
+                array[row] = original[row]
+            changed_results = self._results(size, changed)
+            wrong = [
+                i for i, x in enumerate(results) if not _same_bits(x[row], changed_results[i][row])
+            ]
             if wrong:
                 # Some kernels of GPUs do not repeat their bits; then a difference shows nothing.
                 again = self._results(size, batch)

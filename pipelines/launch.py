@@ -79,10 +79,10 @@ class Launcher:
                 lost_workers.end_pipeline(store)
             # Before the results are read: they may be incomplete.
             orphans.check_heard(store)
-            found = outputs.find()
+            refs = outputs.find()
             self.monitor.computed(outputs.provenance)
             self.monitor.drop(outputs.dropped(), plan.sizes)
-            return found
+            return refs
 
     def _heard(self) -> contextlib.AbstractContextManager[Store]:
         """The store for a pipeline, whose workers hear from this process if they may outlive it."""

@@ -51,11 +51,11 @@ def serves(peer: str, ports: set[int]) -> bool:
         return kind != "unix"
     host, _, port = unquote(where).rpartition(":")
     client = _normal(ipaddress.ip_address(host.strip("[]").partition("%")[0])), int(port)
-    found = [s for s in _sockets() if s.local == client and s.remote[1] in ports]
-    if not found:
+    sockets = [s for s in _sockets() if s.local == client and s.remote[1] in ports]
+    if not sockets:
         return not client[0].is_loopback
     # A closed socket has no inode, and the user of root.
-    return all(_is_own(s) and s.state == _ESTABLISHED and s.inode != "0" for s in found)
+    return all(_is_own(s) and s.state == _ESTABLISHED and s.inode != "0" for s in sockets)
 
 
 def check_listener(endpoint: str) -> None:
@@ -69,13 +69,13 @@ def check_listener(endpoint: str) -> None:
     except OSError:
         return  # nothing there to connect to
     addresses = {_normal(ipaddress.ip_address(info[4][0])) for info in named}
-    for found in _sockets():
-        address, port = found.local
-        if found.state != _LISTEN or port != int(text) or _is_own(found):
+    for sock in _sockets():
+        address, port = sock.local
+        if sock.state != _LISTEN or port != int(text) or _is_own(sock):
             continue
         if address in addresses or address.is_unspecified:
             raise OptionsError(
-                f"{endpoint}: found a server of user {found.uid}, expected one of this user; it "
+                f"{endpoint}: found a server of user {sock.uid}, expected one of this user; it "
                 "may have taken the port, and would get your functions and data"
             )
 
@@ -107,8 +107,8 @@ class OwnUserOnly(grpc.ServerInterceptor):
         return make(checked, handler.request_deserializer, handler.response_serializer)
 
 
-def _is_own(found: _Socket) -> bool:
-    return found.uid in (os.geteuid(), 0)
+def _is_own(sock: _Socket) -> bool:
+    return sock.uid in (os.geteuid(), 0)
 
 
 def _sockets() -> Iterator[_Socket]:

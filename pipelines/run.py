@@ -64,12 +64,12 @@ def run_plan(
         monitor.letters.begin(anew=True)
         with source_specs(inputs, store, connection.shared) as sources:
             bound = graph_inputs(inputs, sources, store)
-            found = launcher.run(as_one_pipeline(plan), bound, "result")
+            refs = launcher.run(as_one_pipeline(plan), bound, "result")
         return {
             name: results.finish(results.find(plan, name))
             if name in results.folders
             else value.array()
-            for name, value in found.items()
+            for name, value in refs.items()
         }
 
 
@@ -126,8 +126,8 @@ def drive(
     monitor.letters.begin(anew=starts_anew(checkpointer))
     lost_workers.begin_pipeline(store, launcher.connection.shared)
     resident = Resident(plan, launcher, job, results)
-    found = Driver(Schedule(plan), values, resident, monitor, checkpointer).run()
-    return {name: resident.result(name, value) for name, value in found.items()}
+    outputs = Driver(Schedule(plan), values, resident, monitor, checkpointer).run()
+    return {name: resident.result(name, value) for name, value in outputs.items()}
 
 
 def checkpointer_of(

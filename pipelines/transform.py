@@ -53,7 +53,7 @@ class PlanTransform(beam.PTransform):
         self.plan = plan
         # Abstract inputs (`jax.ShapeDtypeStruct`) are leaves of the members; `groups` are the trees
         # of these arguments.
-        self.given = inputs
+        self.run_inputs = inputs
         self.out_tree = out_tree
         self.groups = list(groups)
         self.options = options
@@ -72,13 +72,13 @@ class PlanTransform(beam.PTransform):
         connection = connection_of(pipeline, self.options)
         shared = connection.shared
         store = _store(pipeline, connection)
-        sources = source_specs(self.given, store, shared)
+        sources = source_specs(self.run_inputs, store, shared)
         weakref.finalize(pipeline, sources.release)
-        static = {name: store.put([a], name) for name, a in self.given.server().items()}
+        static = {name: store.put([a], name) for name, a in self.run_inputs.server().items()}
         bound = build.GraphInputs(static, sources)
         if self.abstract:
             self._form_blocks(input_or_inputs, bound, store)
-        streams = self.given.streams()
+        streams = self.run_inputs.streams()
         if streams is not None:
             bound.streams = stream_specs(streams, shared)
             weakref.finalize(pipeline, bound.streams.release)
@@ -88,26 +88,26 @@ class PlanTransform(beam.PTransform):
         leaves = [self._output(graph, i, output) for i, output in enumerate(self.plan.outputs)]
         return jax.tree_util.tree_unflatten(self.out_tree, leaves)
 
-    def _check_input(self, given: Any) -> None:
+    def _check_input(self, pvalue: Any) -> None:
         if not self.abstract:
-            if not isinstance(given, PBegin):
+            if not isinstance(pvalue, PBegin):
                 raise StagingError(
-                    f"transform: applied to a {type(given).__name__}, but no argument is a "
+                    f"transform: applied to a {type(pvalue).__name__}, but no argument is a "
                     "jax.ShapeDtypeStruct that says what it holds; apply it to the pipeline itself"
                 )
             return
-        if not isinstance(given, beam.PCollection):
+        if not isinstance(pvalue, beam.PCollection):
             raise StagingError(
-                f"transform: applied to a {type(given).__name__}, expected one PCollection of "
+                f"transform: applied to a {type(pvalue).__name__}, expected one PCollection of "
                 "(index, member): an argument is a jax.ShapeDtypeStruct"
             )
-        if not given.is_bounded:
+        if not pvalue.is_bounded:
             raise StagingError(
                 "transform: found an unbounded PCollection, which has no last member; expected a "
                 "bounded one: a program reduces over all members at once"
             )
-        if not given.windowing.is_default():
-            window = type(given.windowing.windowfn).__name__
+        if not pvalue.windowing.is_default():
+            window = type(pvalue.windowing.windowfn).__name__
             raise StagingError(
                 f"transform: the members are in {window}, expected the global window and the "
                 "default trigger: a program reduces over all members at once; put beam.WindowInto"
@@ -116,9 +116,9 @@ class PlanTransform(beam.PTransform):
 
     def _check_streams(self) -> None:
         """Raises StagingError for sources of unknown length that one pipeline can't read."""
-        if self.given.streams() is None:
+        if self.run_inputs.streams() is None:
             return
-        if len(self.plan.open_placements) != 1 or any(map(_is_abstract, self.given.values)):
+        if len(self.plan.open_placements) != 1 or any(map(_is_abstract, self.run_inputs.values)):
             raise StagingError(
                 "transform: found a source of unknown length, expected all such sources to belong "
                 "to one placement, of which the PCollection has no members; use beamjax.run, which "
@@ -178,7 +178,7 @@ class PlanTransform(beam.PTransform):
         return placement
 
     def _leaf(self, index: int) -> Leaf:
-        spec, aval = self.plan.inputs[index], self.given.values[index]
+        spec, aval = self.plan.inputs[index], self.run_inputs.values[index]
         if not aval.shape:
             raise StagingError(
                 f"{spec.path}: found a scalar jax.ShapeDtypeStruct, expected one of shape (n, ...)"
@@ -210,7 +210,7 @@ class PlanTransform(beam.PTransform):
                 f"transform: the result returns {self.plan.inputs[output.input].path} as it is; "
                 "use the PCollection that you have"
             )
-        return self.given.whole(output.input)
+        return self.run_inputs.whole(output.input)
 
 
 class KeyByShard(StepFn):
@@ -229,10 +229,10 @@ class KeyByShard(StepFn):
     def process(self, element: Any) -> Iterator[Any]:
         index, member = self._indexed(element)
         expected: Any = jax.tree_util.tree_structure(self.template)
-        found: Any = jax.tree_util.tree_structure(member)
-        if found != expected:
+        structure: Any = jax.tree_util.tree_structure(member)
+        if structure != expected:
             raise StructureError(
-                f"transform: member {index} is the tree {found}, expected {expected}"
+                f"transform: member {index} is the tree {structure}, expected {expected}"
             )
         arrays = []
         for leaf, value in zip(self.leaves, jax.tree_util.tree_leaves(member), strict=True):

@@ -75,7 +75,7 @@ class _Entries:
 class Checkpointer:
     """Saves the state of a run; see `driver.Checkpointer`."""
 
-    def __init__(self, plan: Plan, inputs: Inputs, options: Options, given: Values):
+    def __init__(self, plan: Plan, inputs: Inputs, options: Options, input_values: Values):
         assert options.checkpoint is not None
         self.plan = plan
         self.every = options.checkpoint_every
@@ -92,9 +92,9 @@ class Checkpointer:
         self.stacks: dict[str, list[Ref]] = {}
         self._entries: dict[str, _Entries] = {}
         self.provenance = UNKNOWN
-        self._given = dict(given)
+        self._given = dict(input_values)
         # Inputs are saved as their names. The ids stay unique, since `_given` keeps the objects.
-        self._names = {id(value.data): name for name, value in given.items()}
+        self._names = {id(value.data): name for name, value in input_values.items()}
         # The data of the last checkpoint and of this one, by id: the same objects are not written
         # again. Holding them keeps their ids from being reused.
         self._last: dict[int, tuple[Data, Data]] = {}
@@ -214,31 +214,32 @@ class Checkpointer:
 
     def _restore_last(self) -> None:
         """Restores the last complete checkpoint; without one, starts at the beginning."""
-        for name, found in self.folder.manifests():
+        for name, checkpoint in self.folder.manifests():
             # Another plan, or other inputs, is an error, and no reason to start at the beginning:
             # it may be the wrong folder.
-            self._check_same(name, found)
+            self._check_same(name, checkpoint)
             try:
-                self._check_position(found)
-                self._restore(found)
+                self._check_position(checkpoint)
+                self._restore(checkpoint)
             except ArrayFormatError as error:
                 self.folder.warn(name, error)
                 continue
-            self.position, self.finished = found.position, found.finished
-            self.provenance = found.provenance
-            self.folder.keep(name, found)
+            self.position, self.finished = checkpoint.position, checkpoint.finished
+            self.provenance = checkpoint.provenance
+            self.folder.keep(name, checkpoint)
             return
         self.values, self.stacks, self._now = {}, {}, {}
 
-    def _restore(self, found: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
         self._now = {}
         self.values = {
-            name: self._restored(value, self._type(name)) for name, value in found.values.items()
+            name: self._restored(value, self._type(name))
+            for name, value in checkpoint.values.items()
         }
         self.stacks, self._entries = {}, {}
-        for loop, done in loops_at(self.whole, found.position):
+        for loop, done in loops_at(self.whole, checkpoint.position):
             for name in loop.stacked:
-                self._restore_stack(name, found.stacks[name], done)
+                self._restore_stack(name, checkpoint.stacks[name], done)
 
     def _restore_stack(self, name: str, saved: Sequence[Ref], done: int) -> None:
         entry = _entry_type(self._type(name))
@@ -275,8 +276,8 @@ class Checkpointer:
         parts = tuple(self._restored_part(part, spec, n) for part in value.parts)
         if n is not None:
             # Parts may be entries of members: all of them together must be all values.
-            found = sum(part.count * math.prod(spec.shape[len(part.at) :]) for part in parts)
-            if found != n * math.prod(spec.shape):
+            size = sum(part.count * math.prod(spec.shape[len(part.at) :]) for part in parts)
+            if size != n * math.prod(spec.shape):
                 raise ArrayFormatError(f"some of the {n} members of {spec} are missing")
         return replace(value, parts=parts)
 
@@ -314,25 +315,25 @@ class Checkpointer:
         name = part.data.name  # type: ignore[union-attr]
         if name not in self._given:
             raise ArrayFormatError(f"found {name!r:.80}, expected the name of an input")
-        found, of = self._given[name], self.plan.values[name]
+        value, of = self._given[name], self.plan.values[name]
         if n is None:
-            fits = found.n is None and of.shape == spec.shape
+            fits = value.n is None and of.shape == spec.shape
         else:
-            rows, count = (of.shape[1:], of.shape[0]) if found.n is None else (of.shape, found.n)
+            rows, count = (of.shape[1:], of.shape[0]) if value.n is None else (of.shape, value.n)
             fits = count == part.count and _fits(rows, part.entry, rest)
         if not fits or of.dtype != spec.dtype:
             raise ArrayFormatError(f"found the input {name!r:.80} of type {of}, expected {spec}")
-        return found.data
+        return value.data
 
     def _loaded(self, data: Pieces) -> np.ndarray:
         """A server value in files, whose sizes and checksums are checked."""
         for name, size in data.files:
-            found = self._file(name)
-            if len(found) != size:
+            content = self._file(name)
+            if len(content) != size:
                 raise ArrayFormatError(
-                    f"{self.folder.join(name)}: found {len(found)} bytes, expected {size}"
+                    f"{self.folder.join(name)}: found {len(content)} bytes, expected {size}"
                 )
-            self._decoded(name, found)
+            self._decoded(name, content)
             self.folder.known.add(name)
         ref = ref_to_files(((data.dtype, data.shape),), data.files)
         return self.store.array(ref, cache=False)
@@ -385,12 +386,12 @@ class Checkpointer:
         except KeyError:
             raise ArrayFormatError(f"found {name!r:.80}, expected the name of a value") from None
 
-    def _check_same(self, name: str, found: Checkpoint) -> None:
-        changed = fingerprints.differences(self.prints, found.plan)
+    def _check_same(self, name: str, checkpoint: Checkpoint) -> None:
+        changed = fingerprints.differences(self.prints, checkpoint.plan)
         what = "is of another plan"
         if not changed:
             what = "is of other inputs"
-            changed = fingerprints.differences(self.input_prints, found.inputs)
+            changed = fingerprints.differences(self.input_prints, checkpoint.inputs)
         if changed:
             raise CheckpointError(
                 f"checkpoint {self.folder.join(name)} {what} than this run: they differ in "
@@ -399,23 +400,25 @@ class Checkpointer:
                 "beginning"
             )
 
-    def _check_position(self, found: Checkpoint) -> None:
+    def _check_position(self, checkpoint: Checkpoint) -> None:
         """Raises ArrayFormatError unless the plan has the position, and all its values are here."""
         names = set(self.whole.outputs)
         try:
-            if not found.finished:
-                names = live_at(self.whole, found.position)
-            loops = loops_at(self.whole, found.position)
+            if not checkpoint.finished:
+                names = live_at(self.whole, checkpoint.position)
+            loops = loops_at(self.whole, checkpoint.position)
             for number, (loop, done) in enumerate(loops):
                 # The last part of a position counts finished rounds; in an enclosing loop, one more
                 # round has begun.
-                under_way = number + 1 < len(loops) or found.position[-1][0] != loop.name
+                under_way = number + 1 < len(loops) or checkpoint.position[-1][0] != loop.name
                 if loop.rounds is not None and done + under_way > loop.rounds:
                     raise KeyError(loop.name)
-            missing = {n for n in names - found.values.keys() if n not in self._given}
-            missing |= {n for loop, _ in loops for n in loop.stacked if n not in found.stacks}
+            missing = {n for n in names - checkpoint.values.keys() if n not in self._given}
+            missing |= {n for loop, _ in loops for n in loop.stacked if n not in checkpoint.stacks}
         except (KeyError, ValueError):
-            raise ArrayFormatError(f"the plan has no position {found.position!r:.80}") from None
+            raise ArrayFormatError(
+                f"the plan has no position {checkpoint.position!r:.80}"
+            ) from None
         if missing:
             raise ArrayFormatError(f"found no value of {', '.join(sorted(missing))}")
 

@@ -99,9 +99,9 @@ class CheckpointFolder:
         if INPUTS not in self._names():
             return {}
         with contextlib.suppress(ArrayFormatError):
-            found = records.decode(self._read(INPUTS), INPUTS).get("files")
-            if isinstance(found, dict):
-                return found
+            hashes = records.decode(self._read(INPUTS), INPUTS).get("files")
+            if isinstance(hashes, dict):
+                return hashes
         return {}
 
     def save_input_hashes(self, hashes: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ class CheckpointFolder:
 
     def manifests(self) -> Iterator[tuple[str, Checkpoint]]:
         """The name and the content of each manifest, from the last to the first one."""
-        found = filter(MANIFEST.fullmatch, self._names())
-        for name in sorted(found, key=lambda name: int(name.partition(".")[0]), reverse=True):
+        names = filter(MANIFEST.fullmatch, self._names())
+        for name in sorted(names, key=lambda name: int(name.partition(".")[0]), reverse=True):
             try:
                 yield name, checkpoints.decode(self._read(name))
             # The one before it may be whole.

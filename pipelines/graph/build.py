@@ -252,7 +252,11 @@ class Graph:
     def _environments(self, names: Iterable[str]) -> list[beam.PCollection]:
         """The environments that hold these values, in the order in which steps compute them."""
         needed = {self.served[name] for name in names if name in self.served}
-        return [found for found in dict.fromkeys(self.served.values()) if found in needed]
+        return [
+            environment
+            for environment in dict.fromkeys(self.served.values())
+            if environment in needed
+        ]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:
         count = len(self.plan.shards(placement))
@@ -355,21 +359,21 @@ class Outputs:
 
     def find(self) -> dict[str, Ref]:
         """The outputs, by name, after the pipeline has ended."""
-        store, plan, found = self.graph.store, self.graph.plan, dict[str, Ref]()
+        store, plan, outputs = self.graph.store, self.graph.plan, dict[str, Ref]()
         for number, _ in enumerate(self._served):
             environment = read_served(store, f"{self.stem}-served-{number}")
             self.provenance |= environment.provenance
             served = environment.values.items()
-            found |= {name: stored(store, ref, plan.values[name]) for name, ref in served}
+            outputs |= {name: stored(store, ref, plan.values[name]) for name, ref in served}
         written = files.names(store.root) if self._placed else []
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
             self.provenance |= find_provenance(store, stem, written)
             if name in self.results.folders:
-                found[name] = members(self.results.find(plan, name), plan, name)
+                outputs[name] = members(self.results.find(plan, name), plan, name)
                 continue
-            found[name] = members(find_placed(store, plan, name, stem, written), plan, name)
-        return found
+            outputs[name] = members(find_placed(store, plan, name, stem, written), plan, name)
+        return outputs
 
     def dropped(self) -> list[Dropped]:
         """The members that the graph has dropped, after the pipeline has ended."""

@@ -36,8 +36,8 @@ class WriteServed(StepFn):
 
     def process(self, environment: Environment) -> None:
         refs = {name: environment.values[name] for name in self.names}
-        found = Environment(refs, environment.provenance)
-        self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(found))
+        served = Environment(refs, environment.provenance)
+        self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(served))
 
 
 class ReadMembers(StepFn):

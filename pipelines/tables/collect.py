@@ -85,32 +85,32 @@ class Collection:
 
     def write(self, part: int, rows: Iterable[bytes], counted: Counted) -> None:
         """Writes the members of a part."""
-        found = np.frombuffer(b"".join(sorted(rows)), np.uint8).reshape(-1, self.row_bytes)
+        table = np.frombuffer(b"".join(sorted(rows)), np.uint8).reshape(-1, self.row_bytes)
         if self.index is not None:
-            numbers = found[:, :8].copy().view(">u8")[:, 0].astype(np.int64)
+            numbers = table[:, :8].copy().view(">u8")[:, 0].astype(np.int64)
             self._check_numbers(numbers, part, counted)
         arrays, start = [], _KEY_BYTES
         for leaf in self.member.leaves:
-            column = np.ascontiguousarray(found[:, start : start + leaf.nbytes])
-            arrays.append(np.ndarray((len(found), *leaf.shape), leaf.dtype, column.data))
+            column = np.ascontiguousarray(table[:, start : start + leaf.nbytes])
+            arrays.append(np.ndarray((len(table), *leaf.shape), leaf.dtype, column.data))
             start += leaf.nbytes
         write_part(self.folder, part, arrays)
 
-    def _check_numbers(self, found: np.ndarray, part: int, counted: Counted) -> None:
+    def _check_numbers(self, numbers: np.ndarray, part: int, counted: Counted) -> None:
         """Checks that each number of a part occurs once; elements that were dropped leave gaps."""
         size, parts = sum(counted), self.parts(counted)
         low, high = -(-part * size // parts), -(-(part + 1) * size // parts)
         expected = f"from_beam, index: {counted[0]} members are numbered 0 to {size - 1}"
-        twice = found[1:][found[1:] == found[:-1]]
+        twice = numbers[1:][numbers[1:] == numbers[:-1]]
         if len(twice):
-            count = int((found == twice[0]).sum())
+            count = int((numbers == twice[0]).sum())
             raise SourceError(f"{expected}, each once; found {count} elements with {twice[0]}.")
-        missing = np.setdiff1d(np.arange(low, high), found)
+        missing = np.setdiff1d(np.arange(low, high), numbers)
         if len(missing) and not counted[1]:
             more = f" (and {len(missing) - 1} more of its part)" if len(missing) > 1 else ""
             raise SourceError(f"{expected}, each once; found no element with {missing[0]}{more}.")
-        if found[-1] >= size:
-            raise SourceError(f"{expected}, each once; found an element with {found[-1]}.")
+        if numbers[-1] >= size:
+            raise SourceError(f"{expected}, each once; found an element with {numbers[-1]}.")
 
 
 def collect(
@@ -180,31 +180,31 @@ def _applied(transform: Any, pipeline: beam.Pipeline) -> beam.PCollection:
             " Inside your own pipeline, apply beamjax.transform to it."
         )
     if isinstance(transform, beam.PTransform):
-        found = pipeline | "Elements" >> unused_transform(transform)
+        pcoll = pipeline | "Elements" >> unused_transform(transform)
     elif callable(transform):
-        found = transform(pipeline)
+        pcoll = transform(pipeline)
     else:
         raise StructureError(
             f"from_beam: found a {type(transform).__name__}, expected a PTransform or a function "
             "of a pipeline."
         )
-    if not isinstance(found, beam.PCollection) or found.pipeline is not pipeline:
+    if not isinstance(pcoll, beam.PCollection) or pcoll.pipeline is not pipeline:
         raise StructureError(
-            f"from_beam: the transform returns {shown(found)}, expected a PCollection of the "
+            f"from_beam: the transform returns {shown(pcoll)}, expected a PCollection of the "
             "pipeline that it is applied to."
         )
-    if not found.is_bounded:
+    if not pcoll.is_bounded:
         raise StructureError(
             "from_beam: found an unbounded PCollection, which has no last member; expected a "
             "bounded one, as of ReadFromKafka(..., max_num_records=n)."
         )
-    if not found.windowing.is_default():
+    if not pcoll.windowing.is_default():
         raise StructureError(
-            f"from_beam: the elements are in {type(found.windowing.windowfn).__name__}, expected "
+            f"from_beam: the elements are in {type(pcoll.windowing.windowfn).__name__}, expected "
             "the global window and the default trigger: a program reduces over all members at "
             "once. Put beam.WindowInto(beam.window.GlobalWindows()) at the end."
         )
-    return found
+    return pcoll
 
 
 class CollectionFn(StepFn):

@@ -161,15 +161,15 @@ def _names(meta: dict[str, Any]) -> list[str]:
     return names
 
 
-def _key(found: Any) -> str | PartKey | NodeKey:
-    match found:
+def _key(plain: Any) -> str | PartKey | NodeKey:
+    match plain:
         case str():
-            return found
+            return plain
         case [str(name), int(offset)]:
             return PartKey(name, offset)
         case [int(level), int(number)]:
             return NodeKey(level, number)
-    raise TypeError(f"{found!r:.40} is no key")
+    raise TypeError(f"{plain!r:.40} is no key")
 
 
 def _made_by(provenance: Provenance) -> dict[str, Any]:

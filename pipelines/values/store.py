@@ -155,10 +155,10 @@ class Store:
     def joined(self, refs: Sequence[StoreRef], shape: tuple[int, ...], dtype: np.dtype) -> StoreRef:
         """A reference to the concatenation of flat arrays in files, which are not read."""
         leaves = [leaf for ref in refs for leaf in ref.leaves]
-        found = sum(math.prod(part) for _, part in leaves)
-        if {name for name, _ in leaves} != {dtype_name(dtype)} or found != math.prod(shape):
+        size = sum(math.prod(part) for _, part in leaves)
+        if {name for name, _ in leaves} != {dtype_name(dtype)} or size != math.prod(shape):
             raise ArrayFormatError(
-                f"{self.root}: found {len(leaves)} parts with {found} values, expected "
+                f"{self.root}: found {len(leaves)} parts with {size} values, expected "
                 f"{dtype}{list(shape)}."
             )
         files = [file for ref in refs for file in ref.files]
@@ -408,21 +408,21 @@ def assemble(
 ) -> np.ndarray:
     """Makes one array from the next flat chunks, without a copy if it has only one."""
     size = math.prod(shape) if dtype.itemsize else 0
-    whole, found = None, 0
-    while found < size:
+    whole, filled = None, 0
+    while filled < size:
         chunk = next(chunks, None)
-        if chunk is None or chunk.dtype != dtype or found + chunk.size > size:
+        if chunk is None or chunk.dtype != dtype or filled + chunk.size > size:
             what = "nothing" if chunk is None else f"{chunk.dtype}[{chunk.size}]"
             raise ArrayFormatError(
-                f"{where}: found {what} at element {found} of an array, expected {dtype}"
+                f"{where}: found {what} at element {filled} of an array, expected {dtype}"
                 f"{list(shape)}; another file took the place of this one."
             )
         if chunk.size == size:
             return chunk.reshape(shape)
         if whole is None:
             whole = buffers.empty((size,), dtype)
-        whole[found : found + chunk.size] = chunk
-        found += chunk.size
+        whole[filled : filled + chunk.size] = chunk
+        filled += chunk.size
     whole = np.empty(shape, dtype) if whole is None else whole
     buffers.freeze(whole)  # JAX then shares its memory
     return whole.reshape(shape)

@@ -119,11 +119,11 @@ def end_pipeline(store: Store) -> None:
 
 def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
     """The error of a worker process on this machine that was lost; None if none was."""
-    found = _lost(store)
-    if not found:
+    lost = _lost(store)
+    if not lost:
         return None
     # The last one: after its death, a runner that retries has given up.
-    working = max(found, key=lambda working: max((e.since for e in working.entries), default=0))
+    working = max(lost, key=lambda working: max((e.since for e in working.entries), default=0))
     trace = _read_trace(store, working)
     error = _error_of(working, trace, steps)
     failure = error.failure or Failure()
@@ -132,7 +132,7 @@ def lost_worker(store: Store, steps: Sequence[Step]) -> BeamjaxError | None:
         failure,
         worker=f"{process['host']}, process {process['pid']}",
         traceback=trace,
-        others=len(found) - 1,
+        others=len(lost) - 1,
         time=max((entry.since for entry in working.entries), default=0.0),
     )
     return error
@@ -160,10 +160,10 @@ class Look:
             return repeated
         if not self.keeps:
             return lost_worker(self.store, self.steps) if _deaths(self.store) >= OFTEN else None
-        found = lost_worker(self.store, self.steps)
+        error = lost_worker(self.store, self.steps)
         # Only at the second look, so that a runner that notices the death can report it first.
-        lost, self._lost = self._lost, found is not None
-        return found if lost else None
+        lost, self._lost = self._lost, error is not None
+        return error if lost else None
 
 
 def end_workers(store: Store) -> None:
@@ -176,7 +176,11 @@ def end_workers(store: Store) -> None:
 
 
 def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
-    return [found for found in _processes(store) if process_ids.is_alive(found[1].process) is False]
+    return [
+        (path, working)
+        for path, working in _processes(store)
+        if process_ids.is_alive(working.process) is False
+    ]
 
 
 def _lost(store: Store) -> list[WorkingProcess]:
@@ -193,13 +197,13 @@ def _deaths(store: Store) -> int:
 def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
     if files.is_url(store.root):
         return []
-    found = []
+    processes = []
     with contextlib.suppress(OSError):
         for name in files.names(store.root):
             path = os.path.join(store.root, name)
             if name.startswith(working_files.PREFIX) and (working := working_files.read_file(path)):
-                found.append((path, working))
-    return found
+                processes.append((path, working))
+    return processes
 
 
 def _read_trace(store: Store, working: WorkingProcess) -> str:
@@ -251,15 +255,15 @@ _CURRENT = re.compile(r"(?s)^(Fatal[^\n]*)?.*?^Current thread (0x[0-9a-f]+)[^\n]
 
 def _crashed_thread(trace: str) -> str:
     """The reason of a crash, and the stack of the crashed thread if Python knows it."""
-    found = _CURRENT.search(trace)
-    return trace if found is None else f"{found[1] or 'a fatal error'}\n{found[3]}"
+    current = _CURRENT.search(trace)
+    return trace if current is None else f"{current[1] or 'a fatal error'}\n{current[3]}"
 
 
 def _culprit(entries: Sequence[WorkEntry], trace: str) -> WorkEntry | None:
     """The work of the thread that crashed, or if it is unknown, the work that began first."""
-    found = _CURRENT.search(trace)
-    if found is not None:
+    current = _CURRENT.search(trace)
+    if current is not None:
         for entry in entries:
-            if entry.thread == int(found[2], 16):
+            if entry.thread == int(current[2], 16):
                 return entry
     return entries[0] if entries else None

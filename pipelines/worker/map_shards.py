@@ -104,7 +104,7 @@ class Bundle:
         devices = [execute.loaded for execute in self._pass.executors]
         first = devices[0]
         if len(devices) > 1 or (first.copies and not first.calls_back):
-            return OrderedJobs([device_threads(each.device) for each in devices])
+            return OrderedJobs([device_threads(loaded.device) for loaded in devices])
         # Other threads would wait for the compilation, which does not count as their work.
         if not first.threads or not first.is_compiled:
             return OrderedJobs()

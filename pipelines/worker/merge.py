@@ -108,7 +108,7 @@ class MergeAccumulators(beam.CombineFn):
         if accumulator is None:
             return other
         with timed(self.spans, self.step, "merge"):
-            left, right = (_decoded(each, self.store) for each in (accumulator, other))
+            left, right = (_decoded(side, self.store) for side in (accumulator, other))
             return passes.merged(left, right)
 
 

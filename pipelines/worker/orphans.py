@@ -53,14 +53,14 @@ class LauncherWatch:
     def look_for(self, name: str) -> bytes | None:
         """As `read`. A folder out of reach has no news for a while, and then is an error."""
         try:
-            found = read(self.folder, name)
+            content = read(self.folder, name)
         except OSError:
             # As long as a dead launcher is waited for.
             if time.monotonic() - self._reached > LOST_SECONDS:
                 raise
             return None
         self._reached = time.monotonic()
-        return found
+        return content
 
     def is_orphaned(self) -> bool:
         """Whether the launcher is dead, or its folder is gone; then all workers of the job end."""
@@ -139,8 +139,8 @@ def _is_over(fn: Any) -> bool:
 
 def store_of(fn: Any) -> Store | None:
     """The store of a DoFn, if it has one."""
-    found = getattr(fn, "store", None) or getattr(getattr(fn, "task", None), "store", None)
-    return found if isinstance(found, Store) else None
+    store = getattr(fn, "store", None) or getattr(getattr(fn, "task", None), "store", None)
+    return store if isinstance(store, Store) else None
 
 
 def unless_orphaned(process: Callable[..., Any]) -> Callable[..., Any]:

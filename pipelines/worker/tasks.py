@@ -244,7 +244,7 @@ class SourceSpecs:
         return Reader(tuple(map(open_spec, self.specs)), self.where, self.x64)
 
 
-_Found = tuple[list[str], list[Any]]
+_Signature = tuple[list[str], list[Any]]
 
 
 def remember_signatures(cls: type) -> None:
@@ -262,13 +262,13 @@ def remember_signatures(cls: type) -> None:
         setattr(cls, f"{INSPECT}{name}", staticmethod(_asked(method)))
 
 
-def _asked(method: Callable[..., Any]) -> Callable[[], _Found]:
+def _asked(method: Callable[..., Any]) -> Callable[[], _Signature]:
     @functools.cache
-    def found() -> _Found:
+    def signature() -> _Signature:
         return get_function_args_defaults(method)
 
-    def asked() -> _Found:
-        names, defaults = found()
+    def asked() -> _Signature:
+        names, defaults = signature()
         return list(names), list(defaults)
 
     return asked

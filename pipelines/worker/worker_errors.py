@@ -112,14 +112,14 @@ def _read(store: Store, name: str) -> BeamjaxError | None:
 
 def _first(errors: Sequence[BeamjaxError | None]) -> BeamjaxError | None:
     """The first of some errors, which says how many others there are."""
-    found = [error for error in errors if error is not None]
-    if not found:
+    failures = [error for error in errors if error is not None]
+    if not failures:
         return None
-    first = min(found, key=lambda error: error.failure.time if error.failure else 0.0)
-    if len(found) == 1 or first.failure is None:
+    first = min(failures, key=lambda error: error.failure.time if error.failure else 0.0)
+    if len(failures) == 1 or first.failure is None:
         return first
-    others = len(found) - 1
-    error = type(first)(f"{first} (the first of {len(found)} failures in this pipeline)")
+    others = len(failures) - 1
+    error = type(first)(f"{first} (the first of {len(failures)} failures in this pipeline)")
     error.failure = replace(first.failure, others=others)
     return error
 
@@ -144,11 +144,11 @@ def own_errors(
         yield
     except Exception as error:
         # The record first: most runners report an error as text, cut off, or from a later worker.
-        found = recorded_error(store)
-        if found is not None:
-            traced = found.failure.traceback if found.failure else ""
+        worker_error = recorded_error(store)
+        if worker_error is not None:
+            traced = worker_error.failure.traceback if worker_error.failure else ""
             # `here`: workers are threads of this process, so the error has its real cause.
-            raise found from (as_cause(error) if here else records.WorkerTraceback(traced))
+            raise worker_error from (as_cause(error) if here else records.WorkerTraceback(traced))
         # What this process raised before the pipeline ran.
         if isinstance(error, BeamjaxError):
             raise
@@ -205,13 +205,13 @@ def transform_errors(where: str, own: str) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        found = _WHILE.search(text)
+        match = _WHILE.search(text)
         # `own` is the prefix of the labels of beamjax's own transforms.
-        if found is None or found[2].startswith(own):
+        if match is None or match[2].startswith(own):
             raise
-        message = found[1]
+        message = match[1]
         if "Traceback" not in text:  # the error itself, without the text that a runner adds
             kind = type(error.__cause__ if isinstance(error, PipelineError) else error)
-            message = f"{kind.__name__}: {text[: found.end(1)]}"
-        failed = WorkerError(f"{where}: the transform {found[2]!r} failed: {cut(message)}")
+            message = f"{kind.__name__}: {text[: match.end(1)]}"
+        failed = WorkerError(f"{where}: the transform {match[2]!r} failed: {cut(message)}")
         raise failed from as_cause(error)
