@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from beamjax.errors import OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.runners.spec import RunnerSpec
 
 if TYPE_CHECKING:
     from apache_beam.options.pipeline_options import PipelineOptions
 
-INSTALL = "pip install -e '.[dataflow]' in a clone of beamjax"
-
 
 class Dataflow(RunnerSpec):
     name = "DataflowRunner"
     all_flags_known = True
-
-    def create(self, name: str) -> Any:
-        if not find_spec("apitools"):
-            raise OptionsError(
-                f"runner: found {name!r}, but its packages are missing; run {INSTALL}"
-            )
-        return super().create(name)
+    packages = ("apitools", "google.auth")
+    install = "pip install -e '.[dataflow]' in a clone of beamjax"
 
     def connect(
         self, options: Options, flags: PipelineOptions, dry: bool = False
@@ -45,7 +36,3 @@ class Dataflow(RunnerSpec):
 
     def workers(self, flags: Mapping[str, Any]) -> tuple[bool, int]:
         return False, 12  # Dataflow's default number of threads in a worker process
-
-    def missing(self) -> str:
-        there = find_spec("apitools") and find_spec("google.auth")
-        return "" if there else f"run {INSTALL}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from beamjax.errors import BeamjaxError
+from beamjax.errors import BeamjaxError, OptionsError
 from beamjax.options import Options
 
 if TYPE_CHECKING:
@@ -55,11 +56,17 @@ class RunnerSpec:
     outlives_launcher = False
     seconds_alone = 30.0  # until a job whose workers all died starts again, the first time
     all_flags_known = False  # Beam's Python SDK knows all of its flags
+    packages: tuple[str, ...] = ()  # modules that it needs besides those that Beam always has
+    install = ""  # the command that installs them
 
     def create(self, name: str) -> Any:
-        """A new instance of the runner with this name."""
+        """A new instance of the runner with this name; OptionsError without its packages."""
         import apache_beam as beam
 
+        if not self._has_packages():
+            raise OptionsError(
+                f"runner: found {name!r}, but its packages are missing; run {self.install}"
+            )
         return beam.runners.create_runner(name)
 
     def connect(
@@ -86,8 +93,11 @@ class RunnerSpec:
         return False, 1
 
     def missing(self) -> str:
-        """What this machine lacks to use the runner, and what to do; "" if nothing."""
-        return ""
+        """What to do, for `beamjax doctor`, to use the runner on this machine; "" if nothing."""
+        return "" if self._has_packages() else f"run {self.install}"
+
+    def _has_packages(self) -> bool:
+        return all(map(find_spec, self.packages))
 
     def begin(self, flags: PipelineOptions) -> None:
         """Prepares the options of a new pipeline."""

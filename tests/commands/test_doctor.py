@@ -9,7 +9,7 @@ import jax
 from beamjax.commands import cli, doctor
 from beamjax.commands.doctor import ABSENT, MISSING, OK, WARNING, Finding
 from beamjax.pipelines.clusters import prism_server
-from beamjax.pipelines.runners import google_dataflow
+from beamjax.pipelines.runners import spec
 
 
 def test_versions_of_python_and_packages(monkeypatch):
@@ -65,7 +65,7 @@ def test_folders(tmp_path, monkeypatch):
 def test_runners(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:  # On a machine with everything.
         patch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-        patch.setattr(google_dataflow, "find_spec", lambda name: name)
+        patch.setattr(spec, "find_spec", lambda name: name)
         patch.setenv("BEAMJAX_CACHE", str(tmp_path / "cache"))
         found = doctor.check_runner("PrismRunner", True)
         assert (found.status, found.remedy) == (MISSING, "run `beamjax prism install`")
@@ -73,7 +73,7 @@ def test_runners(monkeypatch, tmp_path):
         assert {doctor.check_runner(name, True).status for name in doctor.RUNNERS} == {OK}
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path))
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(google_dataflow, "find_spec", lambda name: None)
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)
     monkeypatch.delenv("JAVA_HOME", raising=False)
     parts = {
         "PrismRunner": "install Go",
