@@ -17,11 +17,12 @@ COLORS = {
     "jit": "#8c6bb1", "loop": INK, "local": "#1b9e77", "direct": "#2b83ba", "session": "#08519c",
     "element": "#fdae61",
     "batch": "#d7822b", "dask-2": "#d7604d", "ray-2": "#c51b8a", "drjax": "#b8a04a",
-    "fedjax": "#a6761d", "direct-1": "#74add1", "direct-2": "#2b83ba", "dask-1": "#f4a582",
+    "fedjax": "#a6761d", "dask-ml": "#e41a1c", "duckdb": "#66a61e", "direct-1": "#74add1",
+    "direct-2": "#2b83ba", "dask-1": "#f4a582",
     "ray-1": "#e78ac3",
 }  # fmt: skip
 _SHOWN = [way for way in WAYS if way not in PLAIN.values()]
-MARKERS = dict(zip(_SHOWN, "ovs^*D<>pPX", strict=True))
+MARKERS = dict(zip(_SHOWN, "ovs^*D<>pPXhd", strict=True))
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "beamjax", "font.size": 9, "font.family": "sans-serif",
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK,
