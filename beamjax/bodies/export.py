@@ -7,6 +7,7 @@ wrapped inside.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import math
@@ -228,10 +229,19 @@ def _loaded(body: Body, platform: str, device: Any) -> Callable[..., Any]:
             f"{body.name}: jax {jax.__version__} can't read the exported body: {error}; "
             "use the same version of jax on the workers as where the program is launched"
         ) from error
+    if platform == "cpu" and not body.calls_lapack:
+        exported = _without_lapack(exported)
     call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
     found = _on_mesh(call, body, device) if body.devices > 1 else jax.jit(call)
     count("compile", time.perf_counter() - began)
     return found
+
+
+def _without_lapack(exported: export.Exported) -> export.Exported:
+    """The same function, of which JAX does not know that it is for a CPU."""
+    # Otherwise JAX imports SciPy for its LAPACK, which takes as long as to compile a small body.
+    checks = *exported.disabled_safety_checks, export.DisabledSafetyCheck.platform()
+    return dataclasses.replace(exported, platforms=("any",), disabled_safety_checks=checks)
 
 
 _elsewhere: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any] | None]]

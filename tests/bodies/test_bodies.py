@@ -1,6 +1,8 @@
 """Bodies as bytes: types at their border, export, and loading."""
 
 import concurrent.futures
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -120,6 +122,31 @@ def test_lapack_has_its_threads_back_when_nothing_holds_the_limit():
                 xla_threads.use_lapack(calls)
             assert (xla_threads.lapack_threads(), found()) == (xla_threads.LAPACK_THREADS, {1})
         assert (xla_threads.lapack_threads(), found()) == (None, {3})
+
+
+IN_A_NEW_PROCESS = """
+import sys
+import jax.numpy as jnp, numpy as np
+import beamjax as bj
+
+x = np.arange(24, dtype=np.float32).reshape(6, 2, 2) + 9 * np.eye(2, dtype=np.float32)
+program = bj.program(placements={"members": 6})
+square = program(lambda x: bj.reduce_sum(bj.map_fn(lambda m: m * m, x)))
+invert = program(lambda x: bj.reduce_sum(bj.map_fn(jnp.linalg.inv, x)))
+np.testing.assert_array_equal(bj.run(square, x, runner="local"), (x * x).sum(0))
+assert "scipy" not in sys.modules
+np.testing.assert_allclose(
+    bj.run(invert, x, runner="local"), np.linalg.inv(x.astype("float64")).sum(0), 1e-5
+)
+assert "scipy.linalg.cython_lapack" in sys.modules
+"""
+
+
+@pytest.mark.versions
+def test_only_bodies_that_call_lapack_import_scipy():
+    command = [sys.executable, "-c", IN_A_NEW_PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # --- bodies that hold a mesh
