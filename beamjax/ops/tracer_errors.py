@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 
 import jax
@@ -53,8 +54,14 @@ def line_of(error: BaseException) -> str:
 
 
 def is_library(file_name: str) -> bool:
-    """Whether a file belongs to JAX, NumPy or beamjax, and not to the user."""
+    """Whether a file belongs to JAX, NumPy, beamjax or contextlib, and not to the user."""
     return file_name.startswith(_LIBRARIES)
 
 
-_LIBRARIES = (*_compat.folders_of("jax", "numpy"), *_compat.OWN_FOLDERS, "<frozen ")
+# beamjax has functions that a context decorates.
+_LIBRARIES = (
+    *_compat.folders_of("jax", "numpy"),
+    *_compat.OWN_FOLDERS,
+    contextlib.__file__,
+    "<frozen ",
+)

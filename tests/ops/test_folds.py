@@ -111,6 +111,17 @@ def test_one_pass_and_nothing_gathered():
     assert "nothing is gathered" in plan
 
 
+def test_steps_have_the_line_of_the_user():
+    for fn in (
+        program(lambda x: bj.reduce_var(x)),
+        jax.grad(program(lambda x: sum(bj.reduce_std(x)))),
+    ):
+        steps = bj.explain(fn, X).to_json()["steps"]
+        lines = [line for step in steps for line in step["lines"]]
+        assert lines
+        assert [line for line in lines if not line.startswith(f"{__file__}:")] == []
+
+
 def test_nan_infinity_and_too_few_members():
     x = X.at[3, 0].set(jnp.nan).at[5, 1].set(jnp.inf)
     for found in (jax.jit(program(spread))(x), local(program(spread), x)):
