@@ -180,9 +180,10 @@ class Fold(ReductionKind):
     """A reduction by a state: a list of arrays for some consecutive members."""
 
     # States merge in the order of a fixed binary tree over the members, as in `beamjax.reduce`.
+    # `ops.combining.folded` calls these functions, and casts the result to its dtype.
 
-    # From a member's value, in a float dtype of at least 32 bits, and its weight to its state. The
-    # weight is 1 without weights.
+    # From a member's value, in an inexact dtype of at least 32 bits, and its weight to its state.
+    # The weight is the int 1 without weights. A member with weight 0 may have any value, also NaN.
     begin: Callable[[jax.Array, Any], list[Any]]
     # From the states of two neighbouring ranges of members to that of both.
     merge: Callable[[Sequence[Any], Sequence[Any]], list[Any]]

@@ -472,7 +472,7 @@ def test_imports_are_late_and_names_are_those_of_the_documentation():
     documented = {*re.findall(r"^\.\. auto\w+:: beamjax\.(\w+)$", page, re.MULTILINE)}
     assert found.pop("names") == dict.fromkeys(documented, True)
     assert found.pop("star") == sorted(documented)
-    assert len(documented) <= 70
+    assert len(documented) <= 70, "find a name to remove, or raise the limit on purpose"
     assert found == {
         "version": bj.__version__, "at import": [], "after help": [], "same": True,
         "absent": False, "backend": False, "sum": 4.0, "pages": [], "page": True, "after a run": [],
