@@ -38,6 +38,8 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 600
 nb_output_stderr = "remove"
+# Beam's interactive module loads jQuery from the network; no page needs it.
+nb_mime_priority_overrides = [("html", "application/javascript", None)]
 
 default_role = "code"
 autodoc_typehints = "signature"

@@ -190,6 +190,19 @@ def test_what_can_be_seen_without_scrolling(name):
     assert whole == [True, True] or name == "run in a notebook"  # whose graph is folded
 
 
+@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("name", ["rounds", "gather", "measured"])
+def test_the_panel_cuts_nothing(name, width):
+    script = """
+    for (const step of document.querySelectorAll('.panel details')) step.open = true;
+    return [...document.querySelectorAll('.panel .facts')].map(e => e.scrollWidth - e.clientWidth);
+    """
+    beyond, console = browser.look(html_of(name), script, width)
+    assert console == []
+    assert beyond
+    assert max(beyond) <= 0
+
+
 WHITE = "rgb(255, 255, 255)"
 
 # Helpers for scripts that act as a user does.

@@ -159,6 +159,7 @@ def test_a_run_that_fails_has_a_report(runner, tmp_path):
     for text in ("✗ failed", "ValueError: found <13>", "Traceback"):
         assert text in found.text
     assert found.data["run"]["error"]["step"] == "map_clients_0"
+    assert "members 8 to 15" in " ".join(found.text.split())
 
 
 def test_dropped_members_and_warnings(tmp_path):
@@ -316,7 +317,7 @@ def test_what_a_page_shows():
         "run of train", "✓ done", "Shards done", "Members per second",
         "Shards retried", "Members dropped", "result['loss']", "Where the time went", "a warning",
         "Rounds and checkpoints", "after 20 s", "/there", "/letters", "10 more are not shown",
-        "round 5: 0.5", "60 shards at 30 s", "time per round", "last checkpoint",
+        "round 5: 0.5", "shards: 60 at 30 s", "time per round", "last checkpoint",
         "read 20%, transfer 2%",
     ):  # fmt: skip
         assert text in found.text, text
@@ -340,6 +341,13 @@ def test_what_a_page_shows():
     found = html_checks.parsed(document(run_page(example_report(curves=(nothing,)).to_json())))
     assert "There are no finite values" in found.text
     assert found.data["charts"][-1]["series"] == []
+
+
+def test_one_shard_is_singular():
+    progress = dataclasses.replace(example_report().progress, shards=1)
+    found = html_checks.parsed(document(run_page(example_report(progress=progress).to_json())))
+    assert "of 1 shard" in found.text
+    assert "of 1 shards" not in found.text
 
 
 def test_time_without_workers_is_starting():

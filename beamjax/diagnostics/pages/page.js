@@ -358,7 +358,8 @@ const plain = (value) => value == null ? "" : Number(value.toPrecision(4)).toLoc
 
 // At an axis: "15M", where "15,000,000" would not fit.
 const brief = (value) => value == null ? "" : Math.abs(value) < 1e5 ? plain(value) : value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
-const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+const COUNTS = ["round", "shards", "retries", "dropped"];
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 // The lines of a logarithmic axis: only powers of ten, of the ticks of all digits.
 const decades = (_, ticks) => ticks.map((tick) => Number.isInteger(Number(Math.log10(tick).toFixed(6))) ? tick : null);
@@ -372,7 +373,7 @@ const showChart = (figure, chart) => {
     label, labelSize: 16, size: label === chart.y_name ? 58 : 26, stroke: () => paint("--muted"), font: "11px sans-serif", labelFont: "11px sans-serif",
     grid: { stroke: () => paint("--rule"), width: 1, ...(isLog && label === chart.y_name && { filter: decades }) }, ticks: { show: false },
     ...(label === chart.y_name && { values: (_, ticks) => ticks.map(brief) }),
-    ...(label === "round" && { incrs: WHOLE }),
+    ...(COUNTS.includes(label) && { incrs: WHOLE }),
   });
   let below = chart.x.map(() => 0);
   const columns = chart.series.map(({ y }) => chart.stacked ? (below = below.map((b, i) => b + y[i])) : y);

@@ -63,7 +63,7 @@ def _chart(
     else:
         value = points[-1][1]
         number = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
-        last = f"{number} {y_name} at {points[-1][0]:.4g} {x_name}"
+        last = f"{y_name}: {number} at {points[-1][0]:.4g} {x_name}"
     series = [
         {
             "name": name,
