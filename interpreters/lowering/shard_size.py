@@ -124,6 +124,7 @@ def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = 
     """The number of members per shard of a placement, if a user does not set it."""
     # The smallest for which the operations of a shard pay for its call and for merging, so that
     # there are as many shards as possible. It does not depend on the number of workers.
+    # `diagnostics/plan_json.py` has the words of `explain` on it.
     if not passes:
         return MULTIPLE
     count, paying = math.inf if is_unknown(n) else n, _paying(passes)
