@@ -121,13 +121,16 @@ class _Limit:
         with self._lock:
             self._holders -= 1
             if not self._holders and self._limited is not None:
+                _let_any_thread_limit()
                 self._limited.restore_original_limits()
                 self._limited = None
+                _let_any_thread_limit()  # also users' own
 
     def use(self) -> None:
         """Applies the limit if it is held. Call it when LAPACK is needed."""
         with self._lock:
             if self.held and self._limited is None:
+                _let_any_thread_limit()
                 self._limited = _libraries().limit(limits=LAPACK_THREADS, user_api="blas")
 
 
@@ -140,6 +143,15 @@ def _libraries() -> threadpoolctl.ThreadpoolController:
     import scipy.linalg.cython_lapack  # noqa: F401  (JAX takes LAPACK from SciPy)
 
     return threadpoolctl.ThreadpoolController()
+
+
+def _let_any_thread_limit() -> None:
+    """Lets threadpoolctl take limits from any thread."""
+    # Since 3.8 it silently ignores those of all threads but the first one that limited OpenBLAS,
+    # which has one limit for the process. The thread that first needs LAPACK differs in each run.
+    for library in _libraries().lib_controllers:
+        if hasattr(library, "clear_controlling_thread"):
+            library.clear_controlling_thread(force=True)
 
 
 def lapack_threads() -> int | None:

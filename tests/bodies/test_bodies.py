@@ -1,6 +1,8 @@
 """Bodies as bytes: types at their border, export, and loading."""
 
 import concurrent.futures
+import contextlib
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -122,6 +124,24 @@ def test_lapack_has_its_threads_back_when_nothing_holds_the_limit():
                 xla_threads.use_lapack(calls)
             assert (xla_threads.lapack_threads(), found()) == (xla_threads.LAPACK_THREADS, {1})
         assert (xla_threads.lapack_threads(), found()) == (None, {3})
+
+
+def test_any_thread_limits_lapack_and_any_other_ends_the_limit():
+    import scipy.linalg.cython_lapack  # noqa: F401 - as JAX does
+
+    numbers = lambda: {pool["num_threads"] for pool in threadpoolctl.threadpool_info()}
+    body, limit = Body("", {"cpu": b"calls lapack_sgesdd_ffi"}), xla_threads.with_lapack_threads()
+    with threadpoolctl.threadpool_limits(3, user_api="blas"), contextlib.ExitStack() as stack:
+        threads = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(3)]
+        for first, last in itertools.permutations(threads, 2):
+            limit.__enter__()
+            first.submit(xla_threads.use_lapack, body).result()
+            assert numbers() == {xla_threads.LAPACK_THREADS}
+            last.submit(limit.__exit__).result()
+            assert numbers() == {3}
+        with threadpoolctl.threadpool_limits(2, user_api="blas"):
+            assert numbers() == {2}
+        assert numbers() == {3}
 
 
 IN_A_NEW_PROCESS = """
