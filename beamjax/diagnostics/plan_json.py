@@ -21,10 +21,12 @@ from beamjax.diagnostics.memory import device_estimates, estimate
 from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.buckets import padding_notes
+from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.arguments import Argument
 from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import Options
+from beamjax.options.rules import MULTIPLE
 from beamjax.plan.merging import fan_out, workers_of
 from beamjax.plan.steps import (
     Block,
@@ -434,11 +436,19 @@ def _at_once_bytes(plan: Plan, step: Map) -> int:
 def _choices(plan: Plan, steps: Iterable[Json], options: Options, runner: str) -> Iterator[Choice]:
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     for placement in dict.fromkeys(step.placement for step in passes.values()):
+        size = plan.shard_sizes[placement]
+        moved = max(
+            sum(plan.values[name].nbytes for name in {*step.operands, *step.results})
+            for step in passes.values()
+            if step.placement == placement
+        )
         why = "as few as pay for a call, by counted operations"
+        if 2 * size * moved > MAX_SHARD_BYTES:
+            why = f"as many as move at most {human_bytes(MAX_SHARD_BYTES)}, from {MULTIPLE} on"
         if options.shard_size is not None:
             why = "the option shard_size"
         cut = ", cut at files" if placement in plan.file_starts else ""
-        chosen = f"{plan.shard_sizes[placement]} members{cut}"
+        chosen = f"{size} members{cut}"
         yield f"shards of {placement}", chosen, why, "shard_size"
     for name, step in passes.items():
         why = step.loop_reason or "all members of a shard"

@@ -49,6 +49,15 @@ def test_each_choice_has_its_option_and_its_reason():
     assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
 
 
+def test_shards_of_large_members_are_as_large_as_a_shard_may_be():
+    fn = bj.program(clients=None)(lambda x: bj.reduce_sum(bj.map_fn(jnp.sum, x)))
+    shards = explained(fn, jax.ShapeDtypeStruct((4000, 512, 512), "float32"))["shards of clients"]
+    assert (shards.chosen, shards.why) == (
+        "32 members",
+        "as many as move at most 32.0 MiB, from 8 on",
+    )
+
+
 def test_operations_and_bytes_are_counted():
     """2 * 4 * 3 operations of a product and a few elementwise ones, for each member."""
     fn = bj.program(clients=None)(
