@@ -420,6 +420,8 @@ def test_missing_numbers_and_times_by_choice(form, tmp_path):
     path = save(form, tmp_path / "x", columns)
     numbers = ["c", "f", "i", "l"]
     refused(SourceError, "found null.*fill_null=0", form.read(path, numbers).read, 0, 2)
+    message = r'found null.*fill_null=float\("nan"\)'
+    refused(SourceError, message, form.read(path, "f").read, 0, 2)
     refused(StructureError, "times=True", form.read, path, ["t"])
     for fill in (-1, 0):
         source = form.read(path, [*numbers, "t", "d"], fill_null=fill, times=True)

@@ -306,7 +306,9 @@ class _Rows:
 
         null = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         count = compute.sum(array.is_null()).as_py()
-        remedy = "a number in each row. Give a number for them, fill_null=0, or leave"
+        # 0 would change a mean; NaN shows, and `jnp.nanmean` leaves it out.
+        number = 'float("nan")' if pa.types.is_floating(array.type) else "0"
+        remedy = f"a number in each row. Give a number for them, fill_null={number}, or leave"
         if not pa.types.is_primitive(array.type):
             remedy = f"a {array.type} in each row, which fill_null does not replace. Leave"
         raise RowError(
