@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def _interrupt_soon() -> None:
+def _interrupt_soon(thread: int) -> None:
+    import signal  # takes twice as long as the rest of this module
+
     time.sleep(0.01)  # else the main thread would raise it in the hook
-    _thread.interrupt_main()
+    signal.pthread_kill(thread, signal.SIGINT)  # which also ends what the thread waits for
 
 
 def _repeating(
@@ -25,14 +27,14 @@ def _repeating(
     """A hook that repeats an interrupt that Python ignores, as it does in garbage collection."""
     # JAX has a callback there, and a signal that arrives during a collection is raised in it.
     # Names of this function, as Python clears those of a module while it ends.
-    start, soon = _thread.start_new_thread, _interrupt_soon
+    start, here, soon = _thread.start_new_thread, _thread.get_ident, _interrupt_soon
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             show(ignored)
             return
         try:
-            start(soon, ())
+            start(soon, (here(),))  # Python calls handlers of signals in the main thread.
         except RuntimeError:  # The process ends, and starts no threads any more.
             return
 

@@ -188,7 +188,7 @@ COLLECTS = """if True:
     print("now", flush=True)
     try:
         gc.collect()
-        time.sleep(20)
+        time.sleep(300)
     except KeyboardInterrupt:
         print("raised", len(sent))
 """
