@@ -40,6 +40,7 @@ nb_execution_timeout = 600
 nb_output_stderr = "remove"
 # Beam's interactive module loads jQuery from the network; no page needs it.
 nb_mime_priority_overrides = [("html", "application/javascript", None)]
+suppress_warnings = ["mystnb.mime_priority"]  # that it is left out
 
 default_role = "code"
 autodoc_typehints = "signature"
