@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.bodies.export import with_weak_type, with_x64, wrap
-from beamjax.bodies.python_bodies import Recipe, as_compiled
+from beamjax.bodies.jax_settings import as_compiled
+from beamjax.bodies.load import with_weak_type, with_x64, wrap
+from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import with_lapack_threads
 from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, with_lengths
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads

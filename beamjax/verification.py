@@ -15,7 +15,7 @@ import numpy as np
 
 from beamjax import _compat, execution
 from beamjax._text import aligned
-from beamjax.bodies.export import unwrap, wrap
+from beamjax.bodies.load import unwrap, wrap
 from beamjax.call import by_position, runner_name
 from beamjax.errors import OptionsError, VerificationError
 from beamjax.interpreters.staging.arguments import Argument, flatten_call

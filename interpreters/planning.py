@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from beamjax.bodies.python_bodies import settings, with_settings
+from beamjax.bodies.jax_settings import settings, with_settings
 from beamjax.interpreters.cutting.cut import split
 from beamjax.interpreters.cutting.settle_sizes import settle_sizes
 from beamjax.interpreters.cutting.stages import Stage

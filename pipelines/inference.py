@@ -19,7 +19,7 @@ import numpy as np
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 from jax import export, tree_util
 
-from beamjax.bodies.export import with_x64
+from beamjax.bodies.load import with_x64
 from beamjax.errors import ArrayFormatError, OptionsError, StructureError
 from beamjax.interpreters.staging.flatten import host_call
 from beamjax.options import parse_options

@@ -14,7 +14,7 @@ import numpy as np
 from apache_beam import typehints
 from apache_beam.pvalue import PBegin
 
-from beamjax.bodies.export import unwrap
+from beamjax.bodies.load import unwrap
 from beamjax.errors import SourceError, StagingError, StructureError
 from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.options import Options

@@ -8,7 +8,6 @@ steps, and finds the function of a step by its name.
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -21,10 +20,9 @@ import threading
 import traceback
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import cloudpickle
 import jax
@@ -32,93 +30,11 @@ import jax
 from beamjax import _compat
 from beamjax._text import MAX_CHARACTERS, cut
 from beamjax.bodies.held_bytes import held_bytes
+from beamjax.bodies.jax_settings import settings, with_settings
 from beamjax.errors import StagingError, WorkerError
 from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan, PythonBody, Vectorization
 from beamjax.storage.shared_cache import SharedCache
-
-SETTINGS = (
-    "enable_x64",
-    "threefry_partitionable",
-    "default_prng_impl",
-    "default_matmul_precision",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-    "legacy_prng_key",
-)
-"""The settings of JAX on which the jaxpr of a function depends."""
-
-DEBUGGING = ("debug_nans", "debug_infs")
-"""The settings of JAX on which the checks of a compiled function depend."""
-
-ALLOWED = {
-    "disable_jit": False,
-    "transfer_guard_host_to_device": "allow",
-    "transfer_guard_device_to_device": "allow",
-    "transfer_guard_device_to_host": "allow",
-}
-"""The settings of JAX under which a plan runs, whatever they are where the user calls `run`."""
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def settings() -> dict[str, Any]:
-    """The values of `SETTINGS` in this thread, by name."""
-    return _of_this_thread(SETTINGS)
-
-
-def debugging() -> dict[str, bool]:
-    """The values of `DEBUGGING` in this thread, by name."""
-    return _of_this_thread(DEBUGGING)
-
-
-def _of_this_thread(names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(_compat.config, f"jax_{name}") for name in names}
-
-
-def with_settings(values: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX has these settings."""
-    here = _of_this_thread(values)
-    changed = {name: value for name, value in values.items() if here[name] != value}
-    return _with_changed(changed) if changed else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _with_changed(values: Mapping[str, Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(getattr(jax, name)(value))
-        yield
-
-
-def as_compiled() -> contextlib.AbstractContextManager[Any]:
-    """A context in which exported bodies can run on arrays of NumPy."""
-    here = _of_this_thread(ALLOWED)
-    # A transfer guard of None allows transfers, too.
-    return with_settings({name: x for name, x in ALLOWED.items() if here[name] is not None})
-
-
-def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Wraps a function for another thread, so that it runs with the settings of this thread."""
-    here = _of_this_thread((*SETTINGS, *DEBUGGING, *ALLOWED, "default_device"))
-
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        with with_settings(here):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
-    """Gives a future the result of a function, or its error."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
-        del future, function  # the traceback of the error leads to this frame
 
 
 def _cut_text(record: logging.LogRecord) -> bool:

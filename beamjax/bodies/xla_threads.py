@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import threadpoolctl
 
 from beamjax import _compat
 from beamjax.plan.steps import Body
@@ -138,9 +137,11 @@ _limit = _Limit()
 
 
 @functools.cache
-def _libraries() -> threadpoolctl.ThreadpoolController:
+def _libraries() -> Any:
     """The loaded libraries with thread pools, including the LAPACK that JAX calls."""
+    # Few bodies need them.
     import scipy.linalg.cython_lapack  # noqa: F401  (JAX takes LAPACK from SciPy)
+    import threadpoolctl
 
     return threadpoolctl.ThreadpoolController()
 

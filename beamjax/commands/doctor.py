@@ -134,7 +134,7 @@ def check_platform(required: str | None) -> Finding:
     try:
         import jax
 
-        from beamjax.bodies.export import default_platform
+        from beamjax.bodies.load import default_platform
 
         platform = default_platform()
         report = f"{platform}\n{jax.print_environment_info(return_string=True)}".rstrip()
@@ -150,7 +150,8 @@ def probe_body() -> None:
     import jax
     import numpy as np
 
-    from beamjax.bodies.export import default_platform, export_body, load_body
+    from beamjax.bodies.export import export_body
+    from beamjax.bodies.load import default_platform, load_body
 
     x = jax.ShapeDtypeStruct((8, 8), np.float32)
     key, exported = export_body("probe", lambda x: [x @ x], [x], [default_platform()])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax._text import aligned
-from beamjax.bodies.export import unwrap
+from beamjax.bodies.load import unwrap
 from beamjax.errors import OptionsError, SourceError
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.tables.keyed_table import KeyedTable

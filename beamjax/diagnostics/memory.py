@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 
 from beamjax._text import human_bytes
-from beamjax.bodies.export import default_platform, with_x64
+from beamjax.bodies.load import default_platform, with_x64
 from beamjax.diagnostics.topology import Workers
 from beamjax.errors import StagingError
 from beamjax.options import Options

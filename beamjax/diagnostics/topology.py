@@ -25,7 +25,7 @@ class Workers:
     def of(cls, runner: str, options: Options) -> Workers:
         """Returns the workers of "local" or of a Beam runner by its name."""
         if runner == "local":
-            return cls(beam=False, computing=computing_threads(options))
+            return cls(beam=False, computing=computing_threads(options.local_threads))
         from beamjax.pipelines.runners.runner_table import spec_of
         from beamjax.pipelines.runners.spec import number
 
@@ -42,7 +42,8 @@ class Workers:
             here = here and "use_loopback_process_worker" not in str(flags.get("experiments", ""))
             threads = number(flags, "number_of_worker_harness_threads", threads)
         alone = spec.one_bundle and here and threads == 1
-        return cls(threads, here, True, handing, computing_threads(options) if alone else 1)
+        computing = computing_threads(options.local_threads) if alone else 1
+        return cls(threads, here, True, handing, computing)
 
     @property
     def all_threads(self) -> int:

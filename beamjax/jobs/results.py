@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax.bodies.export import key_impl, unwrap, with_weak_type, with_x64, wrap
+from beamjax.bodies.export import key_impl
+from beamjax.bodies.load import unwrap, with_weak_type, with_x64, wrap
 from beamjax.errors import ArrayFormatError, JobError
 from beamjax.runtime.materialized_outputs import open_placed
 from beamjax.sources.arrays.placed import Placed

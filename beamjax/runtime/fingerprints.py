@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax import export
 
-from beamjax.bodies.export import raw_array
+from beamjax.bodies.load import raw_array
 from beamjax.options import Options
 from beamjax.plan.steps import Body, Plan
 from beamjax.runtime.inputs import Inputs

@@ -1,93 +1,25 @@
-"""The inputs of a run: server values as whole arrays, placed values by ranges of members."""
+"""The inputs of a run in the launching process."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from beamjax.bodies.export import raw_array
+from beamjax.bodies.load import raw_array
 from beamjax.plan.steps import Input, Plan
-from beamjax.runtime.values import Leaf, Ref, Values, ref_to
+from beamjax.runtime.values import Leaf, Reader, Ref, ref_to
 from beamjax.sources.array_source import ArraySource, snapshot
-from beamjax.sources.derived_sources import ShortSource, grouped, key_of, snapshot_of
-from beamjax.sources.padding import count_padding, mask_of
+from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads placed inputs, each source once for all its leaves."""
-
-    sources: tuple[Source, ...]
-    # For each placed input of the plan, the indices of its source and of its leaf there.
-    where: Mapping[str, tuple[int, int]]
-    x64: bool  # whether the plan computes with 64-bit types
-    # Placed values that are not all members of one leaf, by name.
-    others: Values = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, values: Values, x64: bool) -> Reader:
-        """A reader of placed values."""
-        sources: dict[Hashable, Source] = {}
-        where, others = {}, {}
-        for name, value in values.items():
-            leaf = value.leaf
-            if leaf is None:
-                others[name] = value
-                continue
-            key = key_of(leaf.source)
-            sources.setdefault(key, leaf.source)
-            where[name] = list(sources).index(key), leaf.leaf
-        return cls(tuple(sources.values()), where, x64, others)
-
-    def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
-        """Members [start, stop) of the placed inputs of these names, as raw arrays."""
-        arrays: dict[int, list[np.ndarray]] = {}
-        read = {}
-        for name in names:
-            if name in self.others:
-                read[name] = self.others[name].rows(start, stop)
-                continue
-            source, leaf = self.where[name]
-            if source not in arrays:
-                arrays[source] = self.sources[source].read(start, stop)
-            whole = Leaf(self.sources[source], leaf, self.x64)
-            read[name] = whole.checked(arrays[source][leaf], start, stop)
-        for i, mask in self._masks.items() if self.sources else ():
-            used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
-            if used:
-                count_padding(self.sources[i].leaves, arrays[i], used, mask)
-        return read
-
-    def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
-        """A text for each of these inputs that changes when members [start, stop) change."""
-        # None if a source has to read the members to know, or if an input is not read by shards.
-        stamps = []
-        for name in names:
-            if name not in self.where:
-                return None
-            source, leaf = self.where[name]
-            mark = self.sources[source].stamp(start, stop)
-            if mark is None:
-                return None
-            stamps.append(f"{leaf} {self.x64} {mark}")
-        return stamps or None
-
-    @functools.cached_property
-    def _masks(self) -> dict[int, int]:
-        """The leaf that marks rows, as opposed to padding, by the index of its source."""
-        masks = {i: mask_of(source) for i, source in enumerate(self.sources)}
-        return {i: mask for i, mask in masks.items() if mask is not None}
-
-
 class Inputs:
-    """The values of a plan's inputs in the launching process."""
+    """The values of a plan's inputs."""
 
     def __init__(self, plan: Plan, values: Sequence[Any]):
         self.plan = plan

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import numpy as np
 
-from beamjax.bodies.export import run_server
+from beamjax.bodies.load import run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
 from beamjax.numerics.provenance import Provenance
@@ -26,7 +26,7 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.driver import Checkpointer, Driver, Schedule, Turn, starts_anew
-from beamjax.runtime.inputs import Inputs, Reader
+from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.ordered_pool import (
@@ -36,7 +36,7 @@ from beamjax.runtime.ordered_pool import (
 )
 from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
-from beamjax.runtime.values import Ref, Values, ref_to, server
+from beamjax.runtime.values import Reader, Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import timed
@@ -60,7 +60,7 @@ class LoadedPlan:
         """A pass, whose bodies are loaded at its first run."""
         loaded = self._passes.get(step.name)
         if loaded is None:
-            most = computing_threads(self._options)
+            most = computing_threads(self._options.local_threads)
             self._passes[step.name] = loaded = LoadedPass(self.plan, step, self.device, most)
         return loaded
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from beamjax.bodies.python_bodies import fulfil
+from beamjax.bodies.jax_settings import fulfil
 from beamjax.bodies.xla_threads import available_cores
-from beamjax.options import Options
 from beamjax.plan.cost import Cost
 from beamjax.plan.steps import Map, Plan
 from beamjax.telemetry.interrupts import in_thread
@@ -59,9 +58,10 @@ def usual_threads() -> int:
     return max(2, min(available_cores(), MAX_THREADS))
 
 
-def computing_threads(options: Options) -> int:
+def computing_threads(local_threads: int | None) -> int:
     """The largest number of threads for the shards of a bundle that has a machine for itself."""
-    return options.local_threads or usual_threads()
+    # The argument is the option of this name.
+    return local_threads or usual_threads()
 
 
 def threads_for(plan: Plan, step: Map, most: int) -> int:

@@ -18,12 +18,12 @@ from beamjax.plan.buffer_ranges import ValueRange
 from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Map, Plan
 from beamjax.runtime.failing_members import Computed, read_rest
-from beamjax.runtime.inputs import Reader
 from beamjax.runtime.shard_executor import (
     ShardExecutor,
     finish_buffer,
     finish_tree,
 )
+from beamjax.runtime.values import Reader
 from beamjax.spans import Spans, timed
 
 

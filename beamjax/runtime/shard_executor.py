@@ -6,14 +6,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from beamjax import _compat
 from beamjax._text import as_cause
-from beamjax.bodies.export import load_body, loaded_elsewhere, on_device, with_x64
+from beamjax.bodies.load import load_body, loaded_elsewhere, on_device, with_x64
 from beamjax.bodies.transfers import from_device, is_copied, to_device
 from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
@@ -23,7 +23,6 @@ from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Bucketed, Combine, FusedBuffer, Map, PaddingCheck, Plan
-from beamjax.runtime.cached_shards import CachedShards
 from beamjax.runtime.failing_members import (
     Call,
     Computed,
@@ -36,6 +35,9 @@ from beamjax.runtime.ordered_pool import threads_for
 from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
 from beamjax.spans import count
 from beamjax.storage import buffers
+
+if TYPE_CHECKING:
+    from beamjax.runtime.cached_shards import CachedShards
 
 
 class LoadedPass:

@@ -6,8 +6,9 @@ share its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -15,8 +16,9 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.plan.steps import ValueType
 from beamjax.sources.canonical import check_members
-from beamjax.sources.derived_sources import rows_source
+from beamjax.sources.padding import count_padding, mask_of
 from beamjax.sources.source_base import Source
+from beamjax.sources.source_kinds import key_of
 
 
 class Held(Protocol):
@@ -47,6 +49,9 @@ class Leaf:
 
     def rows(self, numbers: np.ndarray) -> Leaf:
         """Some of these members, in any order and some repeatedly."""
+        # Workers read rows from specs, and do not pick them.
+        from beamjax.sources.derived_sources import rows_source
+
         return replace(self, source=rows_source(self.source, numbers), of=self)
 
     def checked(self, array: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -220,3 +225,69 @@ def stacked(value: ValueType, n: int | None, entries: Sequence[Ref]) -> Ref:
 
 Values: TypeAlias = Mapping[str, Ref]
 """Values by name."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads placed inputs, each source once for all its leaves."""
+
+    sources: tuple[Source, ...]
+    # For each placed input of the plan, the indices of its source and of its leaf there.
+    where: Mapping[str, tuple[int, int]]
+    x64: bool  # whether the plan computes with 64-bit types
+    # Placed values that are not all members of one leaf, by name.
+    others: Values = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Values, x64: bool) -> Reader:
+        """A reader of placed values."""
+        sources: dict[Hashable, Source] = {}
+        where, others = {}, {}
+        for name, value in values.items():
+            leaf = value.leaf
+            if leaf is None:
+                others[name] = value
+                continue
+            key = key_of(leaf.source)
+            sources.setdefault(key, leaf.source)
+            where[name] = list(sources).index(key), leaf.leaf
+        return cls(tuple(sources.values()), where, x64, others)
+
+    def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
+        """Members [start, stop) of the placed inputs of these names, as raw arrays."""
+        arrays: dict[int, list[np.ndarray]] = {}
+        read = {}
+        for name in names:
+            if name in self.others:
+                read[name] = self.others[name].rows(start, stop)
+                continue
+            source, leaf = self.where[name]
+            if source not in arrays:
+                arrays[source] = self.sources[source].read(start, stop)
+            whole = Leaf(self.sources[source], leaf, self.x64)
+            read[name] = whole.checked(arrays[source][leaf], start, stop)
+        for i, mask in self._masks.items() if self.sources else ():
+            used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
+            if used:
+                count_padding(self.sources[i].leaves, arrays[i], used, mask)
+        return read
+
+    def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
+        """A text for each of these inputs that changes when members [start, stop) change."""
+        # None if a source has to read the members to know, or if an input is not read by shards.
+        stamps = []
+        for name in names:
+            if name not in self.where:
+                return None
+            source, leaf = self.where[name]
+            mark = self.sources[source].stamp(start, stop)
+            if mark is None:
+                return None
+            stamps.append(f"{leaf} {self.x64} {mark}")
+        return stamps or None
+
+    @functools.cached_property
+    def _masks(self) -> dict[int, int]:
+        """The leaf that marks rows, as opposed to padding, by the index of its source."""
+        masks = {i: mask_of(source) for i, source in enumerate(self.sources)}
+        return {i: mask for i, mask in masks.items() if mask is not None}

@@ -13,18 +13,20 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from beamjax import _compat
 from beamjax._version import __version__
-from beamjax.bodies.export import default_platform
+from beamjax.bodies.load import default_platform
 from beamjax.bodies.xla_threads import cpu_devices, hold_lapack_threads
 from beamjax.errors import WorkerError
-from beamjax.options import XLA_THREADS, Options
 from beamjax.storage.shared_cache import SharedCache
+
+if TYPE_CHECKING:
+    from beamjax.options import Options
 
 PROCESS = uuid.uuid4().hex
 """Identifies this process. A pid does not, since systems reuse pids and machines share them."""
@@ -144,7 +146,7 @@ class Machine:
     versions: Versions | None = None  # where the program was launched; None for any
     # Custom calls in the bodies that need exactly these versions of jax and jaxlib
     custom_calls: tuple[str, ...] = ()
-    xla_threads: int = XLA_THREADS  # among which XLA divides one computation on a CPU
+    xla_threads: int = 1  # among which XLA divides one computation on a CPU
     launcher: str = PROCESS  # `PROCESS` of the process that launched the run
 
     @classmethod

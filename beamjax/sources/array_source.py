@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from beamjax.sources.arrays.npy_source import NpySource
-from beamjax.sources.arrays.npy_writing import blocks_in_order, write_members
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_leaf,
@@ -28,6 +26,9 @@ from beamjax.sources.source_base import (
     Which,
     describe_source,
 )
+
+if TYPE_CHECKING:
+    from beamjax.sources.arrays.npy_source import NpySource
 
 
 class ArraySource(HoldsLeaves, ByIndex):
@@ -79,6 +80,9 @@ class ArraySource(HoldsLeaves, ByIndex):
         Raises:
             SourceError: a file cannot be written.
         """
+        # Only what writes arrays to files knows of these.
+        from beamjax.sources.arrays.npy_writing import blocks_in_order, write_members
+
         return write_members(self, blocks_in_order(self), folder)
 
 

@@ -111,7 +111,6 @@ class RowsSource(TakenSource):
 
     @property
     def key(self) -> Hashable:
-        """What two sources share that have the same rows of one source."""
         return id(self._source), self._rows
 
 
@@ -120,11 +119,6 @@ def rows_source(source: Source, numbers: np.ndarray) -> RowsSource:
     if isinstance(source, ShortSource):
         (source,) = source.inner
     return RowsSource(source, tuple(numbers.tolist()))
-
-
-def key_of(source: Source) -> Hashable:
-    """The same for sources of which one read gives the leaves of both."""
-    return source.key if isinstance(source, RowsSource) else id(source)
 
 
 def take(source: Any, indices: Any) -> TakenSource:

@@ -91,7 +91,7 @@ def _stored(value: Any) -> np.ndarray | None:
     """A value that converts itself to an array, keys to their data; None for any other value."""
     if isinstance(value, np.ma.MaskedArray) or not hasattr(value, "__array__"):
         return None
-    from beamjax.bodies.export import unwrap
+    from beamjax.bodies.load import unwrap
 
     try:
         return np.asarray(value if _key_impl(value) is None else unwrap(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -39,6 +39,11 @@ class DerivedSource(ByIndex):
     def inner(self) -> tuple[Source, ...]:
         """The other sources."""
         return tuple(getattr(self, name) for name in self._parts)
+
+    @property
+    def key(self) -> Hashable:
+        """See `key_of`."""
+        return id(self)
 
     def spec(self) -> dict[str, Any] | None:
         return None if any(part.spec() is None for part in self.inner) else super().spec()
@@ -80,6 +85,11 @@ class RaggedMembers(Source):
 def buckets_of(source: Source) -> tuple[int, ...]:
     """The buckets of ragged members; empty for others."""
     return source.buckets if isinstance(source, RaggedMembers) else ()
+
+
+def key_of(source: Source) -> Hashable:
+    """The same for sources of which one read gives the leaves of both."""
+    return source.key if isinstance(source, DerivedSource) else id(source)
 
 
 def innermost(

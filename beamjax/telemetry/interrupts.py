@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from beamjax._compat import skip_exit_handlers
-from beamjax.bodies.python_bodies import fulfil, with_settings_of_here
+from beamjax.bodies.jax_settings import fulfil, with_settings_of_here
 
 SECONDS_TO_END = 1.5
 """Seconds in which a cancelled job ends. A job whose thread is in native code for longer goes on

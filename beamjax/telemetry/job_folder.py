@@ -36,14 +36,13 @@ from beamjax.spans import Work
 from beamjax.storage import files, records, temporary, trust
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import process_ids, worker_records
 from beamjax.telemetry.progress import Progress
 
 FORMAT = 1
 """Version of the layout of a folder."""
 SILENCE_SECONDS = 60.0
 """Seconds without progress after which a launching process on another machine counts as lost."""
-_RECORDS = "records"
 _DROPPED = "dropped.arrays"
 _OWN = re.compile(
     r"(job|command|state|progress|about|course|cancel|result)\.record|(result-\d+|dropped)\.arrays"
@@ -89,7 +88,7 @@ class JobFolder:
     @property
     def slowness(self) -> float:
         """Factor on the time between reads of this folder, relative to a local one."""
-        return 5.0 if files.is_url(self.path) else 1.0
+        return worker_records.slowness(self.path)
 
     # --- records
 
@@ -132,7 +131,7 @@ class JobFolder:
         trust.check_folder(self.path, "job_folder")
         try:
             files.make_folder(self.path)  # readable for this user only, unlike its parents
-            files.make_folder(files.join(self.path, _RECORDS))
+            files.make_folder(files.join(self.path, worker_records.FOLDER))
             self.clear()
         except OSError as error:
             raise SourceError(
@@ -233,17 +232,11 @@ class JobFolder:
 
     def cancel_requested(self) -> bool:
         """Whether a process has requested the end of the job."""
-        return self._has("cancel")
-
-    def write_worker(self, pipeline: str, worker: str, work: Work) -> None:
-        """Writes the work of a worker in a pipeline."""
-        path = files.join(files.join(self.path, _RECORDS), f"{pipeline}.{worker}{records.SUFFIX}")
-        record = {"time": time.time(), "work": to_plain(work)}
-        self._write(path, records.encode(record), make=False)
+        return worker_records.cancel_requested(self.path)
 
     def workers(self, pipeline: str) -> dict[str, Work]:
         """The work in a pipeline by worker, from the oldest record; without unreadable records."""
-        folder = files.join(self.path, _RECORDS)
+        folder = files.join(self.path, worker_records.FOLDER)
         timed = {}
         for name in self._worker_files(pipeline):
             path = files.join(folder, name)
@@ -258,12 +251,12 @@ class JobFolder:
     def forget_workers(self, pipeline: str) -> None:
         """Removes the records of a pipeline that is over."""
         with contextlib.suppress(Exception):
-            folder = files.join(self.path, _RECORDS)
+            folder = files.join(self.path, worker_records.FOLDER)
             files.remove_files(folder, self._worker_files(pipeline))
 
     def _worker_files(self, pipeline: str) -> list[str]:
         with contextlib.suppress(Exception):
-            names = files.names(files.join(self.path, _RECORDS))
+            names = files.names(files.join(self.path, worker_records.FOLDER))
             return [name for name in names if name.startswith(f"{pipeline}.")]
         return []
 
@@ -300,7 +293,7 @@ class JobFolder:
         """Removes the files of a job, but not the folder."""
         names = [name for name in files.names(self.path) if _OWN.fullmatch(name)]
         files.remove_files(self.path, names)
-        folder = files.join(self.path, _RECORDS)
+        folder = files.join(self.path, worker_records.FOLDER)
         files.remove_files(folder, [n for n in files.names(folder) if n.endswith(records.SUFFIX)])
 
     def remove(self) -> None:

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 
 from beamjax.errors import JobCancelledError
 from beamjax.spans import Spans, Work
+from beamjax.storage import files, records
+from beamjax.storage.schema import to_plain
 from beamjax.storage.shared_cache import SharedCache
-from beamjax.telemetry.job_folder import JobFolder
 
 EVERY_SECONDS = 1.0
 """Time between two records of a worker, and so the longest time to notice a cancellation."""
 MAX_RECORDERS = 64
+FOLDER = "records"
+"""The name of the folder of the records, in that of the job."""
+CANCEL = f"cancel{records.SUFFIX}"
+"""The name of the file that requests the end of the job."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,22 @@ class Reports:
     pipeline: str  # its name in the job
 
 
+def slowness(folder: str) -> float:
+    """Factor on the time between reads of the folder of a job, relative to a local one."""
+    return 5.0 if files.is_url(folder) else 1.0
+
+
+def cancel_requested(folder: str) -> bool:
+    """Whether a process has requested the end of the job of a folder."""
+    return CANCEL in files.names(folder)
+
+
 class _Recorder:
     """The record of this process in one pipeline."""
 
     def __init__(self, reports: Reports):
         self.spans = Spans(traces=True, ranges=True)
-        self.folder = JobFolder(reports.folder)
+        self._folder = reports.folder
         self._pipeline = reports.pipeline
         self._worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._writing = threading.Lock()
@@ -43,12 +58,15 @@ class _Recorder:
     def write(self) -> None:
         """Writes the record, if it can be written; ends a job that another process cancelled."""
         with self._writing, contextlib.suppress(Exception):
-            self.folder.write_worker(self._pipeline, self._worker, self.spans.work())
-        if time.monotonic() - self._looked >= EVERY_SECONDS * self.folder.slowness:
+            name = f"{self._pipeline}.{self._worker}{records.SUFFIX}"
+            path = files.join(files.join(self._folder, FOLDER), name)
+            record = {"time": time.time(), "work": to_plain(self.spans.work())}
+            files.write(path, records.encode(record), make=False)
+        if time.monotonic() - self._looked >= EVERY_SECONDS * slowness(self._folder):
             self._looked = time.monotonic()
             cancelled = False
             with contextlib.suppress(OSError):
-                cancelled = self.folder.cancel_requested()
+                cancelled = cancel_requested(self._folder)
             if cancelled:
                 raise JobCancelledError("the job was cancelled")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from beamjax.bodies.export import raw_array
+from beamjax.bodies.load import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.arguments import Argument

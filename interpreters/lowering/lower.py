@@ -11,14 +11,8 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax.bodies.export import (
-    NotExportedError,
-    default_platform,
-    export_body,
-    unwrap,
-    value_type,
-    wrap,
-)
+from beamjax.bodies.export import NotExportedError, export_body, value_type
+from beamjax.bodies.load import default_platform, unwrap, wrap
 from beamjax.errors import StagingError
 from beamjax.interpreters.cutting.member_cost import server_cost
 from beamjax.interpreters.cutting.stages import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from beamjax.bodies.export import unwrap, wrap
+from beamjax.bodies.load import unwrap, wrap
 from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.lowering.fused_reductions import fused_vector
 from beamjax.interpreters.placement.places import PlacedProgram

@@ -22,7 +22,8 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from beamjax.bodies.export import unwrap, value_type
+from beamjax.bodies.export import value_type
+from beamjax.bodies.load import unwrap
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.sharding_rules import (

@@ -17,7 +17,7 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 
-from beamjax.bodies.export import default_platform
+from beamjax.bodies.load import default_platform
 from beamjax.errors import OptionsError
 from beamjax.options import Options
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from beamjax.bodies.export import default_platform, run_server
+from beamjax.bodies.load import default_platform, run_server
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher

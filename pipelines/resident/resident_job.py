@@ -16,7 +16,7 @@ from typing import Any
 
 import apache_beam as beam
 
-from beamjax.bodies.python_bodies import with_settings_of_here
+from beamjax.bodies.jax_settings import with_settings_of_here
 from beamjax.errors import BeamjaxError, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines.launch import (
     await_job_server,

@@ -27,8 +27,8 @@ from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Plan
 from beamjax.runtime import passes
-from beamjax.runtime.inputs import Reader
 from beamjax.runtime.passes import Done
+from beamjax.runtime.values import Reader
 from beamjax.sources.source_base import Source
 from beamjax.spans import timed
 from beamjax.telemetry.worker_records import collecting

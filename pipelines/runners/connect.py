@@ -51,7 +51,7 @@ class Connection:
         """The largest number of threads that compute the shards of a bundle on a CPU."""
         # One, unless a single worker has the machine for itself.
         alone = self.shared and self.spec.one_bundle and not self.spread
-        return computing_threads(self.options) if alone else 1
+        return computing_threads(self.options.local_threads) if alone else 1
 
 
 def connect(runner: Any, options: Options, dry: bool = False) -> Connection:

@@ -12,8 +12,8 @@ from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
-from beamjax.bodies.export import run_server
-from beamjax.bodies.python_bodies import with_settings
+from beamjax.bodies.jax_settings import with_settings
+from beamjax.bodies.load import run_server
 from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.merge import nodes_of, send
@@ -22,9 +22,9 @@ from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn, Task, TaskFn, ex
 from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
-from beamjax.runtime.inputs import Reader
 from beamjax.runtime.ordered_pool import DaemonThreads, OrderedJobs, device_threads
 from beamjax.runtime.passes import Done, Partials, ShardPass
+from beamjax.runtime.values import Reader
 from beamjax.spans import Spans, timed
 
 PARTIALS = "partials"

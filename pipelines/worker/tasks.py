@@ -20,8 +20,8 @@ import numpy as np
 from apache_beam.typehints.decorators import IOTypeHints
 
 from beamjax._beam_compat import INSPECT, get_function_args_defaults
-from beamjax.bodies.export import with_x64
-from beamjax.bodies.python_bodies import debugging
+from beamjax.bodies.jax_settings import debugging
+from beamjax.bodies.load import with_x64
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.numerics.provenance import Provenance, merged
 from beamjax.pipelines.values import store as stores
@@ -33,10 +33,9 @@ from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
 from beamjax.pipelines.worker.worker_errors import recorded
 from beamjax.plan.steps import Body, Gather, Map, Plan, Server
-from beamjax.runtime.cached_shards import cached_shards
-from beamjax.runtime.inputs import Reader
 from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
+from beamjax.runtime.values import Reader
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.source_base import open_spec, release
@@ -175,6 +174,9 @@ def executors(task: Task[Map], refs: Mapping[str, StoreRef]) -> tuple[ShardExecu
             loaded = _passes.get((*loaded_as, device), load, owner=task.store.root)
             known = _on_device(task, broadcasts, None if on_mesh else device)
             if not per_device and machine.cache is not None:
+                # Few runs have a cache.
+                from beamjax.runtime.cached_shards import cached_shards
+
                 cached = cached_shards(machine.cache, loaded.plan, step, known, machine.xla_threads)
             per_device.append(ShardExecutor(loaded, known, checked, cached))
         return tuple(per_device)

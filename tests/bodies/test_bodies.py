@@ -16,15 +16,8 @@ from helpers import assert_close, plan_of
 
 import beamjax as bj
 from beamjax.bodies import xla_threads
-from beamjax.bodies.export import (
-    export_body,
-    key_impl,
-    load_body,
-    unwrap,
-    value_type,
-    with_x64,
-    wrap,
-)
+from beamjax.bodies.export import export_body, key_impl, value_type
+from beamjax.bodies.load import load_body, unwrap, with_x64, wrap
 from beamjax.errors import StagingError, WorkerError
 from beamjax.plan.steps import Body
 from beamjax.storage import shared_cache
@@ -208,7 +201,7 @@ def test_a_worker_with_too_few_devices_says_so(monkeypatch):
         if body.devices == 4
     ]
     shared_cache.reset()
-    monkeypatch.setattr("beamjax.bodies.export.jax.local_devices", lambda: here)
+    monkeypatch.setattr("beamjax.bodies.load.jax.local_devices", lambda: here)
     client = type("Client", (), {"local_devices": lambda self: here})()
     for one in (None, SimpleNamespace(client=client)):
         with pytest.raises(WorkerError, match=r"a mesh of 4 devices, but this worker has 3.*t=4"):

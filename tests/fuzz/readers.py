@@ -30,7 +30,7 @@ import url_files  # noqa: F401 - makes bjtest:// known
 from jax import export
 
 import beamjax as bj
-from beamjax.bodies.export import _LOADED, default_platform, load_body
+from beamjax.bodies.load import _LOADED, default_platform, load_body
 from beamjax.commands.jobs import read_command
 from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.interpreters.planning import plan_for

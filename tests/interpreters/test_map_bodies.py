@@ -11,8 +11,8 @@ from jax import export, lax
 from jax.extend import core as jex
 
 import beamjax as bj
-from beamjax.bodies.export import load_body
 from beamjax.bodies.jaxprs import equations
+from beamjax.bodies.load import load_body
 from beamjax.interpreters.lowering import lower
 from beamjax.interpreters.lowering import shard_size as sizing
 from beamjax.interpreters.lowering.convolutions import with_channels_last

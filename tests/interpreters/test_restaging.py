@@ -18,6 +18,7 @@ import pytest
 from helpers import planned
 
 import beamjax as bj
+from beamjax.bodies import jax_settings
 from beamjax.bodies import python_bodies as restaging
 from beamjax.errors import StagingError, WorkerError
 from beamjax.execution import bind_inputs
@@ -126,7 +127,7 @@ def test_another_process_computes_the_same():
 
 @pytest.mark.parametrize("setting", ["enable_x64", "threefry_partitionable"])
 def test_settings_travel(setting):
-    value = not restaging.settings()[setting]
+    value = not jax_settings.settings()[setting]
     with getattr(jax, setting)(value):
         plan, inputs = plan_and_inputs(draws, (np.float64(0.5), KEYS))
         (near,) = evaluate.evaluate(plan, inputs, Options()).values()

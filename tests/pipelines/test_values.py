@@ -16,9 +16,8 @@ from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import Stored, opened
 from beamjax.plan.steps import ValueType
-from beamjax.runtime.inputs import Reader
 from beamjax.runtime.materialized_outputs import NOTHING
-from beamjax.runtime.values import Leaf, placed, ref_to, scattered, server, stacked
+from beamjax.runtime.values import Leaf, Reader, placed, ref_to, scattered, server, stacked
 from beamjax.sources.arrays.npy_source import from_npy
 from beamjax.sources.source_base import LeafSpec, spec_of
 from beamjax.storage import files

@@ -8,7 +8,8 @@ import pytest
 import beamjax as bj
 from beamjax.errors import SourceError
 from beamjax.plan.steps import Input, Plan, ValueType
-from beamjax.runtime.inputs import Inputs, Reader
+from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.values import Reader
 from beamjax.sources.array_source import ArraySource
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 import beamjax as bj
 from beamjax.plan.steps import ValueType
-from beamjax.runtime.inputs import Reader
-from beamjax.runtime.values import Leaf, Part, Ref, placed, ref_to, rows_of, stacked
+from beamjax.runtime.values import Leaf, Part, Reader, Ref, placed, ref_to, rows_of, stacked
 
 
 @dataclass

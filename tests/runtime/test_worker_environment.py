@@ -15,10 +15,10 @@ import pytest
 
 import beamjax as bj
 from beamjax import _compat
-from beamjax.bodies import export as bodies
+from beamjax.bodies import load as bodies
 from beamjax.bodies.xla_threads import cpu_devices
 from beamjax.errors import WorkerError
-from beamjax.options import XLA_THREADS, parse_options
+from beamjax.options import parse_options
 from beamjax.runtime import worker_environment as machine
 from beamjax.runtime.worker_environment import Machine, Versions, check_versions
 from beamjax.storage import shared_cache
@@ -110,7 +110,7 @@ def test_runs_with_workers_of_other_versions(monkeypatch, caplog):
 
 
 def test_a_platform_is_there_or_the_worker_fails():
-    assert Machine(("cpu",)).check() == cpu_devices(XLA_THREADS)[:1]
+    assert Machine(("cpu",)).check() == cpu_devices(1)[:1]
     bj.run(centred, jnp.ones(3), X, options={"platforms": ["cpu"]})
     for platforms in (("cuda",), ("rocm",), ("tpu",), ("cuda", "rocm")):
         message = rf"platforms=\['{platforms[0]}'.*: JAX computes on 'cpu' .*JAX_PLATFORMS is 'cpu'"
@@ -287,7 +287,7 @@ def test_a_fork_of_a_process_in_which_jax_runs_is_refused():
 
 
 def test_a_cpu_computes_on_one_device_unless_asked():
-    devices = cpu_devices(XLA_THREADS)
+    devices = cpu_devices(1)
     assert len(devices) == 8
     assert Machine().check() == devices[:1]
     assert Machine(local_devices=4).check() == devices[:4]

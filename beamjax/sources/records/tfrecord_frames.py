@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-import google_crc32c
 import numpy as np
 
 from beamjax.errors import SourceError
@@ -166,6 +165,9 @@ def _more(opened: BinaryIO, data: bytes, chunk: int) -> bytes:
 
 def masked_checksums(records: Sequence[bytes]) -> np.ndarray:
     """CRC-32C of each record, uint32, masked as in TFRecord."""
+    # Here, as all programs import this module, and few read TFRecords.
+    import google_crc32c
+
     # A CRC over data that contains its own CRC would be degenerate, hence the mask.
     checksums = np.fromiter(map(google_crc32c.value, records), np.uint32, len(records))
     return ((checksums >> 15) | (checksums << 17)) + np.uint32(0xA282EAD8)
