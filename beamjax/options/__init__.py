@@ -180,8 +180,8 @@ def parse_options(options: Any) -> Options:
         return _checked(options)
     if isinstance(options, Mapping):
         own = {key: value for key, value in options.items() if key in RULES}
-        flags = [flag for k, v in options.items() if k not in RULES and (flag := _flag(k, v))]
-        return _checked(Options(**own, beam=tuple(flags)))
+        others = {k: v for k, v in options.items() if k not in RULES and k != "beam"}
+        return _checked(Options(**own, beam=_with_flags(options.get("beam", ()), others)))
     if isinstance(options, Sequence) and not isinstance(options, str):
         own, flags = _split_own(options)
         return _checked(Options(**own, beam=tuple(flags)))
@@ -208,6 +208,23 @@ def _split_own(options: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
     except argparse.ArgumentError as error:
         raise OptionsError(f"options: {error}") from error
     return vars(own), flags
+
+
+def _with_flags(beam: Any, others: Mapping[str, Any]) -> Any:
+    """The options for Beam of a dict: those of its entry `beam`, and its entries of other names."""
+    flags = [flag for key, value in others.items() if (flag := _flag(key, value))]
+    if isinstance(beam, list | tuple):
+        return (*beam, *flags)
+    if not hasattr(beam, "view_as"):
+        raise OptionsError(
+            f"beam: found {beam!r:.80}, expected a list of flags or a Beam PipelineOptions"
+        )
+    if flags:
+        raise OptionsError(
+            f"options: found {next(iter(others))!r} beside a PipelineOptions in 'beam', expected "
+            "all options of Beam in the PipelineOptions"
+        )
+    return beam
 
 
 def _flag(key: str, value: Any) -> str | None:

@@ -68,6 +68,11 @@ REFUSED = [
     ({"dead_letters": "", "on_error": "drop"}, "dead_letters: found '', expected the path"),
     ({"on_error": "keep"}, "on_error: found 'keep', expected one of raise, drop"),
     ({"on_nonfinite": 3}, "on_nonfinite: found 3, expected one of keep, raise, drop"),
+    ({"beam": "--streaming"}, "beam: found '--streaming', expected a list of flags"),
+    (
+        {"beam": PipelineOptions([]), "streaming": True},
+        "found 'streaming' beside a PipelineOptions",
+    ),
     ({"drop_limit": "many"}, "drop_limit: found 'many', expected a share from 0 to 1"),
 ]
 
@@ -92,6 +97,9 @@ def test_options_are_read():
         assert parse_options(given) == expected, given
     given = PipelineOptions([WORKERS])
     assert parse_options(given).beam is given
+    assert parse_options({"beam": given, "shard_size": 8}) == Options(shard_size=8, beam=given)
+    both = parse_options({"beam": [WORKERS], "streaming": True})
+    assert both == Options(beam=(WORKERS, "--streaming"))
     found = parse_options(PipelineOptions(["--shard_size=64", "--platforms=cpu,cuda"]))
     assert dataclasses.replace(found, beam=()) == CPU_CUDA
 
