@@ -395,6 +395,13 @@ def test_speed_is_the_slope():
     assert speed([0, 0, 0], [0, 0, 5]) == ([], [])
 
 
+def test_speed_includes_the_end():
+    seconds, members = [0.0, 0.14, 0.2, 0.3, 0.34], [0, 0, 0, 0, 7]
+    middles, speeds = speed(seconds, members)
+    assert len(middles) == len(speeds) == 3
+    assert speeds == [0, 0, pytest.approx(7 / 0.14)]
+
+
 def test_a_page_is_never_half_written(tmp_path, monkeypatch):
     path = tmp_path / "run.html"
     report = example_report()

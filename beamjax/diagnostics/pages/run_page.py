@@ -131,6 +131,9 @@ def _bins(seconds: Sequence[float]) -> list[int]:
     for i, second in enumerate(seconds):
         if second - seconds[bins[-1]] >= length and second > seconds[bins[-1]]:
             bins.append(i)
+    # The last interval reaches the end: all work of a short run may be in its last sample.
+    if seconds[-1] > seconds[bins[-1]]:
+        bins[max(len(bins) - 1, 1) :] = [len(seconds) - 1]
     return bins
 
 
