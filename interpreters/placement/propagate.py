@@ -377,40 +377,58 @@ class _Placing:
                     self.program.creations.pop((var, MemberAxis(placement, axis)), None)
 
 
-def create_at_borders(program: PlacedProgram, block: FlatBlock) -> None:
+def create_at_borders(program: PlacedProgram, flat: FlatProgram) -> None:
     """Creates by shards what loops and branches need placed, if it is a server value, in place."""
     # For a loop that carries a server value along the members; a pass computes `c`:
     #
     #     z = broadcast_in_dim 0.0; y = loop z    ->    c = broadcast_in_dim 0.0; y = loop c
-    eqns: list[Eqn] = []
-    for eqn in block.eqns:
-        if eqn.blocks:
-            border = program.borders[eqn]
-            eqn.inputs = [
-                _created(program, *pair, eqns)
-                for pair in zip(eqn.inputs, border.inputs, strict=True)
-            ]
-            for inner, places in zip(eqn.blocks, border.outputs, strict=True):
-                create_at_borders(program, inner)
-                inner.outputs = [
-                    _created(program, *pair, inner.eqns)
-                    for pair in zip(inner.outputs, places, strict=True)
+    _AtBorders(program).block(flat)
+
+
+class _AtBorders:
+    """Adds the equations that create such values, each once in a block."""
+
+    def __init__(self, program: PlacedProgram):
+        self.program = program
+        self.names = map("created{}".format, itertools.count())
+
+    def block(self, block: FlatBlock) -> None:
+        eqns: list[Eqn] = []
+        known: dict[tuple[Atom, Place], Var] = {}
+        for eqn in block.eqns:
+            if eqn.blocks:
+                border = self.program.borders[eqn]
+                eqn.inputs = [
+                    self.created(*pair, eqns, known)
+                    for pair in zip(eqn.inputs, border.inputs, strict=True)
                 ]
-        eqns.append(eqn)
-    block.eqns[:] = eqns
+                for inner, places in zip(eqn.blocks, border.outputs, strict=True):
+                    self.block(inner)
+                    of_inner: dict[tuple[Atom, Place], Var] = {}
+                    inner.outputs = [
+                        self.created(*pair, inner.eqns, of_inner)
+                        for pair in zip(inner.outputs, places, strict=True)
+                    ]
+            eqns.append(eqn)
+        block.eqns[:] = eqns
 
-
-def _created(program: PlacedProgram, atom: Atom, along: Place, eqns: list[Eqn]) -> Atom:
-    """The atom, or its copy along the members; adds the equation that creates that."""
-    if along is None or not isinstance(atom, Var) or program.place(atom) is not None:
-        return atom
-    maker, rule = program.creations.get((atom, along), (None, None))
-    if maker is None or rule is None:
-        return atom
-    outputs = [Var(f"{var.name}_created", var.aval) for var in maker.outputs]
-    eqns.append(Eqn(maker.primitive, maker.params, maker.inputs, outputs, maker.line))
-    program.rules[eqns[-1]] = along.placement, rule
-    for var, axis in zip(outputs, rule.out_axes, strict=True):
-        if axis is not None:
-            program.places[var] = MemberAxis(along.placement, axis)
-    return outputs[maker.outputs.index(atom)]
+    def created(
+        self, atom: Atom, along: Place, eqns: list[Eqn], known: dict[tuple[Atom, Place], Var]
+    ) -> Atom:
+        """The atom, or its copy along the members; adds the equation that creates that."""
+        # `known` has the copies that `eqns` create.
+        program = self.program
+        if along is None or not isinstance(atom, Var) or program.place(atom) is not None:
+            return atom
+        maker, rule = program.creations.get((atom, along), (None, None))
+        if maker is None or rule is None:
+            return atom
+        if (atom, along) not in known:
+            outputs = [Var(next(self.names), var.aval) for var in maker.outputs]
+            eqns.append(Eqn(maker.primitive, maker.params, maker.inputs, outputs, maker.line))
+            program.rules[eqns[-1]] = along.placement, rule
+            for original, var, axis in zip(maker.outputs, outputs, rule.out_axes, strict=True):
+                if axis is not None:
+                    program.places[var] = own = MemberAxis(along.placement, axis)
+                    known[original, own] = var
+        return known[atom, along]

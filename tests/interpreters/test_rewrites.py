@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from explained import all_steps, facts_of
 from helpers import planned
+from programs import run_everywhere
 
 import beamjax as bj
 from beamjax.interpreters.placement import propagate
@@ -134,6 +135,26 @@ def test_what_a_loop_carries_along_the_members_is_created_by_shards(monkeypatch)
     assert "Scatter" not in kinds()
     monkeypatch.setattr(propagate, "create_at_borders", nothing)
     assert "Scatter" in kinds()
+
+
+@pytest.mark.versions
+def test_what_several_loops_and_branches_carry_is_created_once():
+    @bj.program(clients=N)
+    def prog(x):
+        def two(carry, _):
+            a, b = carry
+            return (a + bj.map_fn(jnp.cos, x), bj.map_fn(jnp.sin, x) - b), None
+
+        zeros, ones = jnp.zeros((N, 4)), jnp.ones((4, N))
+        twice = jax.lax.scan(two, (zeros, zeros), length=2)[0]
+        third = jax.lax.fori_loop(0, 2, lambda _, c: c + bj.map_fn(jnp.tanh, x), zeros)
+        turned = jax.lax.fori_loop(0, 2, lambda _, c: c * bj.map_fn(jnp.exp, x).T, ones)
+        maybe = jax.lax.cond(
+            bj.reduce_sum(x).sum() > 0, lambda: (zeros, ones), lambda: (jnp.cos(x), jnp.sin(x).T)
+        )
+        return twice, third, turned, maybe, bj.map_fn(lambda v: jnp.pad(v, 1), x)
+
+    run_everywhere(prog, MEMBERS, shard_size=8)
 
 
 @pytest.mark.parametrize("function", [each[0] for each in REWRITES[:-2]], ids=lambda f: f.__name__)
