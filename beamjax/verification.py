@@ -178,11 +178,11 @@ def verify(
     for tolerance, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
             raise OptionsError(f"{tolerance}: found {value!r}, expected a number >= 0, or None")
-    found = execution.run(fn, *args, runner=runner, options=options)
+    result = execution.run(fn, *args, runner=runner, options=options)
     expected = jax.jit(fn)(*whole_arguments(fn, args))
-    found, expected = _by_key(found), _by_key(expected)
+    result, expected = _by_key(result), _by_key(expected)
     name = runner_name(runner)
-    rows = compare(found, expected, rtol=rtol, atol=atol)
+    rows = compare(result, expected, rtol=rtol, atol=atol)
     report = VerificationReport(name_of(fn), name, rows)
     if not report.ok:
         failures = "\n".join(row.failure() for row in rows if not row.passed)
@@ -225,10 +225,10 @@ def _whole(arguments: Sequence[Argument]) -> list[Any]:
 
 
 def compare(
-    found: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
+    result: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
 ) -> tuple[Row, ...]:
     """Compares two trees of arrays, with a row for each leaf; raises if their structures differ."""
-    left, found_tree = jax.tree_util.tree_flatten_with_path(found)
+    left, result_tree = jax.tree_util.tree_flatten_with_path(result)
     expected_tree: Any
     right, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
     types = [{jax.tree_util.keystr(p): _type(x) for p, x in side} for side in (left, right)]
@@ -238,8 +238,8 @@ def compare(
         for path in types[1] | types[0]
         if types[0].get(path) != types[1].get(path)
     ]
-    if not wrong and found_tree != expected_tree:
-        wrong = [f"result: found the tree {found_tree}, expected {expected_tree}"]
+    if not wrong and result_tree != expected_tree:
+        wrong = [f"result: found the tree {result_tree}, expected {expected_tree}"]
     if wrong:
         raise VerificationError(
             "\n".join(wrong)
@@ -258,14 +258,14 @@ def _type(x: Any) -> str:
 
 
 def compare_leaf(
-    path: str, found: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
+    path: str, result: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None
 ) -> Row:
     """Compares two arrays of one shape and dtype; see `verify`."""
     name = _type(expected).partition("[")[0]
     shape = tuple(expected.shape)
     if name == "float0":
         return Row(path, name, shape, True, None, 0, None, 0)
-    a, b = np.asarray(unwrap(found)), np.asarray(unwrap(expected))
+    a, b = np.asarray(unwrap(result)), np.asarray(unwrap(expected))
     inexact = jnp.issubdtype(b.dtype, np.inexact)
     ulp, tolerance = None, 0.0
     if inexact:

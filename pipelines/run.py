@@ -24,7 +24,7 @@ from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
-from beamjax.plan.liveness import made
+from beamjax.plan.liveness import defined
 from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
 from beamjax.runtime.driver import Driver, Schedule, starts_anew
 from beamjax.runtime.inputs import Inputs
@@ -79,7 +79,7 @@ def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     reads_rows = any(isinstance(step, Rows) for step in plan.steps)
     if reads_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
         return False
-    made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in made(step)}
+    made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in defined(step)}
     outputs = plan.returned().keys()
     if not outputs <= made_there:
         return False

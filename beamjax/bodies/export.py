@@ -39,11 +39,11 @@ def value_type(aval: Any, placement: str | None = None, axis: int | None = None)
 @functools.cache
 def key_impl(dtype: Any) -> str:
     """The argument `impl` with which `jax.random.wrap_key_data` makes keys of this dtype."""
-    found = []
+    impls = []
     jax.eval_shape(
-        lambda key: found.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype)
+        lambda key: impls.append(str(jax.random.key_impl(key))), jax.ShapeDtypeStruct((), dtype)
     )
-    return found[0]
+    return impls[0]
 
 
 class NotExportedError(StagingError):
@@ -89,8 +89,8 @@ def export_body(
         digest.update(platform.encode() + b"\0" + artefacts[platform])
     digest.update(",".join(narrow).encode())
     custom_calls = tuple(sorted(targets))
-    made = Body(name, artefacts, tuple(lines), None, narrow, working, devices, custom_calls)
-    return digest.hexdigest(), made
+    body = Body(name, artefacts, tuple(lines), None, narrow, working, devices, custom_calls)
+    return digest.hexdigest(), body
 
 
 def _exported(

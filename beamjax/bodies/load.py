@@ -63,11 +63,11 @@ def load_body(
 
         return python_function(key, body).at(members)
     loaded = (key, platform, device.client if body.devices > 1 and device is not None else None)
-    found = _LOADED.find(loaded)
-    if found is None:
+    function = _LOADED.find(loaded)
+    if function is None:
         return _LOADED.get(loaded, lambda: _loaded(body, platform, device))
     count("bodies_reused")
-    return found
+    return function
 
 
 def _loaded(body: Body, platform: str, device: Any) -> Callable[..., Any]:
@@ -89,9 +89,9 @@ def _loaded(body: Body, platform: str, device: Any) -> Callable[..., Any]:
     if platform == "cpu" and not body.calls_lapack:
         exported = _without_lapack(exported)
     call = _narrowed(exported.call, body.narrow) if body.narrow else exported.call
-    found = _on_mesh(call, body, device) if body.devices > 1 else jax.jit(call)
+    function = _on_mesh(call, body, device) if body.devices > 1 else jax.jit(call)
     count("compile", time.perf_counter() - began)
-    return found
+    return function
 
 
 def _without_lapack(exported: export.Exported) -> export.Exported:
@@ -113,11 +113,11 @@ def loaded_elsewhere(call: Any, args: Sequence[Any], device: Any) -> Callable[..
     # finds it on disk again. `call` is what `load_body` returned; on the first client, it can be
     # called with `args`.
     with _moving:
-        found = _elsewhere.setdefault(call, {})
-        if device not in found:
+        by_device = _elsewhere.setdefault(call, {})
+        if device not in by_device:
             compiled = call.lower(*args).compile()
-            found[device] = None if loaded_from_disk.is_set() else _moved(compiled, device)
-        return found[device] or call
+            by_device[device] = None if loaded_from_disk.is_set() else _moved(compiled, device)
+        return by_device[device] or call
 
 
 def _moved(compiled: Any, device: Any) -> Callable[..., Any] | None:
@@ -139,16 +139,17 @@ _on_several = threading.Lock()
 
 def _on_mesh(call: Callable[..., Any], body: Body, device: Any) -> Callable[..., Any]:
     """The compiled function of a body that holds a mesh; each device has all operands."""
-    found = jax.local_devices() if device is None else device.client.local_devices()
-    if len(found) < body.devices:
+    devices = jax.local_devices() if device is None else device.client.local_devices()
+    if len(devices) < body.devices:
         raise WorkerError(
             f"{body.name}: the body computes on a mesh of {body.devices} devices, but this worker "
-            f"has {len(found)}. Give each worker more devices, or use a smaller mesh; on CPUs set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={body.devices} in their environment"
+            f"has {len(devices)}. Give each worker more devices, or use a smaller mesh; on CPUs "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={body.devices} in their "
+            "environment"
         )
-    mesh = jax.sharding.Mesh(np.array(found[: body.devices]), ("devices",))
-    each = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    compiled = jax.jit(call, in_shardings=each, out_shardings=each)
+    mesh = jax.sharding.Mesh(np.array(devices[: body.devices]), ("devices",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    compiled = jax.jit(call, in_shardings=replicated, out_shardings=replicated)
 
     def in_turn(*args: Any) -> Any:
         # The user may have set another mesh in this thread.

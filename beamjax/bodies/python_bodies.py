@@ -110,8 +110,8 @@ def python_function(key: str, body: Body) -> PythonFunction:
     if function is not None:
         return function
     bodies = _restaged(body.name, python.program).bodies.values()
-    found = next((b.python for b in bodies if b.name == body.name), None)
-    if found is None or found.function is None or found.fingerprint != python.fingerprint:
+    restaged = next((b.python for b in bodies if b.name == body.name), None)
+    if restaged is None or restaged.function is None or restaged.fingerprint != python.fingerprint:
         raise WorkerError(
             f"{body.name}: it runs as Python ({python.reason}), but this process stages the "
             "function to another program than the launching process. Let the function depend on "
@@ -119,7 +119,7 @@ def python_function(key: str, body: Body) -> PythonFunction:
             "run, and have the same versions of your modules on the workers; or take out what runs "
             "as Python"
         )
-    return found.function
+    return restaged.function
 
 
 def digest(data: bytes) -> str:
@@ -205,8 +205,8 @@ def _scope() -> Any:
 
 def _nodes() -> bytes:
     """The pytree nodes of the main module, pickled by value: no worker can import that module."""
-    found = _compat.node_types("__main__").items()
-    return cloudpickle.dumps([entry for entry in found if _pickles(entry)])
+    nodes = _compat.node_types("__main__").items()
+    return cloudpickle.dumps([entry for entry in nodes if _pickles(entry)])
 
 
 def _register_nodes(pickled: bytes) -> None:
@@ -289,8 +289,8 @@ def _culprit(fn: Any) -> str:
     seen: set[int] = set()
     while inspect.isfunction(plain) and id(plain) not in seen:
         seen.add(id(plain))
-        found = inspect.getclosurevars(plain)
-        variables = {**found.globals, **found.nonlocals}
+        closure = inspect.getclosurevars(plain)
+        variables = {**closure.globals, **closure.nonlocals}
         bad = next((name for name, x in variables.items() if not _pickles(x)), None)
         if bad is None:
             break

@@ -22,8 +22,8 @@ from beamjax.plan.steps import Body
 
 def available_cores() -> int:
     """The number of cores that this process may use."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return found or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
 
 
 class CpuClients:
@@ -77,13 +77,15 @@ def compute_device(threads: int) -> Any:
 
 def clients_of(device: jax.Device | None) -> CpuClients | None:
     """The clients of which the first has this device; None if there is just one, or none."""
-    found = [each for each in list(_by_threads.values()) if each.devices()[0] is device]
-    return found[0] if found and found[0].count > 1 else None
+    of_device = [
+        clients for clients in list(_by_threads.values()) if clients.devices()[0] is device
+    ]
+    return of_device[0] if of_device and of_device[0].count > 1 else None
 
 
 def _clients(threads: int) -> CpuClients:
-    found = _by_threads.get(threads)
-    return found or _by_threads.setdefault(threads, CpuClients(threads))
+    clients = _by_threads.get(threads)
+    return clients or _by_threads.setdefault(threads, CpuClients(threads))
 
 
 _by_threads: dict[int, CpuClients] = {}

@@ -267,19 +267,19 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 """Types of parameters of jobs: what messages call them, and the types of JSON values that fit."""
 
 
-def _check_parameters(fn: Callable[..., Any], given: dict[str, Any], is_job: bool) -> None:
+def _check_parameters(fn: Callable[..., Any], arguments: dict[str, Any], is_job: bool) -> None:
     """Raises OptionsError for names that are no parameters, and for parameters without a value."""
     parameters = inspect.signature(fn).parameters.values()
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     text = f"{_name(fn)}({', '.join(names)})"
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name in given:
+    for name in arguments:
         if name not in names and not takes_more:
             raise OptionsError(
                 f"--arg {name}: there is no such parameter in {text}{hint(name, names)}"
             )
     required = [p.name for p in parameters if p.name in names and p.default is p.empty]
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in arguments]:
         add = " ".join(f"--arg {name}=..." for name in missing)
         if is_job:
             flags = " ".join(f"--{name}=..." for name in missing)

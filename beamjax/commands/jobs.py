@@ -168,7 +168,7 @@ def show(job: str, html: str | None) -> Answer:
 
 
 def _add_result(folder: JobFolder, summary: dict[str, Any]) -> list[str]:
-    """Adds the result of a job to `found`; returns its text."""
+    """Adds the result of a job to `summary`; returns its text."""
     from beamjax.commands.output import result_data, result_text
     from beamjax.jobs.results import read_result
 

@@ -69,8 +69,8 @@ class Accumulator(abc.ABC):
     def merge(self, other: Self) -> None:
         """Adds the shards of `other`, which does not change."""
         mine, theirs = (
-            (type(each).__name__, each.reducer.name, each.dtype, each.size)
-            for each in (self, other)
+            (type(side).__name__, side.reducer.name, side.dtype, side.size)
+            for side in (self, other)
         )
         if mine != theirs:
             raise StructureError(
@@ -155,9 +155,9 @@ def _count(meta: dict[str, Any], name: str, default: int | None = None) -> int:
     return count
 
 
-def fail(found: str, expected: str) -> NoReturn:
+def fail(content: str, expected: str) -> NoReturn:
     """Raises the ArrayFormatError of an accumulator's bytes."""
-    raise ArrayFormatError(f"bytes of an accumulator: found {found}, expected {expected}.")
+    raise ArrayFormatError(f"bytes of an accumulator: found {content}, expected {expected}.")
 
 
 # --- one array, with which a NumPy operation merges each partial
@@ -183,10 +183,10 @@ class _OneArray(Accumulator):
         return [] if self._state is None else [self._state]
 
     def _restore(self, arrays: list[np.ndarray]) -> None:
-        found = [(array.shape, array.dtype) for array in arrays]
+        types = [(array.shape, array.dtype) for array in arrays]
         shape = (*self._axes, self.size)
-        if found and found != [(shape, self._held)]:
-            fail(f"the arrays {found}", f"one {self._held}{list(shape)}")
+        if types and types != [(shape, self._held)]:
+            fail(f"the arrays {types}", f"one {self._held}{list(shape)}")
         self._state = arrays[0].copy() if arrays else None
 
     def _apply(self, other: np.ndarray) -> None:
@@ -321,9 +321,9 @@ class OrderedProduct(Accumulator):
     def _restore(self, arrays: list[np.ndarray]) -> None:
         shape = (self._parts, self.size)
         nodes = len(arrays[0]) if arrays and arrays[0].ndim == 2 else 0
-        found = [(array.dtype.name, array.shape) for array in arrays]
-        if found != [("int64", (nodes, 2)), ("float64", (nodes, *shape))]:
-            fail(f"the arrays {found}", f"equally many int64 (2,) and float64 {shape}")
+        types = [(array.dtype.name, array.shape) for array in arrays]
+        if types != [("int64", (nodes, 2)), ("float64", (nodes, *shape))]:
+            fail(f"the arrays {types}", f"equally many int64 (2,) and float64 {shape}")
         for (level, index), value in zip(arrays[0].tolist(), arrays[1], strict=True):
             if not 0 <= level <= _MAX_LEVEL or not 0 <= index < 1 << (_MAX_LEVEL - level):
                 fail(f"shards {index} of level {level}", f"levels up to {_MAX_LEVEL}")

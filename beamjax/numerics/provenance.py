@@ -61,20 +61,20 @@ class Provenance:
         return {kind: list(hosts) for kind, hosts in self.kinds.items()}
 
     @classmethod
-    def from_json(cls, found: Any) -> Provenance:
+    def from_json(cls, plain: Any) -> Provenance:
         """Undoes `to_json`; None gives the empty provenance."""
-        if found is None:
+        if plain is None:
             return UNKNOWN
         if not (
-            isinstance(found, dict)
-            and len(found) <= MAX_KINDS
-            and all(_is_entry(kind, hosts) for kind, hosts in found.items())
+            isinstance(plain, dict)
+            and len(plain) <= MAX_KINDS
+            and all(_is_entry(kind, hosts) for kind, hosts in plain.items())
         ):
             raise ArrayFormatError(
-                f"provenance: found {found!r:.200}, expected up to {MAX_KINDS} kinds of machine "
+                f"provenance: found {plain!r:.200}, expected up to {MAX_KINDS} kinds of machine "
                 f"with up to {MAX_HOSTS} hosts each"
             )
-        return cls({kind: tuple(hosts) for kind, hosts in found.items()})
+        return cls({kind: tuple(hosts) for kind, hosts in plain.items()})
 
 
 def _is_entry(kind: Any, hosts: Any) -> bool:

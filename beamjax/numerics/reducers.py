@@ -282,8 +282,8 @@ EXTREME = Derivative(
 
 
 def _factors_of_product(x: jax.Array, product: jax.Array) -> list[tuple[str, jax.Array]]:
-    is_zero, one, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
-    nonzero, zero = jnp.where(is_zero, one, x), jnp.where(is_zero, x, none)
+    is_zero, ones, none = x == 0, jnp.ones_like(x), jnp.zeros_like(x)
+    nonzero, zero = jnp.where(is_zero, ones, x), jnp.where(is_zero, x, none)
     return [("sum", is_zero.astype(np.int32)), ("prod", nonzero), ("sum", zero)]
 
 
@@ -446,12 +446,14 @@ REDUCTIONS: dict[str, ReductionKind] = {
 
 BY_KEY = [
     name
-    for name, each in REDUCTIONS.items()
-    if isinstance(each, Reducer) or (isinstance(each, Fold) and each.of_sums)
+    for name, reduction in REDUCTIONS.items()
+    if isinstance(reduction, Reducer) or (isinstance(reduction, Fold) and reduction.of_sums)
 ]
 """The names of those that `reduce_by_key` does."""
 
-REDUCERS = {name: each for name, each in REDUCTIONS.items() if isinstance(each, Reducer)}
+REDUCERS = {
+    name: reduction for name, reduction in REDUCTIONS.items() if isinstance(reduction, Reducer)
+}
 """Those that accumulators do."""
 
 PICK = Picker(
@@ -466,7 +468,7 @@ def reducer_of(name: str) -> Reducer:
     return PICK if name == PICK.name else REDUCERS[name]
 
 
-JAX_REDUCTIONS = {name: each for each in REDUCERS.values() for name in each.primitives}
+JAX_REDUCTIONS = {name: reducer for reducer in REDUCERS.values() for name in reducer.primitives}
 """Those that JAX has, by the names of its primitives."""
 
 

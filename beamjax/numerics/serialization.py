@@ -54,9 +54,9 @@ def unpack(arrays: list[np.ndarray], length: int, lowest: int) -> dict[int, Digi
     # The bytes may come from anywhere: whatever `index` claims, the blocks need no more memory than
     # `data` and four bytes for each coordinate of the blocks in `special`.
     expected = [("int32", 2, (2,)), ("float64", 1, ()), ("int64", 2, (2,))]
-    found = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
-    if found != expected:
-        _fail(f"arrays {found}", f"{expected}")
+    types = [(array.dtype.name, array.ndim, array.shape[1:]) for array in arrays]
+    if types != expected:
+        _fail(f"arrays {types}", f"{expected}")
     index, data, special = arrays
     blocks: dict[int, Digits] = {}
     before, end = (-1, HELD), 0
@@ -124,5 +124,5 @@ def _checked_digits(digits: np.ndarray) -> np.ndarray:
     return digits.copy()
 
 
-def _fail(found: str, expected: str) -> NoReturn:
-    raise ArrayFormatError(f"digits of an exact sum: found {found}, expected {expected}.")
+def _fail(content: str, expected: str) -> NoReturn:
+    raise ArrayFormatError(f"digits of an exact sum: found {content}, expected {expected}.")

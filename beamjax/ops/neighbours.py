@@ -143,7 +143,7 @@ def _fill(path: Any, leaf: jax.Array, fill: Any) -> jax.Array | None:
 
 
 def _holds(dtype: Any, array: Any, fill: Any) -> bool:
-    """Whether a dtype has the value `fill`, which is `given` as an array, but for rounding."""
+    """Whether a dtype has the value `fill`, which `array` holds, but for rounding."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return array.dtype == dtype
     if isinstance(fill, int) and dtype == np.bool_:

@@ -283,7 +283,7 @@ class _Digit:
 
 def _counted(members: MembersByKey, x: jax.Array, codes: jax.Array, digit: _Digit) -> jax.Array:
     """One pass: counts the members by a digit."""
-    # `found` (num_keys, values, columns) are the higher digits of the values that are looked for,
+    # `codes` (num_keys, values, columns) are the higher digits of the values that are looked for,
     # and the result is int32 (num_keys, values, columns, 2**bits). In the first pass, one more
     # entry counts NaN.
     size, values, columns = codes.shape
@@ -401,7 +401,7 @@ def _with_derivative(members: MembersByKey, x: jax.Array, values: jax.Array) -> 
         index, equal = keyed.mapped(name, row, [values], [x])
         (shares,) = keyed.mapped(name, share, [values], [x, tangents[0]])
         none = jnp.zeros(values.shape, wide)
-        count, total = (none.at[index].add(found, mode="drop") for found in (equal, shares))
+        count, total = (none.at[index].add(addend, mode="drop") for addend in (equal, shares))
         tangent = (total / jnp.maximum(count, 1)).astype(values.dtype)
         return selected(x, keys, values), tangent
 

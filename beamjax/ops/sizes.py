@@ -127,10 +127,10 @@ def _find_in_use(
         try:
             with unobserved(), activate(tuple(known)):
                 _trace(fn, args, kwargs)
-        except SizeFound as found:
-            if found.placement not in opened:  # a placement of an enclosing program
+        except SizeFound as signal:
+            if signal.placement not in opened:  # a placement of an enclosing program
                 raise
-            sizes[found.placement] = found.size
+            sizes[signal.placement] = signal.size
         except Exception as error:
             error.add_note(
                 f"beamjax raised this while it looked for the number of members of "

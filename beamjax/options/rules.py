@@ -34,11 +34,11 @@ class Rule:
 def one_of(*choices: str | bool) -> Rule:
     """A rule for one of a few values."""
 
-    def read(found: Any) -> Any:
+    def read(chosen: Any) -> Any:
         # Text is compared by value, True and False by identity: 1 is equal to True.
-        text = found.lower() if isinstance(found, str) else None
+        text = chosen.lower() if isinstance(chosen, str) else None
         for choice in choices:
-            if found is choice or text == str(choice).lower():
+            if chosen is choice or text == str(choice).lower():
                 return choice
         raise ValueError
 
@@ -49,8 +49,8 @@ def one_of(*choices: str | bool) -> Rule:
 def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], bool]) -> Rule:
     """A rule for a number; an int is also accepted as a `float`."""
 
-    def read(found: Any) -> int | float:
-        value = kind(found) if isinstance(found, str) else found
+    def read(chosen: Any) -> int | float:
+        value = kind(chosen) if isinstance(chosen, str) else chosen
         if type(value) not in {int, kind} or not fits(value):
             raise ValueError
         return value
@@ -61,12 +61,12 @@ def number(kind: type[int] | type[float], expected: str, fits: Callable[[Any], b
 def path(what: str, *endings: str) -> Rule:
     """A rule for the path or URL of a file or a folder, perhaps with one of some endings."""
 
-    def read(found: Any) -> str:
-        if not isinstance(found, str | os.PathLike) or not os.fspath(found):
+    def read(chosen: Any) -> str:
+        if not isinstance(chosen, str | os.PathLike) or not os.fspath(chosen):
             raise ValueError
-        if endings and not os.fspath(found).lower().endswith(endings):
+        if endings and not os.fspath(chosen).lower().endswith(endings):
             raise ValueError
-        return files.local_path(os.fspath(found))
+        return files.local_path(os.fspath(chosen))
 
     with_ending = f" that ends in {', '.join(endings)}" if endings else ""
     return Rule(f"the path or URL of a {what}{with_ending}", read, is_path=True)
@@ -84,10 +84,10 @@ _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("kMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
 
 
-def _memory(found: Any) -> int:
-    value = found
-    if isinstance(found, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", found)
+def _memory(chosen: Any) -> int:
+    value = chosen
+    if isinstance(chosen, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", chosen)
         if match is None or match[2] not in _UNITS:
             raise ValueError
         value = int(fractions.Fraction(match[1]) * _UNITS[match[2]])
@@ -105,8 +105,8 @@ memory = Rule(
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-def _platforms(found: Any) -> tuple[str, ...]:
-    names = found.split(",") if isinstance(found, str) else found
+def _platforms(chosen: Any) -> tuple[str, ...]:
+    names = chosen.split(",") if isinstance(chosen, str) else chosen
     if not isinstance(names, Sequence) or not names or not set(names) <= set(PLATFORMS):
         raise ValueError
     return tuple(names)

@@ -66,13 +66,13 @@ class Dropped:
 
 def encode_lines(dropped: Iterable[Dropped]) -> bytes:
     """Encodes members as JSON Lines."""
-    return b"".join(json.dumps(to_plain(each)).encode() + b"\n" for each in dropped)
+    return b"".join(json.dumps(to_plain(letter)).encode() + b"\n" for letter in dropped)
 
 
 def decode_lines(data: bytes, path: str) -> list[Dropped]:
     """The inverse of `encode_lines`."""
-    found = [parse_json(line, path) for line in data.splitlines()]
-    return [from_plain(Dropped, record, path) for record in found]
+    records = [parse_json(line, path) for line in data.splitlines()]
+    return [from_plain(Dropped, record, path) for record in records]
 
 
 def encode_file(lines: bytes) -> bytes:
@@ -108,10 +108,10 @@ class DeadLetters:
         with self._lock:
             return tuple(self._found[key] for key in sorted(self._found)) if self._found else ()
 
-    def add(self, found: Iterable[Dropped], sizes: Mapping[str, int]) -> None:
+    def add(self, dropped: Iterable[Dropped], sizes: Mapping[str, int]) -> None:
         """Records members of placements of these sizes; raises if more are dropped than allowed."""
         # Retries and later passes find the same members again.
-        if not self._add(found):
+        if not self._add(dropped):
             return
         self.write()
         for placement, n in sizes.items():
@@ -119,20 +119,20 @@ class DeadLetters:
             # Without any member left, a mean has no value.
             if not count or (count <= self.limit * n and count < n):
                 continue
-            dropped = [each for each in self.dropped if each.placement == placement]
+            of_placement = [letter for letter in self.dropped if letter.placement == placement]
             raise WorkerError(
-                f"{_summary(dropped).rstrip('.')}. That is {count} of {n} members, and drop_limit="
-                f"{self.limit:g} allows {min(int(self.limit * n), n - 1)}: find out why they fail, "
-                "or raise the option drop_limit"
+                f"{_summary(of_placement).rstrip('.')}. That is {count} of {n} members, and "
+                f"drop_limit={self.limit:g} allows {min(int(self.limit * n), n - 1)}: find out why "
+                "they fail, or raise the option drop_limit"
             )
 
-    def _add(self, found: Iterable[Dropped]) -> bool:
+    def _add(self, dropped: Iterable[Dropped]) -> bool:
         """Records members; returns whether any of them is new."""
         with self._lock:
             before = len(self._found)
-            for each in found:
-                if self._found.setdefault((each.placement, each.member), each) is each:
-                    self._counts[each.placement] += 1
+            for letter in dropped:
+                if self._found.setdefault((letter.placement, letter.member), letter) is letter:
+                    self._counts[letter.placement] += 1
             return len(self._found) > before
 
     def begin(self, *, anew: bool) -> None:
@@ -147,8 +147,8 @@ class DeadLetters:
             if anew:
                 files.remove_files(folder, [name])
                 return
-            found = bytes(files.read(self.path))
-        self._add(decode_lines(found, self.path))
+            lines = bytes(files.read(self.path))
+        self._add(decode_lines(lines, self.path))
 
     def write(self) -> None:
         """Writes all recorded members to the file."""

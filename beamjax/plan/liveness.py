@@ -15,7 +15,7 @@ block for a branch.
 """
 
 
-def made(step: Step) -> tuple[str, ...]:
+def defined(step: Step) -> tuple[str, ...]:
     """Names of the values that a step defines."""
     match step:
         case Server(outputs=outputs):
@@ -65,7 +65,7 @@ def live_before(steps: Sequence[Step], after: Iterable[str]) -> set[str]:
     """Names of the values that are live before some steps, if `after` are live after them."""
     live = set(after)
     for step in reversed(steps):
-        live = live.difference(made(step)) | used(step)
+        live = live.difference(defined(step)) | used(step)
     return live
 
 
@@ -76,7 +76,7 @@ def live_at(block: Block, position: Position) -> set[str]:
     (name, number), *inner = position
     index = step_index(block.steps, name)
     step = block.steps[index]
-    live = live_before(block.steps[index + 1 :], block.outputs).difference(made(step))
+    live = live_before(block.steps[index + 1 :], block.outputs).difference(defined(step))
     match step:
         case Loop() if inner:
             # A resumed round reads its entries of the sliced values again.
@@ -99,14 +99,14 @@ def step_index(steps: Sequence[Step], name: str) -> int:
 
 def loops_at(block: Block, position: Position) -> list[tuple[Loop, int]]:
     """The loops that are unfinished at a position, with their numbers of completed rounds."""
-    found = []
+    loops = []
     for name, number in position:
         step = block.steps[step_index(block.steps, name)]
         if isinstance(step, Loop):
-            found.append((step, number))
+            loops.append((step, number))
             block = step.block
         elif isinstance(step, Branch) and 0 <= number < len(step.blocks):
             block = step.blocks[number]
         else:
             raise KeyError(name)
-    return found
+    return loops

@@ -48,8 +48,8 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
     pieces = len(accumulator_ranges(step))
     # Most bundles have one range, and each bundle has one partial.
     partials = RANGES if shards is None else -(-shards // range_width(shards, workers))
-    each = nbytes // pieces if pieces else 0
-    groups = _groups(pieces, partials, each, workers or 1)
+    piece_bytes = nbytes // pieces if pieces else 0
+    groups = _groups(pieces, partials, piece_bytes, workers or 1)
     workers_text = "the workers" if workers is None else f"{workers} workers"
     if groups > 1:
         why = f"{workers_text} for {partials} partials"
@@ -60,20 +60,20 @@ def fan_out(step: Map, shards: int | None, workers: int | None, mode: str) -> Fa
     return FanOut(pieces, nbytes, groups, why)
 
 
-def _groups(pieces: int, partials: int, each: int, workers: int) -> int:
+def _groups(pieces: int, partials: int, piece_bytes: int, workers: int) -> int:
     """The number of groups in which the partials of a range are merged first: a power of two."""
     if not pieces:
         return 1
     # More groups than the square root would make the last merge longer than the first ones.
-    most = min(workers // pieces, math.isqrt(partials), partials * each // MERGE_BYTES)
+    most = min(workers // pieces, math.isqrt(partials), partials * piece_bytes // MERGE_BYTES)
     return 1 << max(most.bit_length() - 1, 0)
 
 
 def workers_of(options: Any) -> int | None:
     """The workers that a Beam `PipelineOptions`, or flags, ask for; None if they do not say."""
-    found = beam_flags(options)
+    flags = beam_flags(options)
     for name in ("parallelism", "max_num_workers", "num_workers", "direct_num_workers"):
-        text = str(found.get(name) or "")
+        text = str(flags.get(name) or "")
         # 1 is the default of direct_num_workers, so it does not say that there is one worker.
         if text.isdigit() and int(text) > (name == "direct_num_workers"):
             return int(text)

@@ -199,7 +199,7 @@ class Map:
     def partial_bytes(self) -> int:
         """Bytes of the partials of a shard."""
         buffers = sum(buffer.size * np.dtype(buffer.dtype).itemsize for buffer in self.buffers)
-        return buffers + sum(leaf.nbytes for each in self.combines for leaf in each.leaves)
+        return buffers + sum(leaf.nbytes for combine in self.combines for leaf in combine.leaves)
 
     @functools.cached_property
     def reduced(self) -> tuple[str, ...]:
@@ -382,12 +382,12 @@ class Plan:
 
     def shards(self, placement: str) -> Shards:
         """The shards of a placement."""
-        found = self._shards.get(placement)
-        if found is None:
+        shards = self._shards.get(placement)
+        if shards is None:
             cuts = self.file_starts.get(placement, ())
-            found = Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
-            self._shards[placement] = found
-        return found
+            shards = Shards(self.sizes[placement], self.shard_sizes[placement], cuts)
+            self._shards[placement] = shards
+        return shards
 
     @property
     def open_placements(self) -> list[str]:

@@ -276,7 +276,7 @@ def _of_type(value: Any, kind: type, what: str) -> Any:
     return value
 
 
-def _bad(what: str, found: object, expected: str) -> ArrayFormatError:
+def _bad(what: str, value: object, expected: str) -> ArrayFormatError:
     return ArrayFormatError(
-        f"manifest of a checkpoint, {what}: found {found!r:.80}, expected {expected}"
+        f"manifest of a checkpoint, {what}: found {value!r:.80}, expected {expected}"
     )

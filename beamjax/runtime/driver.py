@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from beamjax.errors import BeamjaxError
 from beamjax.numerics.provenance import Provenance
-from beamjax.plan.liveness import Position, made, used, used_by_rounds
+from beamjax.plan.liveness import Position, defined, used, used_by_rounds
 from beamjax.plan.steps import Block, Branch, Loop, Plan, Rows, Scatter, Step
 from beamjax.runtime.values import Ref, Values, rows_of, scattered, server, stacked
 from beamjax.spans import timed
@@ -85,7 +85,7 @@ class Schedule:
         if turns is None:
             turns, later = [], frozenset(block.outputs)
             for step in reversed(block.steps):
-                reads, defines = frozenset(used(step)), made(step)
+                reads, defines = frozenset(used(step)), defined(step)
                 turns.append(Turn(step, reads, defines, later))
                 later |= reads
             turns.reverse()

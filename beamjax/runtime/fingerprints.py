@@ -107,7 +107,7 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
         return array_fingerprint(source.read(0, len(source))[leaf])
     if isinstance(source, DerivedSource):
         inner = [_source_leaf(s, i, hashes) for s in source.inner for i in range(len(s.leaves))]
-        leaves = [found.to_json() for found in source.leaves]
+        leaves = [leaf_spec.to_json() for leaf_spec in source.leaves]
         name = type(source).__name__
         return digest([name, len(source), buckets_of(source), leaves, leaf, inner])
     if source.spec() is None:
@@ -120,7 +120,7 @@ def _source_leaf(source: Source, leaf: int, hashes: FileHashes | None = None) ->
     spec: dict[str, Any] = {"spec": spec_of(source), "leaf": leaf}
     paths = getattr(source, "files", ())
     status = [os.stat(path) for path in paths if os.path.exists(path)]
-    spec["files"] = [(found.st_size, found.st_mtime_ns) for found in status]
+    spec["files"] = [(stat.st_size, stat.st_mtime_ns) for stat in status]
     return digest(spec)
 
 

@@ -187,9 +187,9 @@ class Threads:
         letters = None if step.guard is None else DeadLetters(self.options.drop_limit)
         for done in self._computed(work, execute):
             shard = done.shard
-            if letters is not None and done.found.dropped:
-                self.add_dropped(letters, done.found.dropped)
-            for room, array in zip(rooms.values(), done.found.results, strict=True):
+            if letters is not None and done.computed.dropped:
+                self.add_dropped(letters, done.computed.dropped)
+            for room, array in zip(rooms.values(), done.computed.results, strict=True):
                 room[shard.start : shard.start + len(array)] = array
             work.add(done)
         if letters is not None:

@@ -112,7 +112,7 @@ class Done:
     """A shard, its results, and its operands unless the results were cached."""
 
     shard: Shard
-    found: Computed
+    computed: Computed
     operands: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -179,11 +179,11 @@ class ShardPass:
         arrays = [operands[name] for name in self.step.operands]
         with timed(self.spans, self.step.name, "compute", shard):
             # All threads of a CPU share its one executor.
-            found = self.executors[device % len(self.executors)](shard, arrays, lost)
-        return Done(shard, found, operands)
+            computed = self.executors[device % len(self.executors)](shard, arrays, lost)
+        return Done(shard, computed, operands)
 
     def add(self, done: Done) -> None:
         """Adds the results of a shard to the partials, and to the work on the step."""
         step = self.step
         with timed(self.spans, step.name, "merge", done.shard, step.partial_bytes):
-            self.partials.add(done.shard, done.found)
+            self.partials.add(done.shard, done.computed)

@@ -59,7 +59,7 @@ class LoadedPass:
         self.threads = 0 if self.calls_back else threads_for(plan, step, most_threads)
         # The results that the body returns: the guard adds the mask of the members that are left.
         emits_mask = step.guard is not None and step.guard.emits_mask
-        self.made = step.results[:-1] if emits_mask else step.results
+        self.body_results = step.results[:-1] if emits_mask else step.results
         self.functions: dict[tuple[str, int], Callable[..., Any]] = {}
         # The mask that the guard reads is an operand of the step, but not of the body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
@@ -200,7 +200,7 @@ class ShardExecutor:
         outs = self._run(shard, full, heads, less)
         function = self.loaded.function(check, full, shard)
         longer = self._called(function, shard, heads, list(map(self._pad, more)))
-        placed = len(self.loaded.made)
+        placed = len(self.loaded.body_results)
         results = zip(outs[:placed], longer[:placed], strict=True)
         pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
         buffers = list(zip(self.step.buffers, check.buffers, strict=True))
@@ -244,7 +244,7 @@ class ShardExecutor:
 
     def _split(self, shard: Shard, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Splits the results of a body into placed results and partials."""
-        placed = len(self.loaded.made)
+        placed = len(self.loaded.body_results)
         results, rest = [x[: shard.count] for x in arrays[:placed]], arrays[placed:]
         return results, partials_of(self.step, rest) if self.step.combines else rest
 
@@ -286,7 +286,7 @@ class ShardExecutor:
     def _without_members(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
         """The results of a shard of which no member is left."""
         step = self.step
-        types = [self.loaded.plan.values[name] for name in self.loaded.made]
+        types = [self.loaded.plan.values[name] for name in self.loaded.body_results]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]
         nothing: list[Any] = [None] * (len(step.buffers) + len(step.combines))
         reducers = {r.reducer for buffer in step.buffers for r in buffer.reductions}

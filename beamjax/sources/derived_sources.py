@@ -148,8 +148,8 @@ def take(source: Any, indices: Any) -> TakenSource:
         )
     numbers = np.sort(numbers.astype(np.int64))
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= n):
-        found = f"{numbers[0]} to {numbers[-1]}"
-        raise PlacementError(f"take, indices: found {found}, expected some from 0 to {n - 1}.")
+        bounds = f"{numbers[0]} to {numbers[-1]}"
+        raise PlacementError(f"take, indices: found {bounds}, expected some from 0 to {n - 1}.")
     again = np.flatnonzero(np.diff(numbers) == 0)
     if len(again):
         raise PlacementError(

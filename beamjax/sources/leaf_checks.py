@@ -20,10 +20,10 @@ def leaf_name(name: str) -> str:
     return f"placed input, leaf {name}" if name else "placed input"
 
 
-def scalar_error(name: str, found: str) -> StructureError:
+def scalar_error(name: str, description: str) -> StructureError:
     """The error for a leaf without an axis of members."""
     return StructureError(
-        f"{leaf_name(name)}: found {found}, which has no members; expected an array of shape "
+        f"{leaf_name(name)}: found {description}, which has no members; expected an array of shape "
         "(n, ...) with one row a member."
     )
 

@@ -129,9 +129,9 @@ def _numbers(values: Sequence[Any], leaf: LeafSpec) -> np.ndarray:
     return cast
 
 
-def _refused(found: str, leaf: LeafSpec) -> StructureError:
+def _refused(description: str, leaf: LeafSpec) -> StructureError:
     where = f"leaf {leaf.path}" if leaf.path else "a member"
-    return StructureError(f"found {found} as {where}, expected {leaf}")
+    return StructureError(f"found {description} as {where}, expected {leaf}")
 
 
 def _described(value: Any) -> str:

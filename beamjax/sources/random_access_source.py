@@ -88,11 +88,13 @@ class RandomAccessSource(HoldsLeaves, ByIndex, FileSource):
     def _check_tree(self, member: Any, expected: PyTreeDef | None, index: int) -> None:
         import jax
 
-        found = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(member)]
+        member_paths = [
+            jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(member)
+        ]
         paths = [leaf.path for leaf in self._leaves]
-        if expected is not None or found != paths:
+        if expected is not None or member_paths != paths:
             raise SourceError(
-                f"{CALLER}, member {index}: found a tree with the leaves {found}, expected "
+                f"{CALLER}, member {index}: found a tree with the leaves {member_paths}, expected "
                 f"{paths}; every member has the tree of the first one."
             )
 

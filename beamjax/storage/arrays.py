@@ -224,9 +224,9 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
             "beamjax that wrote it."
         )
     if total != len(view):
-        found = "truncated" if total > len(view) else "trailing bytes"
+        defect = "truncated" if total > len(view) else "trailing bytes"
         raise ArrayFormatError(
-            f"array buffer: {found}, found {len(view)} bytes, expected {total} by its header."
+            f"array buffer: {defect}, found {len(view)} bytes, expected {total} by its header."
         )
     if length > MAX_JSON_BYTES:  # before anything of that size is read
         raise ArrayFormatError(
@@ -244,10 +244,10 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
     return _parse_header(bytes(view[start:end])), end
 
 
-def _check_crc(what: str, found: int, expected: int) -> None:
-    if found != expected:
+def _check_crc(what: str, crc: int, expected: int) -> None:
+    if crc != expected:
         raise ArrayFormatError(
-            f"array buffer: checksum mismatch of the {what}, found {found:#010x}, expected "
+            f"array buffer: checksum mismatch of the {what}, found {crc:#010x}, expected "
             f"{expected:#010x}; the bytes were changed after they were written."
         )
 
@@ -275,10 +275,10 @@ def _read_array(
     shape = checked_shape(where, record.get("shape"), dtype)
     expected = {"offset": _aligned(position), "nbytes": math.prod(shape) * dtype.itemsize}
     for name, value in expected.items():
-        found = record.get(name)
-        if type(found) is not int or found != value:
+        recorded = record.get(name)
+        if type(recorded) is not int or recorded != value:
             raise ArrayFormatError(
-                f"{where}: found {name} {found!r}, expected {value} for {dtype_name(dtype)}"
+                f"{where}: found {name} {recorded!r}, expected {value} for {dtype_name(dtype)}"
                 f"{list(shape)} after byte {position}."
             )
     offset, nbytes = expected["offset"], expected["nbytes"]
@@ -298,9 +298,9 @@ def _read_array(
 def checked_shape(where: str, shape: object, dtype: np.dtype) -> tuple[int, ...]:
     """Checks a shape that was read."""
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
-        found = f"{len(shape)} dimensions" if isinstance(shape, list) else repr(shape)
+        description = f"{len(shape)} dimensions" if isinstance(shape, list) else repr(shape)
         raise ArrayFormatError(
-            f"{where}: found as shape {found}, expected a list of at most {_MAX_NDIM} sizes."
+            f"{where}: found as shape {description}, expected a list of at most {_MAX_NDIM} sizes."
         )
     if any(type(size) is not int or not 0 <= size <= _MAX_BYTES for size in shape):
         raise ArrayFormatError(

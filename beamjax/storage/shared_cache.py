@@ -65,23 +65,23 @@ class SingleFlight(Generic[T]):
         # The first thread to get this lock loads; the others wait for it here. After an error the
         # next thread loads.
         with flight.lock:
-            if not flight.made:
+            if not flight.loaded:
                 try:
-                    flight.made.append(load())
+                    flight.loaded.append(load())
                 finally:
                     with self._lock:
                         # After an error, another thread may have begun a new flight of this key.
                         if self._flights.get(key) is flight:
                             del self._flights[key]
-        return flight.made[0]
+        return flight.loaded[0]
 
 
 class _Flight(Generic[T]):
-    """A value that one thread loads while others wait for it. `made` holds it, if it is there."""
+    """A value that one thread loads while others wait for it. `loaded` holds it, if it is there."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.made: list[T] = []
+        self.loaded: list[T] = []
 
 
 @dataclass

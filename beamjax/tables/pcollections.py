@@ -148,10 +148,10 @@ def _collect(
         count, messages = collect(transform, collection, runner, options)
         dropped = _dropped(count, messages, options)
         parts = written_parts(folder)
-        found = sum(rows for _, rows in parts)
-        if found != count:
+        total = sum(rows for _, rows in parts)
+        if total != count:
             raise SourceError(
-                f"{folder}: found {found} members, expected {count}; do the launcher and the "
+                f"{folder}: found {total} members, expected {count}; do the launcher and the "
                 "workers see the same files there?"
             )
     except BaseException:
@@ -163,10 +163,10 @@ def _collect(
 def _dropped(count: int, messages: Sequence[str], options: Options) -> list[Dropped]:
     """The elements that were left out; SourceError or WorkerError if there are too many."""
     if not count:
-        found = "no element"
+        elements = "no element"
         if messages:
-            found = f"{len(messages)} elements, none of which is a member ({messages[0]})"
-        raise SourceError(f"from_beam: found {found}, expected at least one member.")
+            elements = f"{len(messages)} elements, none of which is a member ({messages[0]})"
+        raise SourceError(f"from_beam: found {elements}, expected at least one member.")
     letters = DeadLetters(options.drop_limit, options.dead_letters)
     letters.begin(anew=True)
     dropped = [

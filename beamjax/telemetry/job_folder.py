@@ -176,12 +176,12 @@ class JobFolder:
     def state(self) -> tuple[str, dict[str, Any] | None]:
         """The state and the record of the error."""
         # "lost" without a launching process, "none" without a record.
-        found = self._state()
-        if found[0] != "running" or self._launcher_lives():
-            return found
+        state = self._state()
+        if state[0] != "running" or self._launcher_lives():
+            return state
         # The process may have ended the job after its state was read.
-        found = self._state()
-        return ("lost", None) if found[0] == "running" else found
+        state = self._state()
+        return ("lost", None) if state[0] == "running" else state
 
     def _state(self) -> tuple[str, dict[str, Any] | None]:
         record = self.read("state")

@@ -147,8 +147,8 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the progress as JSON values."""
-        found: dict[str, Any] = to_plain(self)
-        return found
+        values: dict[str, Any] = to_plain(self)
+        return values
 
 
 # --- what there is to do
@@ -207,8 +207,8 @@ def _plus(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-def _times(rounds: int, each: int | None, more: int = 0) -> int | None:
-    return None if each is None else rounds * (each + more)
+def _times(rounds: int, per_round: int | None, more: int = 0) -> int | None:
+    return None if per_round is None else rounds * (per_round + more)
 
 
 def _alike(counts: Iterable[int | None]) -> int | None:

@@ -107,11 +107,11 @@ def read_file(path: str) -> WorkingProcess | None:
     return WorkingProcess(process, bool(data[_LEFT_AT]), tuple(entries))
 
 
-def _is_process(found: Any) -> bool:
+def _is_process(process: Any) -> bool:
     return (
-        isinstance(found, dict)
-        and type(found.get("pid")) is int
-        and all(type(found.get(name)) is str for name in ("host", "boot", "started"))
+        isinstance(process, dict)
+        and type(process.get("pid")) is int
+        and all(type(process.get(name)) is str for name in ("host", "boot", "started"))
     )
 
 

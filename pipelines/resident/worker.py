@@ -137,11 +137,11 @@ class _PreparedPass:
         written, dropped = self._files(), []
         try:
             for done in self._computed(bundle, elements):
-                for name, members in zip(task.step.results, done.found.results, strict=True):
+                for name, members in zip(task.step.results, done.computed.results, strict=True):
                     if name in written:
                         written[name].add(done.shard.start, members, self.spans)
-                if done.found.dropped:
-                    dropped.append(encode_lines(done.found.dropped))
+                if done.computed.dropped:
+                    dropped.append(encode_lines(done.computed.dropped))
         except BaseException:
             bundle.cancel()
             raise

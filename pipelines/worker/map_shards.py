@@ -95,8 +95,8 @@ class Bundle:
     def _added(self, done: Done) -> Done:
         self._pass.add(done)
         self.spans.tick()
-        if done.found.dropped:
-            self.letters.add(done.found.dropped, self.task.plan.sizes)
+        if done.computed.dropped:
+            self.letters.add(done.computed.dropped, self.task.plan.sizes)
         return done
 
     def _new_jobs(self) -> OrderedJobs[Done]:
@@ -200,9 +200,9 @@ class MapShards(TaskFn):
 
     def _finish(self, done: Done) -> Iterator[Any]:
         values = {name: done.operands[name] for name in self.carried}
-        values |= dict(zip(self.task.step.results, done.found.results, strict=True))
-        if done.found.dropped:
-            yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.found.dropped))
+        values |= dict(zip(self.task.step.results, done.computed.results, strict=True))
+        if done.computed.dropped:
+            yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.computed.dropped))
         if values:
             block = MemberBlock(
                 done.shard.start, done.shard.count, self.shards.size, values,

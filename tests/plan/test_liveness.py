@@ -2,7 +2,7 @@
 
 import pytest
 
-from beamjax.plan.liveness import live_at, live_before, loops_at, made, used
+from beamjax.plan.liveness import defined, live_at, live_before, loops_at, used
 from beamjax.plan.steps import Block, Branch, Carried, Loop, Map, Server, Sliced
 
 
@@ -80,7 +80,7 @@ def test_live_values():
         assert live_at(plan(), position) == set(live.split()), (plan, position)
     (rounds,) = NESTED.steps
     assert used(rounds) == {"x", "w", "js"}
-    assert made(rounds) == ("out", "last", "qs", "hists", "vs")
+    assert defined(rounds) == ("out", "last", "qs", "hists", "vs")
     assert live_before(NESTED.steps, ("out", "kept")) == {"x", "w", "js", "kept"}
 
 

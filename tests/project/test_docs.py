@@ -166,6 +166,48 @@ def test_no_two_modules_have_one_name():
     assert [name for name, number in names.items() if number > 1] == []
 
 
+VAGUE = {"found", "made", "given", "each", "one"}
+IN_JSON = {"Finding", "Row"}
+"""Classes whose fields are keys of JSON that commands print, and so keep their names."""
+
+
+def _bound_name(node):
+    """The name that a node of a syntax tree gives to a value or a function."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return name
+        case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ExceptHandler(name=name):
+            return name
+        case ast.MatchAs(name=name) | ast.MatchStar(name=name) | ast.MatchMapping(rest=name):
+            return name
+        case ast.alias(name=name, asname=other):
+            return other or name
+    return None
+
+
+def test_names_say_what_a_value_is():
+    vague, kept = [], 0
+    for folder in ("beamjax", "pipelines", "interpreters"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            fields = {
+                statement.target
+                for node in nodes
+                if isinstance(node, ast.ClassDef) and node.name in IN_JSON
+                for statement in node.body
+                if isinstance(statement, ast.AnnAssign)
+            }
+            hits = [node for node in nodes if _bound_name(node) in VAGUE]
+            kept += sum(node in fields for node in hits)
+            vague += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {_bound_name(node)}"
+                for node in hits
+                if node not in fields
+            ]
+    assert vague == []
+    assert kept == len(IN_JSON)
+
+
 def test_docstrings_of_internals_are_one_line():
     """But of public names, which ruff checks, and of commands, whose docstrings are their help."""
     api = (DOCS / "api.md").read_text(encoding="utf-8")

@@ -136,10 +136,10 @@ def _located(chunks: Iterable[Sequence[np.ndarray]], where: str) -> Iterator[Seq
 
 def _checked(source: StreamSource, chunk: Sequence[np.ndarray], where: str) -> Arrays:
     if not isinstance(chunk, list | tuple) or len(chunk) != len(source.leaves):
-        found = f"{len(chunk)} arrays" if isinstance(chunk, list | tuple) else repr(chunk)
+        description = f"{len(chunk)} arrays" if isinstance(chunk, list | tuple) else repr(chunk)
         raise SourceError(
-            f"{where}: found {found:.200}, expected a list of {len(source.leaves)} arrays, one for "
-            "each leaf."
+            f"{where}: found {description:.200}, expected a list of {len(source.leaves)} arrays, "
+            "one for each leaf."
         )
     arrays: Arrays = []
     for leaf, value in zip(source.leaves, chunk, strict=True):

@@ -182,7 +182,7 @@ class _Rows:
         self.ends: np.ndarray | None = None
 
     def at(self, item: int, per_row: int) -> str:
-        """The place of an item of the chunk, for messages; a row has `each` items."""
+        """The place of an item of the chunk, for messages; a row has `per_row` items."""
         row = item // per_row
         if self.ends is not None:
             row = int(np.searchsorted(self.ends, row, side="right"))
@@ -202,7 +202,7 @@ class _Rows:
             ) from error
 
     def values(self, array: Any, depth: int, per_row: int) -> np.ndarray:
-        """Converts an array, the items of which are below `depth` axes, `each` of them in a row."""
+        """Converts an array whose items are below `depth` axes, `per_row` of them in a row."""
         import pyarrow.types as types
 
         if types.is_dictionary(array.type):
@@ -300,7 +300,7 @@ class _Rows:
         return size
 
     def refuse_null(self, array: Any, per_row: int) -> None:
-        """Raises RowError for the first missing item; a row has `each` items."""
+        """Raises RowError for the first missing item; a row has `per_row` items."""
         import pyarrow as pa
         import pyarrow.compute as compute
 
