@@ -38,7 +38,8 @@ COPY_RATIO = 3.0
 """A task is late if it takes this many times the median of the finished tasks of the pass."""
 
 MORE_COPIES = 4.0
-"""Each further copy of a task is made after so many times the wait for the one before it."""
+"""Each further copy of a task is made after so many times the wait for the one before it. A
+worker holds one task at a time, so it has one copy of a task at most."""
 
 UNKNOWN_SECONDS = 5.0
 """Seconds after which a task is late if no task of the pass is finished. Workers may still compile

@@ -88,6 +88,8 @@ def make_runner(runner: Any) -> Any:
         )
     try:
         return spec_of(runner).create(runner)
+    except OptionsError:  # of missing packages
+        raise
     except (ValueError, ImportError, AttributeError) as error:
         raise OptionsError(
             f"runner: found {runner!r}, expected 'local', {', '.join(map(repr, NAMES))} or "

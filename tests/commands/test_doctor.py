@@ -5,11 +5,14 @@ import json
 import types
 
 import jax
+import pytest
 
 from beamjax.commands import cli, doctor
 from beamjax.commands.doctor import ABSENT, MISSING, OK, WARNING, Finding
+from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import prism_server
 from beamjax.pipelines.runners import spec
+from beamjax.pipelines.runners.connect import make_runner
 
 
 def test_versions_of_python_and_packages(monkeypatch):
@@ -85,6 +88,10 @@ def test_runners(monkeypatch, tmp_path):
         statuses = [doctor.check_runner(name, required).status for required in (True, False)]
         assert statuses == [MISSING, ABSENT]
         assert part in doctor.check_runner(name, True).remedy
+    with pytest.raises(
+        OptionsError, match=r"^runner: found 'DataflowRunner', but its packages are"
+    ):
+        make_runner("DataflowRunner")
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("BEAMJAX_CACHE", str(tmp_path / "file"))
     assert "BEAMJAX_CACHE" in doctor.check_runner("PrismRunner", False).remedy
