@@ -8,6 +8,7 @@ import jax.scipy.linalg
 import numpy as np
 import pytest
 from helpers import assert_close
+from jax.extend.core import jaxprs_in_params
 
 import beamjax as bj
 
@@ -90,11 +91,29 @@ def in_both_places(fns):
     return program
 
 
+def primitives_of(jaxpr):
+    inner = [primitives_of(sub) for eqn in jaxpr.eqns for sub in jaxprs_in_params(eqn.params)]
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inner)
+
+
+def some_of(fns):
+    """Those that call a primitive that none before them calls, and those with options."""
+    called, some = set(), {}
+    for name, fn in fns.items():
+        primitives = primitives_of(jax.make_jaxpr(jax.vmap(fn))(members()).jaxpr)
+        if name in WITH_PIVOTS or not primitives <= called:
+            some[name] = fn
+        called |= primitives
+    return some
+
+
 @pytest.mark.versions
-def test_all_that_jit_computes():
+@pytest.mark.parametrize("choose", [some_of, pytest.param(dict, marks=pytest.mark.table)])
+def test_all_that_jit_computes(choose):
     jax.config.update("jax_disable_most_optimizations", True)  # Compiles in half of the time.
     fns = functions()
     assert len(fns) > 60, sorted(fns)
+    fns = choose(fns)
     program = in_both_places(fns)
     expected = jax.jit(program)(members())
     for runner in ("local", "DirectRunner"):

@@ -124,7 +124,13 @@ WAYS = {
     "more local threads": Way(options={"local_threads": 5}, replaced=AT_ONCE, runner="local"),
     "local threads, fast": Way(FAST, {"local_threads": 5}, replaced=AT_ONCE, runner="local"),
 }
-LONG = ("pieces, processes",)
+# Two settings at once, or a further number of members, of devices or of threads.
+LONG = {
+    "processes", "pieces, processes", "pieces, fast", "batches of 16",
+    "large members, no short shard", "one large member", "full shards apart, in batches",
+    "full shards apart, in a loop", "no short shard", "guarded, apart", "four devices, threads",
+    "four devices, fast", "more local threads", "local threads, fast",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

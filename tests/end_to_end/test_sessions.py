@@ -60,7 +60,7 @@ def expected():
     [
         ("local", {}),
         ("DirectRunner", {}),
-        ("DirectRunner", PROCESSES),
+        pytest.param("DirectRunner", PROCESSES, marks=pytest.mark.long),
         pytest.param("PrismRunner", {}, marks=pytest.mark.prism),
         pytest.param("FlinkRunner", {}, marks=pytest.mark.flink),
     ],

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
+import pytest
 from helpers import assert_same_bits
 from pyarrow import parquet
 
@@ -103,8 +104,9 @@ def launched(fn, x, runner="local", **more):
     return job.result(), [each.member for each in job.dropped]
 
 
-def test_what_else_is_computed_changes_nothing(tmp_path):
-    """Pairs of outputs, from arrays and files, in this process and on Beam."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_what_else_is_computed_changes_nothing(every, tmp_path):
+    """Pairs of outputs, from arrays and files, in this process and on Beam: all, or one of four."""
     inputs, failures = kinds_of_input(values(DROPPED), tmp_path), []
     alone = {}
     for name, (fn, truth) in {**SHARED, **OTHERS}.items():
@@ -115,6 +117,7 @@ def test_what_else_is_computed_changes_nothing(tmp_path):
             same_numbers(failures, name, found, truth)
     cases = [(a, b, "array", "local") for a in SHARED for b in OTHERS]
     cases += [("sum", b, kind, "local") for b in OTHERS for kind in ("npy", "parquet")]
+    cases = cases[::every]
     for number, b in enumerate(OTHERS):
         cases.append((list(SHARED)[number % 5], b, list(inputs)[number % 3], "DirectRunner"))
     for case in cases:
@@ -141,12 +144,13 @@ def same_numbers(failures, case, found, expected):
             failures.append((case, a, b))
 
 
-def test_what_else_is_computed_raises_alike(tmp_path):
+@pytest.mark.parametrize("all_kinds", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_what_else_is_computed_raises_alike(all_kinds, tmp_path):
     inputs, failures = kinds_of_input(values([9]), tmp_path), []
     for number, (name, (other, _)) in enumerate(OTHERS.items()):
         shared = list(SHARED)[number % 5]
         for runner in RUNNERS:
-            for kind in inputs if runner == "local" else list(inputs)[number % 3 :][:1]:
+            for kind in inputs if all_kinds else list(inputs)[number % 3 :][:1]:
                 program = joined(SHARED[shared][0], other)
                 try:
                     launched(program, inputs[kind], runner, on_nonfinite="raise")

@@ -176,7 +176,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("n", [1, 7, 8, 20])
+@pytest.mark.parametrize("n", [1, pytest.param(7, marks=pytest.mark.long), 8, 20])
 def test_any_number_of_members(n):
     check(*ANY_NUMBER, tree=data(n))
 

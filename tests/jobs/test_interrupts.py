@@ -1,6 +1,7 @@
 """Ctrl-C at the moments of a run, in processes of their own."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -99,14 +100,29 @@ def check(moment, call, runner, options, tmp_path):
         assert bj.open_job(folder).state is bj.JobState.CANCELLED
 
 
-@pytest.mark.parametrize("moment", interrupted_run.MOMENTS)
-@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+# What is traced, compiled and fetched in the launching process is so on either runner.
+GATE = {("shard", "local"), ("compiling", "local")}
+GATE |= {(moment, "DirectRunner") for moment in ("tracing", "shard", "rounds", "fetching")}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in GATE else pytest.mark.long)
+    for pair in itertools.product(interrupted_run.MOMENTS, ("local", "DirectRunner"))
+]
+
+
+@pytest.mark.parametrize(("moment", "runner"), PAIRS)
 def test_a_run(moment, runner, tmp_path):
     check(moment, "run", runner, {}, tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["shard", "rounds"])
-@pytest.mark.parametrize("call", ["launch", "session"])
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        ("shard", "launch"),
+        ("rounds", "session"),
+        pytest.param("rounds", "launch", marks=pytest.mark.long),
+        pytest.param("shard", "session", marks=pytest.mark.long),
+    ],
+)
 def test_a_job_and_a_session(moment, call, tmp_path):
     check(moment, call, "DirectRunner", {}, tmp_path)
 
