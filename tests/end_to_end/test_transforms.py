@@ -87,11 +87,11 @@ def check_that(results, expected, label=""):
 @pytest.mark.versions
 def test_members_come_in_any_order_and_results_are_those_of_jit():
     expected = jax.jit(two_passes)(W, DATA)
-    for flags in ([], ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]):
-        for seed in range(2):
-            with pipeline(*flags) as p:
-                transform = bj.transform(two_passes, W, abstract(DATA), options=SHARDS)
-                check_that(p | beam.Create(members(DATA, seed)) | transform, expected)
+    threads = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
+    for seed, flags in enumerate(([], threads)):
+        with pipeline(*flags) as p:
+            transform = bj.transform(two_passes, W, abstract(DATA), options=SHARDS)
+            check_that(p | beam.Create(members(DATA, seed)) | transform, expected)
     with beam.Pipeline("BundleBasedDirectRunner", options=PipelineOptions([])) as p:
         check_that(p | beam.Create(members(X)) | bj.transform(total, W, abstract(X)), total(W, X))
 
@@ -115,22 +115,24 @@ def test_members_in_any_order_are_put_in_theirs():
 
 @pytest.mark.versions
 def test_trees_and_dtypes_of_members():
-    for data in (
+    trees = (
         (X, K),
         {"a": {"b": [X, (K,)]}, "c": None},
         Pair(X, K),
         [X.astype(ml_dtypes.bfloat16), K > 3],
         (X[:, 0, 0], X[:, :0]),
         (X.astype(np.complex64), K.astype(np.uint8)),
-    ):
-        prog = bj.program(clients=N)(
-            lambda d: [
-                (bj.reduce_sum(leaf), bj.map_fn(jnp.copy, leaf)) for leaf in jax.tree.leaves(d)
-            ]
-        )
-        with pipeline() as p:
-            results = p | beam.Create(members(data)) | bj.transform(prog, abstract(data))
-            check_that(results, jax.jit(prog)(data))
+    )
+    with pipeline() as p:
+        for number, data in enumerate(trees):
+            prog = bj.program(clients=N)(
+                lambda d: [
+                    (bj.reduce_sum(leaf), bj.map_fn(jnp.copy, leaf)) for leaf in jax.tree.leaves(d)
+                ]
+            )
+            elements = p | f"create {number}" >> beam.Create(members(data))
+            results = elements | f"{number}" >> bj.transform(prog, abstract(data))
+            check_that(results, jax.jit(prog)(data), f"{number} ")
 
 
 def test_several_abstract_arguments_are_one_element():

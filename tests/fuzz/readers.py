@@ -332,7 +332,8 @@ def _spec(data: bytes, _: Path) -> None:
     _use(_json(data))
 
 
-def _pieces_seeds(_: Path) -> list[bytes]:
+def _pieces_seeds(folder: Path) -> list[bytes]:
+    _specs(folder)
     return [json.dumps([["a", 6], ["a", 6]]).encode()]
 
 
@@ -344,7 +345,6 @@ class _Stream(StreamSource):
 
 def _pieces(data: bytes, folder: Path) -> None:
     """The list of the files of a source of unknown length, and what is read by it."""
-    _specs(folder)
     (folder / stored_streams._file_name("a", 0)).write_bytes(encode_part(X))
     (folder / stored_streams._list_name(0, 0)).write_bytes(data)
     source = stored_streams._found(Store(str(folder)), _Stream(), 0)
