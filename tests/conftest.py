@@ -29,6 +29,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _SLOW = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("tests", **_SLOW)
 hypothesis.settings.register_profile("ci", **_SLOW, derandomize=True)
+hypothesis.settings.register_profile("nightly", **_SLOW, derandomize=True, max_examples=500)
 hypothesis.settings.load_profile("tests")
 
 gc.set_threshold(20_000, 20, 20)  # At Python's own thresholds it takes a tenth of the time.

@@ -1,5 +1,6 @@
 """What tests of all kinds share: comparisons of results, and the plan of a call."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +66,11 @@ def assert_close(found, expected, rtol=5e-5, atol=5e-5):
             **{"rtol": rtol, "atol": atol} | narrow,
             err_msg=where,
         )
+
+
+def examples(count):
+    """Settings with as many examples, and with five times as many in the nightly tests."""
+    return hypothesis.settings(max_examples=count * hypothesis.settings.default.max_examples // 100)
 
 
 def planned(fn, *args, **options):

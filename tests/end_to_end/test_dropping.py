@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from faults import WAYS
-from helpers import assert_close, assert_same_bits
-from hypothesis import given, settings
+from helpers import assert_close, assert_same_bits, examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
@@ -111,7 +111,7 @@ def check(found, x, kept):
             np.testing.assert_allclose(got, each, rtol=2e-6, err_msg=name)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(3)
 @given(
     bad=st.sets(st.integers(0, N - 1), max_size=N - 1),
     fill=st.sampled_from([np.nan, -np.inf]),

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from explained import all_steps, facts_of
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -199,13 +200,13 @@ def check(case):
     assert not wrong(traced, n, indices, options, shape)
 
 
-@settings(max_examples=20)
+@examples(4)
 @given(cases(NARROW))
 def test_drawn_operations_give_what_jit_gives(case):
     check(case)
 
 
-@settings(max_examples=12)
+@examples(3)
 @given(cases((*NARROW, "int64", "uint64")))
 def test_drawn_operations_with_wide_types(case):
     with jax.enable_x64(True):
@@ -313,7 +314,20 @@ def test_indices_on_a_runner():
     assert not wrong(ops, 300, indices, guarded, runner="DirectRunner")
 
 
-def test_guarded_loops():
+GUARDS = [{}, {"on_nonfinite": "raise"}, {"on_nonfinite": "drop"}, {"on_error": "drop"}]
+LOOPS = ["vmap", "loop", "batches"]
+# All guards, and all loops with and without one.
+GATE = [(0, "loop"), (0, "batches"), (1, "batches"), (2, "loop"), (3, "vmap")]
+
+
+@pytest.mark.parametrize(
+    ("guard", "loop"),
+    [
+        pytest.param(guard, loop, marks=() if (guard, loop) in GATE else pytest.mark.table)
+        for guard, loop in itertools.product(range(len(GUARDS)), LOOPS)
+    ],
+)
+def test_guarded_loops(guard, loop):
     """A batch of members of a shard begins where it does, also where members may be left out."""
     names = ("y[i]", "take fill", "get clip", "gather of 2 clip", "scatter_add fill",
              "scatter of 2 clip", "dynamic_slice True",
@@ -330,13 +344,8 @@ def test_guarded_loops():
             lambda v, k: v + k, (y, jnp.pad(jnp.arange(9.0), (4, 27)))
         ),
     }
-    indices, lines = np.array([13, 5, 17], "int32"), []
-    for guard in ({}, {"on_nonfinite": "raise"}, {"on_nonfinite": "drop"}, {"on_error": "drop"}):
-        for loop in ("vmap", "loop", "batches"):
-            options = {"shard_size": 16, "member_loop": loop, **guard}
-            found = wrong(ops, 40, indices, options)
-            lines += [f"{guard} {loop}: {line}" for line in found]
-    assert not lines
+    options = {"shard_size": 16, "member_loop": loop, **GUARDS[guard]}
+    assert not wrong(ops, 40, np.array([13, 5, 17], "int32"), options)
 
 
 def test_narrow_indices_of_extremes():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from explained import all_steps, facts_of
-from helpers import assert_close, assert_same_bits
-from hypothesis import example, given, settings
+from helpers import assert_close, assert_same_bits, examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -62,7 +62,7 @@ def by_index(read, k):
 
 
 @pytest.mark.versions
-@settings(max_examples=25, deadline=None)
+@examples(5)
 @given(
     read=st.sampled_from(sorted(READS)),
     dtype=st.sampled_from(DTYPES),

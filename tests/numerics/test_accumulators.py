@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import in_any_tree
-from hypothesis import given, settings
+from helpers import examples, in_any_tree
+from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
@@ -125,7 +125,7 @@ def test_an_empty_accumulator_and_the_identity_change_nothing():
     assert faults == []
 
 
-@settings(max_examples=200, deadline=None)
+@examples(40)
 @given(shards=st.sets(st.integers(0, 40), min_size=1), rng=st.randoms(use_true_random=False))
 def test_the_dyadic_tree_depends_on_the_shards_alone(shards, rng):
     def folded(order, bundles):

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from beamjax.numerics import exact_add as exact_adds
@@ -27,7 +28,7 @@ def is_double(value):
 
 
 @WITH_FLAG
-@settings(max_examples=300, deadline=None)
+@examples(60)
 @given(data=st.data(), terms=st.integers(1, 6), together=st.booleans())
 def test_it_is_exact_or_says_so(data, terms, together):
     values = data.draw(st.lists(st.tuples(*[FINITE | DYADIC] * terms), min_size=1, max_size=4))

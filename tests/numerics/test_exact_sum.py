@@ -11,7 +11,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import in_any_tree
+from helpers import examples, in_any_tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 NARROW = [BF16, F16, *(np.dtype(getattr(ml_dtypes, f"float8_{e}")) for e in ("e5m2", "e4m3fn"))]
 BOTH = pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-MANY = settings(max_examples=400, deadline=None)
+MANY = examples(80)
 RNG = st.randoms(use_true_random=False)
 COUNTS = (1, 2, 3, 7, 10, 1000, 65537, 2**26 - 1, 2**26, 2**40 + 1)
 LARGE = BLOCK // 2 + 3

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from explained import facts_of
-from helpers import assert_close, assert_same_types
+from helpers import assert_close, assert_same_types, examples
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -40,7 +40,7 @@ calls = st.tuples(
 
 
 @hypothesis.given(calls, st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 0)]))
-@hypothesis.settings(max_examples=40)
+@examples(8)
 def test_values(call, dtype, shape):
     n, before, after, fill, wrap = call
     fill = 0 if wrap else fill % 2 if dtype == "bool" else fill
@@ -52,7 +52,7 @@ def test_values(call, dtype, shape):
 
 
 @hypothesis.given(calls, st.sampled_from([8, 16, None]), st.sampled_from(DTYPES))
-@hypothesis.settings(max_examples=15)
+@examples(3)
 def test_runs_in_shards(call, shard_size, dtype):
     n, before, after, fill, wrap = call
     fill = 0 if wrap else fill % 2 if dtype == "bool" else fill

@@ -13,7 +13,7 @@ import pytest
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that, equal_to
 from explained import facts_of
-from helpers import assert_close, assert_same_bits
+from helpers import assert_close, assert_same_bits, examples
 from hypothesis import strategies as st
 
 import beamjax as bj
@@ -256,7 +256,7 @@ def test_64_bits():
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1)
 )
-@hypothesis.settings(max_examples=30, deadline=None)
+@examples(6)
 def test_products_of_64_bits(pairs):
     a, b = np.array(pairs, np.uint32).T
     high, low = quantiles._product(jnp.asarray(a), jnp.asarray(b))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_same_bits, assert_same_types
+from helpers import assert_close, assert_same_bits, assert_same_types, examples
 from hypothesis import given
 
 import beamjax as bj
@@ -96,6 +96,7 @@ def test_narrow_weights_have_wide_totals():
         np.testing.assert_allclose(error, y.astype("f8").std() / 1000**0.5, 1e-3)
 
 
+@examples(20)
 @given(st.data())
 def test_weights_compose(data):
     """Weights of a function with weights multiply, and vmap gives each set of them."""

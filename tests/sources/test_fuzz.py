@@ -7,17 +7,17 @@ import tracemalloc
 import pytest
 from fuzz.mutations import mutate
 from fuzz.readers import READERS, Reader, accepts, no_pickle
+from helpers import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError
 from beamjax.storage.arrays import decode_arrays
 
-EXAMPLES = {
-    "max_examples": 60,
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-}
+EXAMPLES = settings(
+    examples(12),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 BYTES = 32 * 2**20
 """Of memory, at most, for bytes of a few KiB."""
 
@@ -48,14 +48,14 @@ def test_right_bytes(reader):
 
 
 @given(random=st.randoms(use_true_random=False), pick=st.integers(0, 1 << 16))
-@settings(**EXAMPLES)
+@EXAMPLES
 def test_almost_right_bytes(reader, random, pick):
     found, folder, seeds = reader
     read(found, mutate(seeds[pick % len(seeds)], random), folder)
 
 
 @given(data=st.binary(max_size=200))
-@settings(**EXAMPLES)
+@EXAMPLES
 def test_any_bytes(reader, data):
     found, folder, _ = reader
     read(found, data, folder)

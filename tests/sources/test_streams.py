@@ -13,7 +13,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
 from explained import facts_of
-from helpers import assert_close, assert_same_bits, assert_same_types, raw
+from helpers import assert_close, assert_same_bits, assert_same_types, examples, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import refused
@@ -127,7 +127,7 @@ def test_programs(fn):
     check(fn, *args, tree=data(20))
 
 
-@pytest.mark.parametrize("n", [1, 7, 9])
+@pytest.mark.parametrize("n", [1, pytest.param(7, marks=pytest.mark.long), 9])
 def test_numbers_of_members_about_a_shard(n):
     check(reductions, W, tree=data(n))
     check(two_passes, W, tree=data(n))
@@ -141,7 +141,7 @@ def test_keys_as_members_and_wide_types():
 
 
 @given(n=st.integers(1, 30), sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=25)
+@examples(5)
 def test_the_cut_into_chunks_does_not_show(n, sizes):
     exact = local(two_passes, W, data(n))
     assert_same_bits(local(two_passes, W, stream(data(n), sizes)), exact)
