@@ -173,6 +173,7 @@ def test_either_runner_goes_on_from_any_round(name, tmp_path, monkeypatch):
         monkeypatch.setattr(
             "beamjax.pipelines.values.store.INLINE_BYTES", 0
         )  # All values are in files.
+        monkeypatch.setattr(checkpointer, "FILE_BYTES", 7 * X[0].nbytes)  # Of 7, 7 and 6 members.
     fn, args = PROGRAMS[name]
     expected = run(fn, args)
     total = go_on(fn, args, expected, checkpoint=str(tmp_path / "whole"))
