@@ -45,6 +45,7 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.cached_shards import count_cached, uncached_reason
 from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.ordered_pool import chosen_threads
 from beamjax.storage.dtypes import dtype_name
 from beamjax.storage.schema import to_plain
 
@@ -454,6 +455,11 @@ def _choices(plan: Plan, steps: Iterable[Json], options: Options, runner: str) -
         why = step.loop_reason or "all members of a shard"
         why += f": {human_bytes(_at_once_bytes(plan, step))} at once"
         yield f"members in {name}", str(step.vectorization), why, "member_loop"
+    workers = Workers.of(runner, options)
+    for name, step in passes.items() if workers.computing > 1 else ():
+        threads, why = chosen_threads(plan, step, workers.computing)
+        chosen = f"{threads} threads" if threads else "the thread that reads shards"
+        yield f"threads of {name}", chosen, why, "local_threads"
     for entry in steps:
         if merge := entry.get("merge"):
             groups = f"{merge['groups']} groups" if merge["groups"] > 1 else "one step"
@@ -466,7 +472,7 @@ def _choices(plan: Plan, steps: Iterable[Json], options: Options, runner: str) -
             why = f"read by {', '.join(readers)}"
             yield f"results of {name}", f"{human_bytes(nbytes)} stored", why, ""
     where = "in this process", "no pipeline is needed"
-    if Workers.of(runner, options).beam:
+    if workers.beam:
         where = "on resident workers", "one job serves all rounds"
     for loop in walk(plan.steps):
         if isinstance(loop, Loop):

@@ -66,15 +66,27 @@ def computing_threads(local_threads: int | None) -> int:
 
 def threads_for(plan: Plan, step: Map, most: int) -> int:
     """The number of threads that compute the shards of a pass; 0 if the calling thread does."""
+    return chosen_threads(plan, step, most)[0]
+
+
+def chosen_threads(plan: Plan, step: Map, most: int) -> tuple[int, str]:
+    """The number of threads of `threads_for`, and why it is that."""
     # By the work that is counted in the plan, so nothing is measured, and each run does the same.
+    if plan.bodies[step.body].python is not None:
+        return 0, "the body calls functions on the host"
     cost, size = plan.costs.get(step.name, Cost()), plan.shard_sizes[step.placement]
     count = plan.shards(step.placement).count
     shard = size * (cost.weight + OPERATIONS_PER_BYTE * cost.nbytes)
-    if count is not None and (count == 1 or count * shard < PASS_OPERATIONS):
-        return 0
+    if count == 1:
+        return 0, "there is one shard"
+    if count is not None and count * shard < PASS_OPERATIONS:
+        return 0, "the pass has little work, by counted operations"
     if shard < SHARD_OPERATIONS:
-        return 0
-    return min(most, max(FEW, int(shard / THREAD_OPERATIONS)))
+        return 0, "a shard has little work, by counted operations"
+    fitting = max(FEW, int(shard / THREAD_OPERATIONS))
+    if fitting < most:
+        return fitting, "as many as short shards keep busy, by counted operations"
+    return most, "as many as compute in this process"
 
 
 _Jobs: TypeAlias = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]

@@ -56,7 +56,7 @@ class LoadedPass:
         # Functions on the host get one shard at a time, without padding.
         self.calls_back = body.python is not None
         # How many threads compute shards; 0 if the calling thread does.
-        self.threads = 0 if self.calls_back else threads_for(plan, step, most_threads)
+        self.threads = threads_for(plan, step, most_threads)
         # The results that the body returns: the guard adds the mask of the members that are left.
         emits_mask = step.guard is not None and step.guard.emits_mask
         self.body_results = step.results[:-1] if emits_mask else step.results

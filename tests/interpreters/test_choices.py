@@ -32,6 +32,8 @@ def test_each_choice_has_its_option_and_its_reason():
         "shards of clients": "shard_size",
         "members in map_clients_0": "member_loop",
         "members in map_clients_1": "member_loop",
+        "threads of map_clients_0": "local_threads",
+        "threads of map_clients_1": "local_threads",
         "reduction of map_clients_0": "",
         "reduction of map_clients_1": "",
         "results of map_clients_0": "",
@@ -47,6 +49,22 @@ def test_each_choice_has_its_option_and_its_reason():
         "rounds of loop_0": ("on resident workers", "one job serves all rounds"),
     }
     assert {what: (found[what].chosen, found[what].why) for what in expected} == expected
+
+
+def test_the_threads_of_a_pass_follow_from_its_work():
+    def threads(n, runner="DirectRunner", **options):
+        x = jax.ShapeDtypeStruct((n, 256), "float32")
+        choices = explained(spread, x, runner=runner, options={"shard_size": 64, **options})
+        fact = choices.get("threads of map_clients_0")
+        return fact and (fact.chosen, fact.why)
+
+    own, little = "the thread that reads shards", "the pass has little work, by counted operations"
+    many = "3 threads", "as many as compute in this process"
+    assert threads(64, local_threads=3) == (own, "there is one shard")
+    assert threads(128, local_threads=3) == (own, little)
+    assert threads(1 << 20, shard_size=8192, local_threads=3) == many
+    assert threads(1 << 20, "local", shard_size=8192, local_threads=3) == many
+    assert threads(1 << 20, local_threads=1) is threads(1 << 20, "FlinkRunner") is None
 
 
 def test_shards_of_large_members_are_as_large_as_a_shard_may_be():
