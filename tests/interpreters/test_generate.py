@@ -16,11 +16,11 @@ SEEDS = range(1, int(os.environ.get("CHUNKS", 16)))
 
 @pytest.mark.parametrize("chunk", [0, *(pytest.param(k, marks=pytest.mark.table) for k in SEEDS)])
 def test_programs_give_what_jit_gives(chunk):
-    rejected = []
+    rejected, count = [], EXAMPLES if chunk else EXAMPLES // 3
 
     @hypothesis.seed(chunk)
     @settings(
-        max_examples=EXAMPLES, database=None, deadline=None, report_multiple_bugs=False,
+        max_examples=count, database=None, deadline=None, report_multiple_bugs=False,
         phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs())
@@ -34,7 +34,7 @@ def test_programs_give_what_jit_gives(chunk):
 
     run()
     jax.clear_caches()
-    assert len(rejected) <= EXAMPLES // 10 + 1
+    assert len(rejected) <= count // 10 + 1
 
 
 # --- the checks can fail

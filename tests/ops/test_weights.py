@@ -41,7 +41,9 @@ def every_reduction(x, keys):
     return found, by_key, weighted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8", "bool", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("int32", marks=pytest.mark.long), "uint8", "bool", "bfloat16"]
+)
 def test_a_weight_counts_its_member_as_often(dtype):
     x, w = members(dtype), jnp.asarray(np.minimum(COUNTS, 1 + (KEY_OF >= 0)))
     expected = every_reduction(jnp.repeat(x, w, axis=0), np.repeat(KEY_OF, w))
