@@ -139,8 +139,10 @@ class Reducer(ReductionKind):
     def partial_dtype(self, dtype: Any) -> np.dtype:
         """The dtype in which the partials of operands of `dtype` leave the device."""
         # As in `jnp`, floats narrower than float32 are summed and multiplied in float32, and means
-        # of integers are sums of floats.
+        # of integers are sums of floats, also those of int2, which are int2.
         result = self.result_dtype(dtype)
+        if self.divides and not jnp.issubdtype(result, np.inexact):
+            return np.dtype(np.float32)
         return np.dtype(wide_dtype(result)) if self.adds else result
 
     def prepared(self, x: jax.Array) -> jax.Array:

@@ -610,3 +610,11 @@ def test_an_error_in_a_function_names_the_step(monkeypatch):
     monkeypatch.setattr(shards, "load_body", load)
     with pytest.raises(WorkerError, match=r"map_clients_0', reduction by 'broken': .*no memory"):
         local(program(lambda x: bj.reduce(broken, x)), X)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_means_of_two_bits_are_sums_of_floats(dtype):
+    x = jnp.asarray(np.arange(36).reshape(12, 3) % 2, dtype)
+    mean = bj.run(bj.program(clients=12)(bj.reduce_mean), x, options={"shard_size": 8})
+    expected = np.asarray(x).astype(np.float64).mean(axis=0).astype(x.dtype)
+    assert_same_bits(mean, jnp.asarray(expected))
