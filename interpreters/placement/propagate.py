@@ -392,7 +392,8 @@ class _AtBorders:
         self.program = program
         self.names = map("created{}".format, itertools.count())
 
-    def block(self, block: FlatBlock) -> None:
+    def block(self, block: FlatBlock) -> dict[tuple[Atom, Place], Var]:
+        """Adds those of a block; returns the copies that its equations create."""
         eqns: list[Eqn] = []
         known: dict[tuple[Atom, Place], Var] = {}
         for eqn in block.eqns:
@@ -403,14 +404,14 @@ class _AtBorders:
                     for pair in zip(eqn.inputs, border.inputs, strict=True)
                 ]
                 for inner, places in zip(eqn.blocks, border.outputs, strict=True):
-                    self.block(inner)
-                    of_inner: dict[tuple[Atom, Place], Var] = {}
+                    of_inner = self.block(inner)
                     inner.outputs = [
                         self.created(*pair, inner.eqns, of_inner)
                         for pair in zip(inner.outputs, places, strict=True)
                     ]
             eqns.append(eqn)
         block.eqns[:] = eqns
+        return known
 
     def created(
         self, atom: Atom, along: Place, eqns: list[Eqn], known: dict[tuple[Atom, Place], Var]
