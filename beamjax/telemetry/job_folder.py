@@ -228,7 +228,7 @@ class JobFolder:
 
     def request_cancel(self) -> None:
         """Requests the launching process and the workers to end the job."""
-        self.write("cancel", {"time": time.time()}, make=False)
+        self.write(worker_records.CANCEL, {"time": time.time()}, make=False)
 
     def cancel_requested(self) -> bool:
         """Whether a process has requested the end of the job."""

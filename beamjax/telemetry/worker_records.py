@@ -22,8 +22,8 @@ EVERY_SECONDS = 1.0
 MAX_RECORDERS = 64
 FOLDER = "records"
 """The name of the folder of the records, in that of the job."""
-CANCEL = f"cancel{records.SUFFIX}"
-"""The name of the file that requests the end of the job."""
+CANCEL = "cancel"
+"""The name of the record that requests the end of the job."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def slowness(folder: str) -> float:
 
 def cancel_requested(folder: str) -> bool:
     """Whether a process has requested the end of the job of a folder."""
-    return CANCEL in files.names(folder)
+    return f"{CANCEL}{records.SUFFIX}" in files.names(folder)
 
 
 class _Recorder:
