@@ -21,13 +21,20 @@ from beamjax.diagnostics.memory import device_estimates, estimate
 from beamjax.diagnostics.topology import Workers
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.lowering.buckets import padding_notes
-from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES
+from beamjax.interpreters.lowering.shard_size import (
+    FEWEST_SHARDS,
+    GROUP_SHARDS,
+    MAX_SHARD_BYTES,
+    PAYING,
+    UNKNOWN_SIZE,
+)
 from beamjax.interpreters.planning import Planned
 from beamjax.interpreters.staging.arguments import Argument
 from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import Options
 from beamjax.options.rules import MULTIPLE
 from beamjax.plan.merging import fan_out, workers_of
+from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -426,6 +433,25 @@ Choice = tuple[str, str, str, str]
 """What is chosen, the choice, the reason for it, and the option that fixes it, or ""."""
 
 
+_SIZE_REASONS = {
+    SizeReason.PAYING: "as few as pay for a call and for merging, by counted operations",
+    SizeReason.FEWEST_SHARDS: f"at least {FEWEST_SHARDS} shards",
+    SizeReason.TWO_SHARDS: "at least 2 shards, since merging costs more than calls",
+    SizeReason.FEW_CALLS: (
+        f"fewer would compute less than {PAYING // FEWEST_SHARDS} times their overhead"
+    ),
+    SizeReason.UNKNOWN_SIZE: f"at most {UNKNOWN_SIZE:,}, since the number of members is unknown",
+    SizeReason.FILES: f"at least {GROUP_SHARDS} shards in a group of files",
+    SizeReason.BYTES: f"a shard reads and returns at most {human_bytes(MAX_SHARD_BYTES)}",
+    SizeReason.MULTIPLE: f"at least {MULTIPLE} members",
+    SizeReason.EQUAL: "shards have equal sizes",
+    SizeReason.ALL: "no more than there are",
+    SizeReason.WHOLE_RANGES: "whole ranges of members in order",
+    SizeReason.OPTION: "the option shard_size",
+    SizeReason.GIVEN: "as in the plan of the launching process",
+}
+
+
 def _at_once_bytes(plan: Plan, step: Map) -> int:
     """Returns the bytes that the members hold that a pass computes at once."""
     how, size = step.vectorization, plan.shard_sizes[step.placement]
@@ -438,16 +464,7 @@ def _choices(plan: Plan, steps: Iterable[Json], options: Options, runner: str) -
     passes = {step.name: step for step in walk(plan.steps) if isinstance(step, Map)}
     for placement in dict.fromkeys(step.placement for step in passes.values()):
         size = plan.shard_sizes[placement]
-        moved = max(
-            sum(plan.values[name].nbytes for name in {*step.operands, *step.results})
-            for step in passes.values()
-            if step.placement == placement
-        )
-        why = "as few as pay for a call, by counted operations"
-        if 2 * size * moved > MAX_SHARD_BYTES:
-            why = f"as many as move at most {human_bytes(MAX_SHARD_BYTES)}, from {MULTIPLE} on"
-        if options.shard_size is not None:
-            why = "the option shard_size"
+        why = "; ".join(_SIZE_REASONS[reason] for reason in plan.size_reasons[placement])
         cut = ", cut at files" if placement in plan.file_starts else ""
         chosen = f"{size} members{cut}"
         yield f"shards of {placement}", chosen, why, "shard_size"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import enum
 import functools
 import itertools
 from collections.abc import Iterator
@@ -14,6 +15,24 @@ from beamjax.errors import BeamjaxError, Failure, WorkerError
 
 if TYPE_CHECKING:
     from beamjax.plan.steps import Map
+
+
+class SizeReason(enum.StrEnum):
+    """A rule that decided how many members a shard has."""
+
+    PAYING = enum.auto()  # as few as pay for a call and for merging
+    FEWEST_SHARDS = enum.auto()
+    TWO_SHARDS = enum.auto()  # since merging costs more than calls
+    FEW_CALLS = enum.auto()  # with the fewest shards, they would not be worth a call
+    UNKNOWN_SIZE = enum.auto()  # of the placement
+    FILES = enum.auto()  # a part of a group of files
+    BYTES = enum.auto()  # as many as a shard may move
+    MULTIPLE = enum.auto()  # the smallest size
+    EQUAL = enum.auto()  # a few shards of equal sizes
+    ALL = enum.auto()  # no more than there are
+    WHOLE_RANGES = enum.auto()  # of members in order
+    OPTION = enum.auto()
+    GIVEN = enum.auto()  # as in another plan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from beamjax.plan.cost import Cost
 from beamjax.plan.dropping import Guard
-from beamjax.plan.shard import Shards
+from beamjax.plan.shard import Shards, SizeReason
 
 
 @dataclass(frozen=True)
@@ -379,6 +379,10 @@ class Plan:
     # By name of the step: its cost (of a pass, per member), and the rule that chose it, in words.
     costs: Mapping[str, Cost] = field(default_factory=dict, compare=False, repr=False)
     rules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    # By placement, the rules that decided its shard size, in the order in which they did.
+    size_reasons: Mapping[str, tuple[SizeReason, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def shards(self, placement: str) -> Shards:
         """The shards of a placement."""

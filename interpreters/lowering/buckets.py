@@ -18,6 +18,7 @@ from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.arguments import Argument
 from beamjax.plan.cost import Cost
+from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import (
     Block,
     Branch,
@@ -62,7 +63,7 @@ def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) ->
     usual = arguments[mine[0]].value
     try:
         # All plans must have the same shards. The longest members alone would make them small.
-        sizes = _sizes(plan, usual, make)
+        sizes, reasons = _sizes(plan, usual, make)
         longest = plan if sizes == plan.shard_sizes else make(buckets[-1], sizes)
         shorter = [make(rows, sizes) for rows in buckets[:-1]]
     except BeamjaxError as error:
@@ -70,7 +71,8 @@ def with_buckets(plan: Plan, arguments: Sequence[Argument], planner: Planner) ->
     together = _together(longest, shorter, mine)
     if isinstance(together, str):
         return plan, together
-    return replace(together, costs=_mean_costs(usual, [*shorter, longest], mine)), ""
+    costs = _mean_costs(usual, [*shorter, longest], mine)
+    return replace(together, costs=costs, size_reasons=reasons), ""
 
 
 def with_padding_checks(
@@ -162,13 +164,20 @@ def _mean_costs(
     }
 
 
-def _sizes(plan: Plan, source: RaggedMembers, make: Callable[..., Plan]) -> Mapping[str, int]:
+def _sizes(
+    plan: Plan, source: RaggedMembers, make: Callable[..., Plan]
+) -> tuple[Mapping[str, int], Mapping[str, tuple[SizeReason, ...]]]:
     """Shard sizes that suit members of usual length, bounded by the bytes of the longest ones."""
     rows = next((b for b in source.buckets if b >= source.usual_rows), source.buckets[-1])
     member = max(sum(leaf.nbytes for leaf in source.leaves), 1)
     most = power_of_two(MAX_SHARD_BYTES // member)
-    sizes = make(rows, None).shard_sizes
-    return {name: max(min(size, most), plan.shard_sizes[name]) for name, size in sizes.items()}
+    usual = make(rows, None)
+    sizes, reasons = dict(plan.shard_sizes), dict(plan.size_reasons)
+    for name, size in usual.shard_sizes.items():
+        if min(size, most) > sizes[name]:
+            sizes[name] = min(size, most)
+            reasons[name] = usual.size_reasons[name] if size <= most else (SizeReason.BYTES,)
+    return sizes, reasons
 
 
 def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan | str:

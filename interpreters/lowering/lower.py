@@ -38,6 +38,7 @@ from beamjax.interpreters.lowering.map_bodies import (
 from beamjax.interpreters.lowering.reasons import rule_of, short_name, why_on_server
 from beamjax.interpreters.lowering.shard_size import (
     PassSize,
+    ShardSize,
     choose_vectorization,
     pass_sizes,
     shard_sizes,
@@ -55,6 +56,7 @@ from beamjax.interpreters.rules.sharding_rules import (
 from beamjax.ops.primitives import default_promotion
 from beamjax.options import Options
 from beamjax.plan.cost import Cost
+from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import (
     Block,
     Body,
@@ -95,9 +97,11 @@ def lower(
     """Makes a plan of the stages of a placed program; `paths` names its inputs in messages."""
     passes = pass_sizes(program, stages)
     if sizes is None:
-        sizes = shard_sizes(program, passes, options)
-    sizes = with_whole_blocks(program, stages, sizes)
-    lowering = _Lowering(program, passes, options, sizes, vectorizations or {})
+        chosen = shard_sizes(program, passes, options)
+    else:
+        chosen = {name: ShardSize(size, (SizeReason.GIVEN,)) for name, size in sizes.items()}
+    chosen = with_whole_blocks(program, stages, chosen)
+    lowering = _Lowering(program, passes, options, chosen, vectorizations or {})
     return lowering.plan(stages, name, paths)
 
 
@@ -109,14 +113,15 @@ class _Lowering:
         program: PlacedProgram,
         passes: Mapping[MapStage, PassSize],
         options: Options,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, ShardSize],
         vectorizations: Mapping[str, Vectorization],
     ):
         self.program = program
         self.passes = passes
         self.options = options
         self.platforms = (default_platform(),) if options.platforms is None else options.platforms
-        self.sizes = sizes
+        self.sizes = {placement: size.members for placement, size in sizes.items()}
+        self.size_reasons = {placement: size.reasons for placement, size in sizes.items()}
         self.vectorizations = vectorizations
         # The tables of the plan, to which each step adds.
         self.costs: dict[str, Cost] = {}
@@ -152,6 +157,7 @@ class _Lowering:
             constants=tuple(flat.constants),
             costs=self.costs,
             rules=self.rules,
+            size_reasons=self.size_reasons,
         )
         if self.guard is None or not self.guard.drops:
             return plan

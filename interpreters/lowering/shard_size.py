@@ -29,6 +29,7 @@ from beamjax.interpreters.rules.sharding_rules import ReductionRule
 from beamjax.options import Options
 from beamjax.options.rules import MULTIPLE
 from beamjax.plan.cost import Cost
+from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import VMAP, FusedBuffer, Vectorization
 
 CACHE_BYTES = 1 << 19
@@ -55,6 +56,14 @@ GROUP_SHARDS = 4
 """Fewest shards of a group of files, so that the padding of its last shard is little."""
 FEWEST_GROUPS = 4
 """Fewest groups of files of a placement. With fewer, a changed file would be most of the data."""
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """How many members a shard has, and the rules that decided it."""
+
+    members: int
+    reasons: tuple[SizeReason, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ def pass_sizes(program: PlacedProgram, stages: Sequence[Stage]) -> dict[MapStage
 
 def shard_sizes(
     program: PlacedProgram, passes: Mapping[MapStage, PassSize], options: Options
-) -> dict[str, int]:
+) -> dict[str, ShardSize]:
     """The members per shard of each placement: a multiple of 8, one size for all passes."""
     # With a fixed multiple of 8, the bits of a member do not depend on its row in the shard on
     # XLA's CPU backend.
@@ -115,35 +124,64 @@ def shard_sizes(
     for placement, n in program.sizes.items():
         mine = [size for stage, size in passes.items() if stage.placement == placement]
         groups = program.file_groups.get(placement)
-        chosen = options.shard_size and _at_most_all(options.shard_size, n)
-        sizes[placement] = chosen or _shard_size(mine, n, groups)
+        if options.shard_size is None:
+            sizes[placement] = _shard_size(mine, n, groups)
+        else:
+            chosen = ShardSize(options.shard_size, (SizeReason.OPTION,))
+            sizes[placement] = _at_most_all(chosen, n)
     return sizes
 
 
-def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = None) -> int:
+def _shard_size(passes: Sequence[PassSize], n: Any, groups: FileGroups | None = None) -> ShardSize:
     """The number of members per shard of a placement, if a user does not set it."""
     # The smallest for which the operations of a shard pay for its call and for merging, so that
     # there are as many shards as possible. It does not depend on the number of workers.
-    # `diagnostics/plan_json.py` has the words of `explain` on it.
     if not passes:
-        return MULTIPLE
-    count, paying = math.inf if is_unknown(n) else n, _paying(passes)
-    fewest = 2 if _merging(passes) > _calling(passes) else FEWEST_SHARDS
-    most = UNKNOWN_SIZE if is_unknown(n) else max(n / fewest, paying / FEWEST_SHARDS)
-    size = min(paying, most)
+        return ShardSize(MULTIPLE, (SizeReason.MULTIPLE,))
+    limit, reason = _limit(passes, n, groups)
+    size = power_of_two(math.sqrt(2) * limit)
+    bound = power_of_two(MAX_SHARD_BYTES / max(*(pass_size.moved for pass_size in passes), 1))
+    if bound < size:
+        size, reason = bound, SizeReason.BYTES
+    if size < MULTIPLE:
+        size, reason = MULTIPLE, SizeReason.MULTIPLE
+    if is_unknown(n) or n >= FEWEST_SHARDS * size:
+        return ShardSize(size, (reason,))
+    shards = max(math.ceil(n / size), 1)
+    equal = max(_equal_size(passes, n / shards), MULTIPLE)
+    if equal == size:
+        return ShardSize(size, (reason,))
+    return ShardSize(equal, (reason, SizeReason.EQUAL if shards > 1 else SizeReason.ALL))
+
+
+def _limit(
+    passes: Sequence[PassSize], n: Any, groups: FileGroups | None
+) -> tuple[float, SizeReason]:
+    """The most members that a shard has by operations, shards and files, and which of them."""
+    paying = _paying(passes)
+    limits = [(paying, SizeReason.PAYING)]
+    if is_unknown(n):
+        limits.append((UNKNOWN_SIZE, SizeReason.UNKNOWN_SIZE))
+    else:
+        fewest = FEWEST_SHARDS, SizeReason.FEWEST_SHARDS
+        if _merging(passes) > _calling(passes):
+            fewest = 2, SizeReason.TWO_SHARDS
+        few_calls = paying / FEWEST_SHARDS, SizeReason.FEW_CALLS
+        limits.append(max((n / fewest[0], fewest[1]), few_calls, key=_members))
     if groups is not None:
-        size = min(size, groups.rows / GROUP_SHARDS)
-    size = power_of_two(math.sqrt(2) * size)
-    size = min(
-        size, power_of_two(MAX_SHARD_BYTES / max(*(pass_size.moved for pass_size in passes), 1))
-    )
-    if count < FEWEST_SHARDS * size:
-        # A few shards have equal sizes. The last one would be mostly padding.
-        equal = count / max(math.ceil(count / size), 1)
-        batches = math.ceil(equal / max(MULTIPLE, min(pass_size.at_once for pass_size in passes)))
-        steps = batches * MULTIPLE, max(MULTIPLE, power_of_two(equal) // 16)
-        size = min(math.ceil(equal / step) * step for step in steps)
-    return max(size, MULTIPLE)
+        limits.append((groups.rows / GROUP_SHARDS, SizeReason.FILES))
+    return min(limits, key=_members)
+
+
+def _members(limit: tuple[float, SizeReason]) -> float:
+    return limit[0]
+
+
+def _equal_size(passes: Sequence[PassSize], members: float) -> int:
+    """The size of a few shards of equal sizes. Else the last one would be mostly padding."""
+    batches = math.ceil(members / max(MULTIPLE, min(pass_size.at_once for pass_size in passes)))
+    steps = batches * MULTIPLE, max(MULTIPLE, power_of_two(members) // 16)
+    return min(math.ceil(members / step) * step for step in steps)
 
 
 def _calling(passes: Sequence[PassSize]) -> float:
@@ -160,8 +198,11 @@ def _paying(passes: Sequence[PassSize]) -> float:
     return PAYING * (_calling(passes) + _merging(passes)) / max(operations, 1)
 
 
-def _at_most_all(size: int, n: Any) -> int:
-    return size if is_unknown(n) else min(size, -(-n // MULTIPLE) * MULTIPLE)
+def _at_most_all(size: ShardSize, n: Any) -> ShardSize:
+    if is_unknown(n) or size.members <= -(-n // MULTIPLE) * MULTIPLE:
+        return size
+    reasons = (reason for reason in size.reasons if reason is not SizeReason.ALL)
+    return ShardSize(-(-n // MULTIPLE) * MULTIPLE, (*reasons, SizeReason.ALL))
 
 
 def power_of_two(most: float) -> int:
@@ -194,19 +235,22 @@ def file_groups(
 
 
 def with_whole_blocks(
-    program: PlacedProgram, stages: Sequence[Stage], sizes: Mapping[str, int]
-) -> dict[str, int]:
+    program: PlacedProgram, stages: Sequence[Stage], sizes: Mapping[str, ShardSize]
+) -> dict[str, ShardSize]:
     """Shard sizes such that each shard begins where a range does; see `rules.by_shard`."""
-    whole = dict(sizes)
+    whole = {placement: size.members for placement, size in sizes.items()}
     for stage in (stage for stage in walk(stages) if isinstance(stage, MapStage)):
         for emission in (emission for emission in stage.emissions if emission.rule.by_shard):
             size, block = whole[stage.placement], emission.eqn.params["block"]
             whole[stage.placement] = -(-size // block) * block
     return {
         placement: size
-        if size == sizes[placement]
-        else _at_most_all(size, program.sizes[placement])
-        for placement, size in whole.items()
+        if whole[placement] == size.members
+        else _at_most_all(
+            ShardSize(whole[placement], (*size.reasons, SizeReason.WHOLE_RANGES)),
+            program.sizes[placement],
+        )
+        for placement, size in sizes.items()
     }
 
 
