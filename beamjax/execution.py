@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from beamjax import _compat
 from beamjax.bodies.jax_settings import as_compiled
 from beamjax.bodies.load import with_weak_type, with_x64, wrap
 from beamjax.bodies.python_bodies import Recipe
-from beamjax.bodies.xla_threads import with_lapack_threads
+from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, with_lengths
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
 from beamjax.errors import BeamjaxError, OptionsError, StagingError
@@ -39,10 +40,9 @@ from beamjax.runtime.materialized_outputs import (
     materialized_outputs,
     refuse_results,
 )
-from beamjax.sources.array_source import is_immutable
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
-from beamjax.storage import buffers
+from beamjax.storage import buffers, temporary
 from beamjax.tables.keyed_results import (
     keyed_outputs,
     materialized_numbers,
@@ -194,19 +194,23 @@ def prepare(
     # `snapshot`: the caller may write to its arrays before the run is over. `workers` are those of
     # a session.
     began = time.perf_counter()
+    # Removes what killed processes have left.
+    temporary.sweep_once(options.work_folder or tempfile.gettempdir())
     with contextlib.ExitStack() as files:
-        files.enter_context(claimed(options))
+        if options.job_folder is not None or options.results_folder is not None:
+            files.enter_context(claimed(options))
         flat = stage("run", fn, args)
         known = flat
-        if flat.has_streams:
+        if flat.arrays is None and flat.has_streams:
             known = files.enter_context(with_lengths(flat, runner, options))
         call = plan(known, runner, options)
-        warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)
+        if known.narrows:
+            warn_of_changes(known.arguments, call.plan.x64, stacklevel=4)
         inputs = call.values.snapshot() if snapshot else call.inputs
         backend, options, results = choose_runner(call)
         return replace(
             call, backend=backend, options=options, inputs=inputs, results=results,
-            can_replay=not flat.has_streams, files=files.pop_all(), workers=workers,
+            can_replay=known is flat, files=files.pop_all(), workers=workers,
             planning=time.perf_counter() - began,
         )  # fmt: skip
 
@@ -217,7 +221,8 @@ def stage(
     """Flattens the arguments of a call; refuses tracers, and abstract ones unless `abstract`."""
     flat = flatten_call(fn, args)
     others = flat.arguments if flat.arrays is None else ()
-    refuse_tracers(front, fn, {argument.path: [argument.value] for argument in others})
+    if others:
+        refuse_tracers(front, fn, {argument.path: [argument.value] for argument in others})
     if _compat.is_tracing():
         refuse_compilation(front, fn)
     for argument in others:
@@ -269,7 +274,7 @@ def execute(call: Call, monitor: Monitor) -> Values:
     """Runs the plan of a call, and returns its outputs by name."""
     results = call.results
     cleared = contextlib.nullcontext() if results is NOTHING else results.cleared()
-    with cleared, with_lapack_threads(), with_subnormals():
+    with cleared, lapack_limit, with_subnormals():
         try:
             values = _execute(call, monitor)
         except BeamjaxError as error:
@@ -343,7 +348,7 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
         # On the CPU, JAX may share the array's memory, which may belong to an argument.
         # `jax.numpy.array` would copy it, but compiles an executable for each shape. JAX copies
         # memory again that is not aligned.
-        put = _compat.device_array(array if is_immutable(array) else buffers.copy(array))
+        put = _compat.device_array(array if buffers.is_immutable(array) else buffers.copy(array))
         return wrap(put, spec.key_impl)
 
 

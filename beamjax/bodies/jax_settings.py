@@ -37,23 +37,19 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-def settings() -> dict[str, Any]:
-    """The values of `SETTINGS` in this thread, by name."""
-    return _of_this_thread(SETTINGS)
+def settings(names: Iterable[str] = SETTINGS) -> dict[str, Any]:
+    """The values of settings of JAX in this thread, by name."""
+    return {name: getattr(_compat.config, f"jax_{name}") for name in names}
 
 
 def debugging() -> dict[str, bool]:
     """The values of `DEBUGGING` in this thread, by name."""
-    return _of_this_thread(DEBUGGING)
-
-
-def _of_this_thread(names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(_compat.config, f"jax_{name}") for name in names}
+    return settings(DEBUGGING)
 
 
 def with_settings(values: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """A context in which JAX has these settings."""
-    here = _of_this_thread(values)
+    here = settings(values)
     changed = {name: value for name, value in values.items() if here[name] != value}
     return _with_changed(changed) if changed else contextlib.nullcontext()
 
@@ -68,14 +64,15 @@ def _with_changed(values: Mapping[str, Any]) -> Iterator[None]:
 
 def as_compiled() -> contextlib.AbstractContextManager[Any]:
     """A context in which exported bodies can run on arrays of NumPy."""
-    here = _of_this_thread(ALLOWED)
+    here = settings(ALLOWED)
     # A transfer guard of None allows transfers, too.
-    return with_settings({name: x for name, x in ALLOWED.items() if here[name] is not None})
+    changed = {name: x for name, x in ALLOWED.items() if here[name] not in (None, x)}
+    return _with_changed(changed) if changed else contextlib.nullcontext()
 
 
 def with_settings_of_here(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Wraps a function for another thread, so that it runs with the settings of this thread."""
-    here = _of_this_thread((*SETTINGS, *DEBUGGING, *ALLOWED, "default_device"))
+    here = settings((*SETTINGS, *DEBUGGING, *ALLOWED, "default_device"))
 
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with with_settings(here):

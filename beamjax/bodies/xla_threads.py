@@ -135,7 +135,8 @@ class _Limit:
                 self._limited = _libraries().limit(limits=LAPACK_THREADS, user_api="blas")
 
 
-_limit = _Limit()
+lapack_limit = _Limit()
+"""A context that limits LAPACK to `LAPACK_THREADS`, in all threads of this process."""
 
 
 @functools.cache
@@ -159,18 +160,13 @@ def _let_any_thread_limit() -> None:
 
 def lapack_threads() -> int | None:
     """The number of LAPACK's threads if beamjax limits it in this process, else None."""
-    return LAPACK_THREADS if _limit.held else None
+    return LAPACK_THREADS if lapack_limit.held else None
 
 
 def hold_lapack_threads() -> None:
     """Limits LAPACK to `LAPACK_THREADS` for the rest of the process, which is a worker."""
-    if not _limit.held:
-        _limit.__enter__()
-
-
-def with_lapack_threads() -> contextlib.AbstractContextManager[None]:
-    """A context that limits LAPACK to `LAPACK_THREADS`, in all threads of this process."""
-    return _limit
+    if not lapack_limit.held:
+        lapack_limit.__enter__()
 
 
 def use_lapack(body: Body) -> None:
@@ -178,7 +174,7 @@ def use_lapack(body: Body) -> None:
     # JAX has loaded LAPACK for a body that runs as Python by now, because the body is lowered when
     # the plan is made.
     if body.calls_lapack if body.python is None else _SCIPY in sys.modules:
-        _limit.use()
+        lapack_limit.use()
 
 
 _SCIPY = "scipy.linalg.cython_lapack"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import Options
-from beamjax.storage import files, locks, temporary
+from beamjax.storage import files, locks
 from beamjax.telemetry.job_folder import JobFolder
 
 
@@ -19,8 +18,6 @@ def claimed(options: Options) -> Iterator[None]:
     named = {"job_folder": options.job_folder, "results_folder": options.results_folder}
     # Folders at URLs have no locks. The same folder may be given for both.
     local = {os.path.abspath(f): name for name, f in named.items() if f and not files.is_url(f)}
-    if options.work_folder is None or not files.is_url(options.work_folder):
-        temporary.sweep_once(options.work_folder or tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         for folder, name in local.items():
             stack.enter_context(_locked(name, folder))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import export
 
 from beamjax._text import human_bytes
-from beamjax.bodies.xla_threads import with_lapack_threads
+from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.options import Options
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan
@@ -182,7 +182,7 @@ def count_cached(inputs: Inputs, step: Map, options: Options) -> int | str:
         return "the members have to be read"
     broadcasts = {name: inputs.whole(served[name]) for name in step.broadcasts}
     assert options.cache is not None
-    with with_lapack_threads():  # as in a run: the number of threads is part of the addresses
+    with lapack_limit:  # as in a run: the number of threads is part of the addresses
         cached = cached_shards(options.cache, plan, step, broadcasts, options.xla_threads)
     assert cached is not None
     return sum(cached.is_known(shard, reader) for shard in shards)

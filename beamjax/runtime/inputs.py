@@ -12,10 +12,11 @@ import numpy as np
 from beamjax.bodies.load import raw_array
 from beamjax.plan.steps import Input, Plan
 from beamjax.runtime.values import Leaf, Reader, Ref, ref_to
-from beamjax.sources.array_source import ArraySource, snapshot
+from beamjax.sources.array_source import ArraySource
 from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 from beamjax.sources.streams.chunks import Streams, members_of
+from beamjax.storage.buffers import snapshot
 
 
 class Inputs:
@@ -25,7 +26,7 @@ class Inputs:
         self.plan = plan
         # For each input an array, a scalar, or a pair of a `Source` and the index of its leaf.
         self.values = values
-        self.has_sources = any(isinstance(value, tuple) for value in values)
+        self.has_sources = tuple in map(type, values)
 
     def snapshot(self) -> Inputs:
         """The same values, in memory that the caller can't write to."""

@@ -26,6 +26,7 @@ from beamjax.sources.source_base import (
     Which,
     describe_source,
 )
+from beamjax.storage.buffers import snapshot
 
 if TYPE_CHECKING:
     from beamjax.sources.arrays.npy_source import NpySource
@@ -118,32 +119,3 @@ def from_arrays(tree: Any) -> ArraySource:
         leaves.append(LeafSpec(array.shape[1:], native_dtype(array.dtype), impl, name))
     check_sizes(names, [array.shape[0] for array in arrays])
     return ArraySource(arrays, leaves, treedef)
-
-
-# --- copies of arrays that the caller can still write to
-
-
-def is_immutable(array: np.ndarray) -> bool:
-    """Whether neither the array nor any memory that it is a view of is writable."""
-    memory: Any = array
-    while isinstance(memory, np.ndarray):
-        if memory.flags.writeable:
-            return False
-        memory = memory.base
-    try:
-        with memoryview(memory) as view:
-            return view.readonly
-    except (TypeError, BufferError):  # None, or an object that shares no memory but through arrays
-        return True
-
-
-def snapshot(array: np.ndarray) -> np.ndarray:
-    """The array, or a read-only copy if its memory is writable."""
-    if is_immutable(array):
-        return array
-    # Along axes of stride 0, as of `np.broadcast_to`, one entry is enough.
-    pairs = zip(array.strides, array.shape, strict=True)
-    once = array[tuple(slice(1 if step == 0 and size else None) for step, size in pairs)]
-    copy = np.array(once, subok=False)
-    copy.flags.writeable = False
-    return np.broadcast_to(copy, array.shape) if once.shape != array.shape else copy

@@ -1,4 +1,4 @@
-"""Memory for large arrays: aligned, so that JAX on CPUs uses it without a copy, or in files."""
+"""Memory of arrays: aligned, so that JAX on CPUs uses it without a copy, read-only, or in files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import tempfile
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,32 @@ def freeze(array: np.ndarray) -> None:
     while isinstance(memory, np.ndarray):
         memory.flags.writeable = False
         memory = memory.base
+
+
+def is_immutable(array: np.ndarray) -> bool:
+    """Whether neither the array nor any memory that it is a view of is writable."""
+    memory: Any = array
+    while isinstance(memory, np.ndarray):
+        if memory.flags.writeable:
+            return False
+        memory = memory.base
+    try:
+        with memoryview(memory) as view:
+            return view.readonly
+    except (TypeError, BufferError):  # None, or an object that shares no memory but through arrays
+        return True
+
+
+def snapshot(array: np.ndarray) -> np.ndarray:
+    """The array, or a read-only copy if its memory is writable."""
+    if is_immutable(array):
+        return array
+    # Along axes of stride 0, as of `np.broadcast_to`, one entry is enough.
+    pairs = zip(array.strides, array.shape, strict=True)
+    once = array[tuple(slice(1 if step == 0 and size else None) for step, size in pairs)]
+    copied = np.array(once, subok=False)
+    copied.flags.writeable = False
+    return np.broadcast_to(copied, array.shape) if once.shape != array.shape else copied
 
 
 def file_array(shape: tuple[int, ...], dtype: np.dtype, folder: str | None = None) -> np.ndarray:

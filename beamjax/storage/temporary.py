@@ -86,8 +86,9 @@ def remove_empty(folder: str) -> None:
 
 @functools.cache
 def sweep_once(parent: str) -> None:
-    """As `sweep`, once in a process."""
-    sweep(parent)
+    """As `sweep`, once in a process. Does nothing at a URL."""
+    if not is_url(parent):
+        sweep(parent)
 
 
 def sweep(parent: str) -> None:

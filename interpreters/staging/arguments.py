@@ -55,11 +55,9 @@ class FlatCall:
     arguments: Sequence[Argument]  # a `Source` stands for a tree of placed arrays
     structure: Any  # of the arguments; hashable, since it is part of the key of a plan
     restore: Callable[[Sequence[Any]], Any]  # the tree of arguments, from a value for each flat one
-
-    @property
-    def arrays(self) -> Sequence[Any] | None:
-        """The arguments, if all are arrays in memory, none of which is a tracer."""
-        return self.arguments.arrays if isinstance(self.arguments, _Arrays) else None
+    # The arguments, if all are arrays in memory, none of which is a tracer.
+    arrays: Sequence[Any] | None = None
+    narrows: bool = True  # whether JAX may have a narrower dtype for an argument
 
     @functools.cached_property
     def types(self) -> tuple[Any, ...]:
@@ -104,7 +102,7 @@ class FlatCall:
 
     def with_arguments(self, arguments: Sequence[Argument]) -> FlatCall:
         """The call with other arguments of the same structure."""
-        return replace(self, arguments=arguments)
+        return FlatCall(self.fn, arguments, self.structure, self.restore)
 
 
 class _Arrays(Sequence[Argument]):
@@ -113,17 +111,18 @@ class _Arrays(Sequence[Argument]):
     # A second call finds its plan by their types alone. To name a thousand arguments and to make
     # their types in JAX takes milliseconds, which is more than small programs compute.
     def __init__(self, arrays: Sequence[Any], types: tuple[Any, ...], tree: Any):
-        self.arrays, self.types, self._tree = arrays, types, tree
+        self.types = types
+        self._arrays, self._tree = arrays, tree
 
     @functools.cached_property
     def _described(self) -> list[Argument]:
-        args = tree_util.tree_unflatten(self._tree, self.arrays)
+        args = tree_util.tree_unflatten(self._tree, self._arrays)
         named, _ = tree_util.tree_flatten_with_path(args)
         pairs = ((f"args{tree_util.keystr(path)}", leaf) for path, leaf in named)
         return [Argument(name, _aval(name, leaf, None), leaf) for name, leaf in pairs]
 
     def __len__(self) -> int:
-        return len(self.arrays)
+        return len(self._arrays)
 
     def __getitem__(self, index: Any) -> Any:
         return self._described[index]
@@ -132,21 +131,22 @@ class _Arrays(Sequence[Argument]):
         return iter(self._described)
 
 
-def _array_types(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The `FlatCall.types` of arrays of NumPy and JAX; None if there is anything else."""
+def _array_types(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], bool] | None:
+    """`FlatCall.types` and `narrows` of arrays of NumPy and JAX; None if there is anything else."""
     # One loop for each property, as this takes most of the time in which a call finds its plan.
     kinds = set(map(type, leaves))
     if not kinds <= {np.ndarray, _compat.ArrayImpl}:
         return None
     narrowed = _NARROWED[bool(_compat.config.jax_enable_x64)]
     try:
-        dtypes = tuple(map(narrowed.__getitem__, [x.dtype for x in leaves]))
+        own = [x.dtype for x in leaves]
+        dtypes = [narrowed[dtype] for dtype in own]
     except (TypeError, ValueError):  # A dtype that JAX does not have: an error will say so.
         return None
     weak: list[int] = []
     if _compat.ArrayImpl in kinds:
         weak = [i for i, x in enumerate(leaves) if type(x) is not np.ndarray and x.weak_type]
-    return tuple([x.shape for x in leaves]), dtypes, tuple(weak), ()
+    return (tuple([x.shape for x in leaves]), tuple(dtypes), tuple(weak), ()), dtypes != own
 
 
 class _Narrowed(dict[Any, Any]):
@@ -167,10 +167,11 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
     """Flattens the arguments of a call; refuses what is neither data nor a source."""
     args = tuple(args)
     leaves, tree = tree_util.tree_flatten(args)
-    types = _array_types(leaves)
-    if types is not None:
+    arrays = _array_types(leaves)
+    if arrays is not None:
+        types, narrows = arrays
         restore = functools.partial(tree_util.tree_unflatten, tree)
-        return FlatCall(fn, _Arrays(leaves, types, tree), (tree, None), restore)
+        return FlatCall(fn, _Arrays(leaves, types, tree), (tree, None), restore, leaves, narrows)
     named, tree = tree_util.tree_flatten_with_path(args, is_leaf=lambda x: isinstance(x, Source))
     flat: list[Argument] = []
     symbols: dict[str, Any] = {}

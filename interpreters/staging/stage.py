@@ -23,7 +23,7 @@ from beamjax.ops.keyed import Keyed
 from beamjax.ops.leaves import name_of
 from beamjax.ops.placements import observe
 from beamjax.ops.tracer_errors import add_advice
-from beamjax.sources.array_source import is_immutable
+from beamjax.storage.buffers import is_immutable
 
 
 @dataclass(frozen=True)

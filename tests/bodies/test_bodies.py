@@ -110,8 +110,8 @@ def test_lapack_has_its_threads_back_when_nothing_holds_the_limit():
     with threadpoolctl.threadpool_limits(3, user_api="blas"):
         xla_threads.use_lapack(calls)
         assert (xla_threads.lapack_threads(), found()) == (None, {3})
-        with xla_threads.with_lapack_threads():
-            with xla_threads.with_lapack_threads():
+        with xla_threads.lapack_limit:
+            with xla_threads.lapack_limit:
                 xla_threads.use_lapack(other)
                 assert found() == {3}
                 xla_threads.use_lapack(calls)
@@ -123,7 +123,7 @@ def test_any_thread_limits_lapack_and_any_other_ends_the_limit():
     import scipy.linalg.cython_lapack  # noqa: F401 - as JAX does
 
     numbers = lambda: {pool["num_threads"] for pool in threadpoolctl.threadpool_info()}
-    body, limit = Body("", {"cpu": b"calls lapack_sgesdd_ffi"}), xla_threads.with_lapack_threads()
+    body, limit = Body("", {"cpu": b"calls lapack_sgesdd_ffi"}), xla_threads.lapack_limit
     with threadpoolctl.threadpool_limits(3, user_api="blas"), contextlib.ExitStack() as stack:
         threads = [stack.enter_context(concurrent.futures.ThreadPoolExecutor(1)) for _ in range(3)]
         for first, last in itertools.permutations(threads, 2):
