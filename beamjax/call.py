@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import jax
 
 from beamjax._text import hint
-from beamjax.diagnostics.plan_json import Json, plan_json
 from beamjax.errors import OptionsError, PlacementError, StructureError
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.planning import Planned
@@ -28,10 +27,10 @@ from beamjax.plan.steps import Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.sources.source_base import Source
-from beamjax.sources.streams.spool import spooled_here
 from beamjax.telemetry.messages import announced
 
 if TYPE_CHECKING:
+    from beamjax.diagnostics.plan_json import Json
     from beamjax.pipelines.session_workers import SessionWorkers
 
 LOCAL = "local"
@@ -70,6 +69,8 @@ class Call:
         """The plan as JSON values, which `explain` shows."""
         # `notes` are sentences on how the arguments are read. Only `explain` counts the shards that
         # the cache has, as that takes time.
+        from beamjax.diagnostics.plan_json import plan_json  # most runs do not show their plan
+
         notes = self.planned.notes if notes is None else notes
         inputs = self.inputs if cached else None
         flat = self.flat.arguments
@@ -217,6 +218,8 @@ def counted(call: FlatCall, runner: Any, options: Options) -> Iterator[FlatCall]
     streams = {id(a.value): a.value for a in call.arguments if a.is_stream}
     files: contextlib.AbstractContextManager[Sequence[Source]]
     if runner == LOCAL:
+        from beamjax.sources.streams.spool import spooled_here  # few programs read streams
+
         files = spooled_here(list(streams.values()), options)
     else:
         from beamjax.pipelines.tables.stored_streams import spooled

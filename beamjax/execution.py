@@ -19,7 +19,6 @@ import numpy as np
 from beamjax import _compat
 from beamjax.bodies.jax_settings import as_compiled
 from beamjax.bodies.load import with_weak_type, with_x64, wrap
-from beamjax.bodies.python_bodies import Recipe
 from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, with_lengths
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
@@ -34,21 +33,10 @@ from beamjax.options import Options, parse_options
 from beamjax.plan.steps import Output, Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import LoadedPlan, evaluate
-from beamjax.runtime.materialized_outputs import (
-    NOTHING,
-    MaterializedOutputs,
-    materialized_outputs,
-    refuse_results,
-)
+from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
 from beamjax.storage import buffers, temporary
-from beamjax.tables.keyed_results import (
-    keyed_outputs,
-    materialized_numbers,
-    table_folders,
-    with_tables,
-)
 from beamjax.telemetry.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -241,6 +229,8 @@ def plan(flat: FlatCall, runner: Any, options: Options, unroll: bool = False) ->
     planned = plan_for(flat, options, unroll)
     ready = planned.plan
     if planned.calls_back:
+        from beamjax.bodies.python_bodies import Recipe  # few bodies run as Python
+
         # Not in the cache of plans, which must not keep the user's function.
         chosen = ready.shard_sizes, ready.vectorizations
         recipe = Recipe(make_plan, flat, options, *chosen, unroll)
@@ -263,10 +253,9 @@ def choose_runner(call: Call) -> tuple[Any, Options, MaterializedOutputs]:
     staged = call.planned.staged
     if options.keep is None and not staged.returns_keyed:
         return call.backend, options, NOTHING
-    keyed = keyed_outputs(staged.out_tree, options) if staged.returns_keyed else []
-    numbers = materialized_numbers(keyed)
-    results = materialized_outputs(call.plan, staged.out_tree, options, numbers)
-    refuse_results(table_folders(keyed, results), options)
+    from beamjax.tables.keyed_results import materialized_results  # for few results
+
+    results = materialized_results(call.plan, staged.out_tree, options)
     return call.backend, options, results
 
 
@@ -322,6 +311,8 @@ def collect(call: Call, values: Values) -> Any:
     result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
     if not staged.returns_keyed:
         return result
+    from beamjax.tables.keyed_results import with_tables  # for few results
+
     return with_tables(result, call.results, call.backend, call.options)
 
 
@@ -458,7 +449,10 @@ def transform(fn: Callable[..., Any], *args: Any, options: Any = None) -> beam.P
             )
     call = plan(stage("transform", fn, args, abstract=True), LOCAL, parsed, unroll=True)
     out_tree = call.planned.staged.out_tree
-    for output in keyed_outputs(out_tree, parsed):
+    if call.planned.staged.returns_keyed:
+        from beamjax.tables.keyed_results import keyed_outputs  # for few results
+
+        output = keyed_outputs(out_tree, parsed)[0]
         raise StagingError(
             f"result{output.path}: found reduce_by_key without a number of keys, which transform "
             "does not have; return the keys and values, and use Beam's CombinePerKey, or "

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from beamjax.errors import OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.storage import files, locks
-from beamjax.telemetry.job_folder import JobFolder
 
 
 @contextlib.contextmanager
@@ -22,6 +21,8 @@ def claimed(options: Options) -> Iterator[None]:
         for folder, name in local.items():
             stack.enter_context(_locked(name, folder))
         if options.job_folder is not None:
+            from beamjax.telemetry.job_folder import JobFolder  # most runs have none
+
             JobFolder(options.job_folder).refuse_other(options.overwrite)
         yield
 

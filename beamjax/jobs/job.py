@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from beamjax._text import described
 from beamjax.call import Call
@@ -24,16 +24,20 @@ from beamjax.errors import (
     SourceError,
 )
 from beamjax.jobs.display import display_for, say
-from beamjax.jobs.recording import Recording, save_report
-from beamjax.jobs.report import Report, read_report
-from beamjax.jobs.results import read_result, write_result
+from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
-from beamjax.storage import files, records, temporary, trust
+from beamjax.storage import files, temporary, trust
 from beamjax.telemetry import interrupts
-from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.messages import SELDOM_SECONDS
 from beamjax.telemetry.monitor import Monitor
 from beamjax.telemetry.progress import Progress
+
+if TYPE_CHECKING:
+    from beamjax.jobs.recording import Recording
+    from beamjax.jobs.report import Report
+    from beamjax.telemetry.job_folder import JobFolder
+
+# Most runs have no folder, so what reads and writes folders is imported where it is needed.
 
 POLL_SECONDS = 0.2
 """Seconds between two reads of the state of a job, while a caller waits for it."""
@@ -112,6 +116,8 @@ class Job:
           JobError: the folder holds no job any more.
           ArrayFormatError: a record in the folder is damaged.
         """
+        from beamjax.jobs.report import read_report
+
         return read_report(self._folder)
 
     def wait(self, timeout: float | None = None) -> JobState:
@@ -168,6 +174,8 @@ class Job:
         state, error = self._ended()
         match JobState(state):
             case JobState.DONE:
+                from beamjax.jobs.results import read_result
+
                 return read_result(self._folder, like)
             case JobState.CANCELLED:
                 raise JobCancelledError(f"{self.folder}: the job was cancelled")
@@ -178,6 +186,8 @@ class Job:
                     f"{process.get('pid')} on {process.get('host')} is gone. Launch the function "
                     "again"
                 )
+        from beamjax.storage import records
+
         path = self._folder.record_path("state")
         if error is None:
             raise ArrayFormatError(f"{path}: found no error, expected that of a failed job")
@@ -234,6 +244,8 @@ def open_job(folder: str | os.PathLike[str]) -> Job:
       SourceError: a file in the folder can't be read.
       OptionsError: another user can write to the folder.
     """
+    from beamjax.telemetry.job_folder import JobFolder
+
     path = files.local_path(os.fspath(folder))
     trust.check_folder(path, "open_job")
     return Job(JobFolder(path))
@@ -296,6 +308,13 @@ def _remove(
         folder.remove()
 
 
+def _folder_of(options: Options) -> JobFolder:
+    """The folder of a job, which is a temporary one by default."""
+    from beamjax.telemetry.job_folder import JobFolder
+
+    return JobFolder(options.job_folder or temporary.new_name(options.work_folder, "job"))
+
+
 class JobRun:
     """One run of a call as a job, with its monitor, display and folder."""
 
@@ -306,16 +325,14 @@ class JobRun:
         display = display_for(options, launched)
         self._says = display is None and options.progress is None
         reports = launched or bool(options.job_folder or options.report)
-        self._folder: JobFolder | None = None
-        if options.job_folder is not None:
-            self._folder = JobFolder(options.job_folder)
-        elif reports or display is not None:
-            self._folder = JobFolder(temporary.new_name(options.work_folder, "job"))
+        self._folder = _folder_of(options) if reports or display is not None else None
         letters = DeadLetters(options.drop_limit, options.dead_letters)
         self.monitor = Monitor(call.plan, self._folder, letters, call.planning)
         self._recording: Recording | None = None
         self._ending, self._has_begun = threading.Lock(), False
         if self._folder is not None:
+            from beamjax.jobs.recording import Recording
+
             self._recording = Recording(self._folder, self.monitor, call, display, reports)
 
     @property
@@ -357,6 +374,8 @@ class JobRun:
                 folder.write_state(state, error)
             except Exception as failed:  # The result, or the error itself, matters more.
                 _LOG.warning("the end of the job is not recorded: %s", failed)
+            from beamjax.jobs.recording import save_report
+
             save_report(folder, self._call.options)
             if not self._launched and self._is_temporary:
                 folder.remove()
@@ -384,6 +403,8 @@ class JobRun:
         if self._recording is not None:
             self._recording.returned(value)
         if self._folder is not None and (self._launched or not self._is_temporary):
+            from beamjax.jobs.results import write_result
+
             try:
                 write_result(self._folder, value, self._call.plan.x64)
             except SourceError as error:  # The caller gets it all the same.

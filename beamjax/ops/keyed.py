@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 from jax import tree_util
 
 from beamjax.errors import StructureError
-from beamjax.numerics.by_key import ByKey, reduced, text_of
 from beamjax.numerics.reducers import BY_KEY, PRODUCT, REDUCERS, REDUCTIONS, Fold, Reducer
 from beamjax.ops import sharding
 from beamjax.ops.combining import in_wide_dtype
@@ -23,6 +22,9 @@ from beamjax.ops.placements import Size, resolve
 from beamjax.ops.primitives import default_promotion, map_members
 from beamjax.ops.weights import MemberWeights, scope_of_operator, weights_for
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
+
+if TYPE_CHECKING:
+    from beamjax.numerics.by_key import ByKey
 
 
 def reduce_by_key(
@@ -299,6 +301,8 @@ class Keyed:
           A dictionary of NumPy arrays. "key" has the distinct keys in ascending order, (k,), and
           "value" a tree of arrays of shapes (k, ...).
         """
+        from beamjax.numerics.by_key import reduced, text_of  # few programs have a `Keyed`
+
         leaves, tree = tree_util.tree_flatten(self.values)
         keys, *members = map(np.asarray, [self.keys, *leaves])
         names, *totals = reduced(self.by_key(keys, members), keys, members)
@@ -306,6 +310,8 @@ class Keyed:
 
     def by_key(self, keys: Any, leaves: Sequence[Any]) -> ByKey:
         """The reduction of members with keys and leaves of the types of arrays."""
+        from beamjax.numerics.by_key import ByKey  # few programs have a `Keyed`
+
         types = [(x.shape[1:], np.dtype(x.dtype)) for x in (keys, *leaves)]
         return ByKey(self.op, types[0], tuple(types[1:]), tuple(map(dtype_from_name, self.dtypes)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fractions
 import math
 import os
 import re
@@ -90,7 +89,9 @@ def _memory(chosen: Any) -> int:
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?i?B|)", chosen)
         if match is None or match[2] not in _UNITS:
             raise ValueError
-        value = int(fractions.Fraction(match[1]) * _UNITS[match[2]])
+        from fractions import Fraction  # few options are text
+
+        value = int(Fraction(match[1]) * _UNITS[match[2]])
     if type(value) is not int or value <= 0:
         raise ValueError
     return value

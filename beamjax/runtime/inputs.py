@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,8 +15,10 @@ from beamjax.runtime.values import Leaf, Reader, Ref, ref_to
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.derived_sources import ShortSource, grouped, snapshot_of
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
-from beamjax.sources.streams.chunks import Streams, members_of
 from beamjax.storage.buffers import snapshot
+
+if TYPE_CHECKING:
+    from beamjax.sources.streams.chunks import Streams
 
 
 class Inputs:
@@ -81,6 +83,8 @@ class Inputs:
         """One input as a raw array."""
         value, spec = self.values[index], self.plan.inputs[index]
         if isinstance(value, tuple):
+            from beamjax.sources.streams.chunks import members_of  # arrays need none
+
             source, leaf = value
             return members_of(source, self.plan.x64, [leaf])[0]
         raw = raw_array(value)
@@ -110,6 +114,8 @@ class Inputs:
 
     def streams(self) -> Streams | None:
         """The sources of unknown length, if any, even those that no step reads."""
+        from beamjax.sources.streams.chunks import Streams  # arrays need none
+
         sources: list[StreamSource] = []
         where = {}
         for value, spec in zip(self.values, self.plan.inputs, strict=True):

@@ -24,7 +24,6 @@ from beamjax.plan.steps import (
     Step,
     walk,
 )
-from beamjax.runtime.cached_shards import cached_shards
 from beamjax.runtime.driver import Checkpointer, Driver, Schedule, Turn, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.machine_provenance import provenance_here
@@ -43,7 +42,6 @@ from beamjax.spans import timed
 from beamjax.storage.buffers import file_array
 from beamjax.storage.shared_cache import block_budget
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.watchdog import Watchdog, bounded
 
 
 class LoadedPlan:
@@ -92,6 +90,8 @@ def evaluate(
     if options.shard_timeout is None:
         outputs = driver.run()
     else:
+        from beamjax.telemetry.watchdog import Watchdog, bounded  # most runs have no limit
+
         watchdog = monitor.spans.watch = Watchdog(walk(plan.steps), options.shard_timeout)
         outputs = bounded(driver.run, watchdog)
     return {name: threads.result(name, value) for name, value in outputs.items()}
@@ -210,6 +210,8 @@ class Threads:
         with timed(self.spans, step.name, "transfer"):
             cached = None
             if options.cache is not None:
+                from beamjax.runtime.cached_shards import cached_shards  # most runs have none
+
                 cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
             execute = ShardExecutor(self.loaded.pass_of(step), known, self.checked, cached)
         for name, copy in execute.broadcasts.items():

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,7 +22,6 @@ from beamjax.options import Options
 from beamjax.plan.steps import Plan
 from beamjax.sources.arrays.data_files import is_url
 from beamjax.sources.arrays.npy_source import stored_dtype
-from beamjax.sources.arrays.part_files import CollectedMembers, PartFiles
 from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
 from beamjax.sources.source_base import (
     LeafSpec,
@@ -30,10 +29,12 @@ from beamjax.sources.source_base import (
     open_spec,
     spec_of,
 )
-from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage import temporary, trust
 from beamjax.storage.buffers import allocate
 from beamjax.storage.schema import parse_json
+
+if TYPE_CHECKING:
+    from beamjax.sources.arrays.part_files import PartFiles
 
 VERSION = 1
 _PART = re.compile(r"part-[0-9a-f]{8}-\d+-\d+\.npy")
@@ -149,6 +150,7 @@ def materialized_outputs(
 
 def refuse_results(folders: Iterable[str], options: Options) -> None:
     """Refuses folders with results of another run, unless they may be overwritten."""
+    from beamjax.sources.tables.keyed_table import KeyedTable  # for few results
     from beamjax.storage import files
 
     if options.overwrite or options.results_folder is None:
@@ -198,6 +200,8 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
       ArrayFormatError: the list of files is damaged.
       OptionsError: another user can write to the folder.
     """
+    from beamjax.sources.arrays.part_files import CollectedMembers  # for few results
+    from beamjax.sources.tables.keyed_table import KeyedTable
     from beamjax.storage import files
 
     where = files.local_path(os.fspath(folder))

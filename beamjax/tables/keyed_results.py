@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,13 @@ from beamjax.errors import OptionsError, StructureError
 from beamjax.numerics.by_key import ByKey, Rows
 from beamjax.ops.keyed import Keyed
 from beamjax.options import Options
+from beamjax.plan.steps import Plan
 from beamjax.runtime.keyed_reduction import KeyedReduction
-from beamjax.runtime.materialized_outputs import MaterializedOutputs
+from beamjax.runtime.materialized_outputs import (
+    MaterializedOutputs,
+    materialized_outputs,
+    refuse_results,
+)
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays import part_files
 from beamjax.sources.arrays.data_files import is_url
@@ -53,6 +57,15 @@ def keyed_outputs(out_tree: Any, options: Options) -> list[KeyedOutput]:
             "out on_error='drop' and on_nonfinite='drop'"
         )
     return outputs
+
+
+def materialized_results(plan: Plan, out_tree: Any, options: Options) -> MaterializedOutputs:
+    """The results that go to files, among them those from which tables are made."""
+    keyed = keyed_outputs(out_tree, options)
+    numbers = {number for output in keyed for number in output.leaves}
+    results = materialized_outputs(plan, out_tree, options, numbers)
+    refuse_results([_folder(results, output.path) for output in keyed], options)
+    return results
 
 
 def with_tables(result: Any, results: MaterializedOutputs, runner: Any, options: Options) -> Any:
@@ -144,13 +157,3 @@ def _folder(results: MaterializedOutputs, path: str) -> str:
         )
     words = [word for word in path.replace("'", "").replace("]", "").split("[") if word]
     return os.path.join(folder, "-".join(["keyed", *words]))
-
-
-def table_folders(outputs: Sequence[KeyedOutput], results: MaterializedOutputs) -> list[str]:
-    """The folders of the tables that are made of these outputs."""
-    return [_folder(results, output.path) for output in outputs]
-
-
-def materialized_numbers(outputs: Sequence[KeyedOutput]) -> frozenset[int]:
-    """The numbers of the outputs that are written to files, from which tables are made."""
-    return frozenset(number for output in outputs for number in output.leaves)

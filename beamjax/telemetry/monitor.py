@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from beamjax.errors import JobCancelledError
 from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan, Step
 from beamjax.spans import MAX_SPANS, Span, Spans, Thinned, Work, add_sums
-from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress, Sums, Totals, expected, folded
-from beamjax.telemetry.worker_records import Reports
+
+if TYPE_CHECKING:
+    from beamjax.telemetry.job_folder import JobFolder
+    from beamjax.telemetry.worker_records import Reports
 
 _log = logging.getLogger("beamjax")
 HERE = "launching process"
@@ -119,6 +122,8 @@ class Monitor:
     @contextlib.contextmanager
     def pipeline(self, name: str) -> Iterator[Reports | None]:
         """One pipeline of the job; yields where its workers write records, None if nowhere."""
+        from beamjax.telemetry.worker_records import Reports  # local runs have no pipelines
+
         self.tick()
         with self._lock:
             self._pipeline = name

@@ -11,7 +11,6 @@ from jax.extend import core as jex
 
 from beamjax import _compat
 from beamjax.bodies.export import NotExportedError, export_body
-from beamjax.bodies.python_bodies import PythonFunction, python_body
 from beamjax.errors import StagingError
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.staging.flatten import host_call
@@ -81,6 +80,8 @@ def as_python(
     reason: str,
 ) -> tuple[str, Body]:
     """Makes a body that runs as Python, and its key."""
+    from beamjax.bodies.python_bodies import PythonFunction, python_body  # few bodies need it
+
     lines = tuple(dict.fromkeys(eqn.line for eqn in eqns if eqn.line))
     function = PythonFunction(sized)
     working = 0

@@ -1,5 +1,6 @@
-"""The public names of beamjax. The package `beamjax` imports them at the first use of one."""
+"""The public names of beamjax, for type checkers. `__init__.py` imports each at its first use."""
 
+from beamjax._version import __version__ as __version__
 from beamjax.errors import ArrayFormatError as ArrayFormatError
 from beamjax.errors import BeamjaxError as BeamjaxError
 from beamjax.errors import CheckpointError as CheckpointError
