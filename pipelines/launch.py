@@ -80,7 +80,7 @@ class Launcher:
             # Before the results are read: they may be incomplete.
             orphans.check_heard(store)
             refs = outputs.find()
-            self.monitor.computed(outputs.provenance)
+            self.monitor.computed(outputs.provenance())
             self.monitor.drop(outputs.dropped(), plan.sizes)
             return refs
 

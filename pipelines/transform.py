@@ -22,7 +22,7 @@ from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.streaming import count_members
 from beamjax.pipelines.run import remove_store, source_specs, stored_bodies, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
-from beamjax.pipelines.values.elements import MemberBlock, whole
+from beamjax.pipelines.values.elements import Element, block_of, whole
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
@@ -282,7 +282,7 @@ class Expected(StepFn):
 class FormBlocks(StepFn):
     """From the members of one shard to one block, in order of their index."""
 
-    yields = MemberBlock
+    yields = Element
 
     def __init__(self, store: Store, names: tuple[str, ...], n: int | None, size: int):
         self.store = store
@@ -290,7 +290,7 @@ class FormBlocks(StepFn):
         self.n = n
         self.size = size
 
-    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[MemberBlock]:
+    def process(self, element: tuple[int, Iterable[bytes]]) -> Iterator[Element]:
         shard, encoded = element
         start = shard * self.size
         members: dict[int, list[np.ndarray]] = {}
@@ -313,7 +313,7 @@ class FormBlocks(StepFn):
             )
         columns = zip(*(members[i] for i in range(start, start + count)), strict=True)
         values = dict(zip(self.names, map(np.stack, columns), strict=True))
-        yield whole(MemberBlock(start, count, self.size, values), self.store)
+        yield whole(block_of(start, count, values), self.store)
 
 
 class EmitMembers(StepFn):
@@ -325,9 +325,8 @@ class EmitMembers(StepFn):
         self.store = store
         self.name = name
 
-    def process(self, block: MemberBlock) -> Iterator[tuple[int, np.ndarray]]:
-        for i, member in enumerate(block.array(self.name, self.store)):
-            yield block.start + i, member
+    def process(self, block: Element) -> Iterator[tuple[int, np.ndarray]]:
+        yield from enumerate(block.array(self.name, self.store), block.range[0])
 
 
 class Load(StepFn):
@@ -337,12 +336,12 @@ class Load(StepFn):
 
     def __init__(self, store: Store, value: str | StoreRef):
         self.store = store
-        # The name of the value in the element, an `Environment`; or a reference, which does not
-        # depend on the element.
+        # The name of the value in the element; or a reference, which does not depend on the
+        # element.
         self.value = value
 
     def process(self, element: Any) -> Iterator[np.ndarray]:
-        ref = self.value if isinstance(self.value, StoreRef) else element.values[self.value]
+        ref = self.value if isinstance(self.value, StoreRef) else element.refs()[self.value]
         yield self.store.array(ref)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import OptionsError
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.options import RULES
 from beamjax.plan.dropping import Dropped
 from beamjax.spans import KINDS, Span

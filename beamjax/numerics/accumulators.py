@@ -15,7 +15,6 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError, StructureError, WorkerError
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.numerics.rounding import round_pair
 from beamjax.numerics.side_by_side import in_parts
 from beamjax.storage.arrays import Joined, encode_arrays
@@ -49,8 +48,6 @@ class Accumulator(abc.ABC):
         self.reducer, self.dtype, self.size = reducer, np.dtype(dtype), size
         # The number of members that are in no partial, and that means do not count.
         self.left_out = 0
-        # The kinds of machine that computed the partials.
-        self.provenance: Provenance = UNKNOWN
 
     @property
     @abc.abstractmethod
@@ -76,14 +73,13 @@ class Accumulator(abc.ABC):
             raise StructureError(
                 f"accumulator {self.name!r}: found {theirs} to merge with, expected {mine}."
             )
-        self.provenance |= other.provenance
         self.left_out += other.left_out
         self._merge(other)
 
     def encode(self) -> bytes:
         """The state as bytes, for `decode_accumulator`."""
-        # Except in the mode "fast", the bytes depend only on the partials, their shards, the
-        # members left out and the provenance. So equal reductions have equal bytes.
+        # Except in the mode "fast", the bytes depend only on the partials, their shards and the
+        # members left out. So equal reductions have equal bytes.
         meta: dict[str, Any] = {
             "accumulator": self.name,
             "reduction": self.reducer.name,
@@ -92,8 +88,6 @@ class Accumulator(abc.ABC):
         }
         if self.left_out:
             meta["left_out"] = self.left_out
-        if self.provenance:
-            meta["provenance"] = self.provenance.to_json()
         return encode_arrays(self._arrays(), meta)
 
     @classmethod
@@ -103,7 +97,6 @@ class Accumulator(abc.ABC):
         """The accumulator from the arrays and the metadata that `encode` wrote."""
         same = cls(reducer, dtype, _count(meta, "size"))
         same.left_out = _count(meta, "left_out", 0)
-        same.provenance = Provenance.from_json(meta.get("provenance"))
         same._restore(arrays)
         return same
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import export
 
 from beamjax._text import human_bytes
+from beamjax.bodies.provenance import provenance_here
 from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.options import Options
 from beamjax.plan.shard import Shard
@@ -18,7 +19,6 @@ from beamjax.plan.steps import Body, Map, Plan
 from beamjax.runtime.failing_members import Computed, partials_of
 from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint, digest
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.values import Reader
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.source_base import members_bytes

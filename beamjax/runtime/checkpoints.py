@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import ArrayFormatError
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.liveness import Position
 from beamjax.runtime.values import Part, Ref, Values
 from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from beamjax.bodies.provenance import Provenance
 from beamjax.errors import BeamjaxError
-from beamjax.numerics.provenance import Provenance
 from beamjax.plan.liveness import Position, defined, used, used_by_rounds
 from beamjax.plan.steps import Block, Branch, Loop, Plan, Rows, Scatter, Step
 from beamjax.runtime.values import Ref, Values, rows_of, scattered, server, stacked

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from beamjax.bodies.load import run_server
+from beamjax.bodies.provenance import Provenance, provenance_here
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.errors import OptionsError, WorkerError
-from beamjax.numerics.provenance import Provenance
 from beamjax.options import Options
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import (
@@ -26,7 +26,6 @@ from beamjax.plan.steps import (
 )
 from beamjax.runtime.driver import Checkpointer, Driver, Schedule, Turn, starts_anew
 from beamjax.runtime.inputs import Inputs
-from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
 from beamjax.runtime.ordered_pool import (
     DaemonThreads,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import JobCancelledError
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan, Step
 from beamjax.spans import MAX_SPANS, Span, Spans, Thinned, Work, add_sums

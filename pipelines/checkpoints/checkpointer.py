@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from beamjax.bodies.provenance import UNKNOWN
 from beamjax.errors import ArrayFormatError, CheckpointError
-from beamjax.numerics.provenance import UNKNOWN
 from beamjax.options import Options
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
 from beamjax.pipelines.values import store as stores

@@ -1,7 +1,7 @@
 """Builds the Beam graph of a plan from the transforms of `pipelines.worker`.
 
-Server values travel as references (`Environment`), in elements or singleton side inputs. Placed
-values of earlier passes travel as `MemberBlock`s. Labels are the names of the plan's steps.
+Server values travel in elements or singleton side inputs, and placed values of earlier passes in
+elements that are blocks of members. Labels are the names of the plan's steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam import typehints
 
-from beamjax.numerics.provenance import UNKNOWN
+from beamjax.bodies.provenance import Provenance
 from beamjax.pipelines.graph.collect_results import (
     ReadMembers,
     WriteDropped,
@@ -33,7 +33,7 @@ from beamjax.pipelines.graph.streaming import (
     count_members,
 )
 from beamjax.pipelines.runners.connect import Connection
-from beamjax.pipelines.values.elements import Environment
+from beamjax.pipelines.values.elements import Element
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import members, stored
@@ -70,12 +70,11 @@ class GraphInputs:
 
     static: dict[str, StoreRef]  # server values, as references into the store
     sources: SourceSpecs  # placed inputs that workers read
-    # Placed inputs that are PCollections of `MemberBlock`, by placement.
+    # Placed inputs that are PCollections of blocks, by placement.
     blocks: dict[str, beam.PCollection] = field(default_factory=dict)
     # The names of the values in these blocks, by placement.
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # For each placement whose members are counted in the pipeline, an environment with their
-    # number.
+    # For each placement whose members are counted in the pipeline, their number.
     sizes: dict[str, beam.PCollection] = field(default_factory=dict)
     # The placed inputs of the open placement, which are read from start to end.
     streams: SourceSpecs | None = None
@@ -110,7 +109,7 @@ class Graph:
         self.tasks = StepTasks(plan, connection, store, bodies)
         # The members that passes drop, one PCollection for each pass.
         self.dropped: list[beam.PCollection] = []
-        # The environment of each server value that a step computes, by the name of the value.
+        # The values of the step that computes a server value, by the name of the value.
         self.served: dict[str, beam.PCollection] = {}
         # By placement, all blocks that passes emit.
         self.streams: dict[str, list[_Stream]] = {}
@@ -143,14 +142,14 @@ class Graph:
     def server(self, step: Server) -> None:
         """Adds a step that runs once."""
         task = self.tasks.task(step, self._static(step.inputs))
-        # The latest environment is the main input, which a runner can fuse, unlike a side input.
-        main, *others = self._environments(step.inputs)[::-1] or [
+        # The latest result is the main input, which a runner can fuse, unlike a side input.
+        main, *others = self._results_with(step.inputs)[::-1] or [
             self.root | f"{step.name}/Impulse" >> beam.Impulse()
         ]
-        environment = main | step.name >> beam.ParDo(
+        values = main | step.name >> beam.ParDo(
             ServerFn(task, compute_server), *_side_inputs(others)
         )
-        self._serve(environment, step.outputs)
+        self._serve(values, step.outputs)
 
     def map(self, step: Map, needed: set[str]) -> None:
         """Adds a pass over shards; later passes read the placed values of the names `needed`."""
@@ -163,10 +162,10 @@ class Graph:
         sources = self.inputs.sources.select(step.operands)
         fn = MapShards(task, sources, scattered, carried, whole=lasting)
         blocks = stream.blocks if stream else self._ranges(step.name, step.placement)
-        environments = _side_inputs(self._environments(served))
+        known = _side_inputs(self._results_with(served))
         tags = [combined(number) for number in range(len(step.combines))]
         drops = [DROPPED] if step.guard is not None and step.guard.drops else []
-        outputs = blocks | step.name >> beam.ParDo(fn, *environments).with_outputs(
+        outputs = blocks | step.name >> beam.ParDo(fn, *known).with_outputs(
             PARTIALS, *tags, *drops, main="blocks"
         )
         for tag in drops:
@@ -181,12 +180,12 @@ class Graph:
         if step.buffers:
             self._reduce(step, outputs[PARTIALS])
         for number, tag in enumerate(tags):
-            outputs[tag].element_type = Environment
+            outputs[tag].element_type = Element
             self._combine(step, number, outputs[tag])
 
     def _reduce(self, step: Map, partials: beam.PCollection) -> None:
         fan = self.tasks.fan_out(step)
-        sizes = _side_inputs(self._environments(self._sizes_found(step)))
+        sizes = _side_inputs(self._results_with(self._sizes_found(step)))
         label, task = step.name, self.tasks.task(step)
         merging = MergeAccumulators(step.name, self.store)
         if fan.groups > 1:
@@ -209,8 +208,8 @@ class Graph:
         task = self.tasks.task(step, self._static(combine.inputs))
         finish = ServerFn(task, functools.partial(finish_combine, number))
         needed = (*combine.inputs, *self._sizes_found(step))
-        environments = _side_inputs(self._environments(needed))
-        values = self._together(label, partials) | label >> beam.ParDo(finish, *environments)
+        known = _side_inputs(self._results_with(needed))
+        values = self._together(label, partials) | label >> beam.ParDo(finish, *known)
         self._serve(values, [name for name in combine.results if name is not None])
 
     def gather(self, step: Gather) -> None:
@@ -240,23 +239,19 @@ class Graph:
         static = self.inputs.static
         return {name: static[name] for name in names if name in static}
 
-    def _serve(self, environment: beam.PCollection, names: Iterable[str]) -> None:
-        self.served.update(dict.fromkeys(names, environment))
+    def _serve(self, values: beam.PCollection, names: Iterable[str]) -> None:
+        self.served.update(dict.fromkeys(names, values))
 
     def _together(self, name: str, parts: beam.PCollection) -> beam.PCollection:
         keyed = parts | f"{name}/Key" >> beam.WithKeys(b"").with_output_types(
-            typehints.KV[bytes, Environment]
+            typehints.KV[bytes, Element]
         )
         return keyed | f"{name}/Together" >> beam.GroupByKey()
 
-    def _environments(self, names: Iterable[str]) -> list[beam.PCollection]:
-        """The environments that hold these values, in the order in which steps compute them."""
+    def _results_with(self, names: Iterable[str]) -> list[beam.PCollection]:
+        """The results of steps that have these values, in the order in which they are computed."""
         needed = {self.served[name] for name in names if name in self.served}
-        return [
-            environment
-            for environment in dict.fromkeys(self.served.values())
-            if environment in needed
-        ]
+        return [values for values in dict.fromkeys(self.served.values()) if values in needed]
 
     def _ranges(self, name: str, placement: str) -> beam.PCollection:
         count = len(self.plan.shards(placement))
@@ -282,7 +277,7 @@ class Graph:
                 blocks
                 | f"{label}/Write" >> beam.ParDo(WriteMemberBlocks(self.store, names))
                 | f"{label}/Deal" >> beam.Reshuffle()
-                | f"{label}/Load" >> beam.ParDo(LoadBlocks(self.store, names, size))
+                | f"{label}/Load" >> beam.ParDo(LoadBlocks(self.store, size))
             )
         self.live[placement] = _Stream(blocks, names)
         self.streams[placement] = [self.live[placement]]
@@ -314,8 +309,8 @@ class Graph:
         return {name for step in later if isinstance(step, Map) for name in step.operands}
 
 
-def _side_inputs(environments: Iterable[beam.PCollection]) -> list[Any]:
-    return [beam.pvalue.AsSingleton(environment) for environment in environments]
+def _side_inputs(results: Iterable[beam.PCollection]) -> list[Any]:
+    return [beam.pvalue.AsSingleton(values) for values in results]
 
 
 class Outputs:
@@ -326,9 +321,7 @@ class Outputs:
         self.stem = stem  # the prefix of the names of the files
         self.results = results
         plan = graph.plan
-        # The provenance of all outputs, which `find` reads.
-        self.provenance = UNKNOWN
-        # The names of the server values, by the environment that holds them, and of placed values.
+        # The names of the server values, by the result that has them, and of placed values.
         self._served: dict[beam.PCollection, list[str]] = {}
         self._placed: list[str] = []
         for name in plan.returned():
@@ -340,10 +333,10 @@ class Outputs:
     def write(self) -> None:
         """Adds the transforms that write the outputs."""
         graph, stem = self.graph, self.stem
-        for number, (environment, names) in enumerate(self._served.items()):
+        for number, (values, names) in enumerate(self._served.items()):
             label = f"Write {', '.join(names)}"
             write_served = WriteServed(graph.store, tuple(names), f"{stem}-served-{number}")
-            environment | label >> beam.ParDo(write_served)
+            values | label >> beam.ParDo(write_served)
         for number, name in enumerate(self._placed):
             write_placed = WritePlaced(graph.store, name, f"{stem}-placed-{number}", self.results)
             graph.placed(name) | f"Write {name}" >> beam.ParDo(write_placed)
@@ -361,19 +354,21 @@ class Outputs:
         """The outputs, by name, after the pipeline has ended."""
         store, plan, outputs = self.graph.store, self.graph.plan, dict[str, Ref]()
         for number, _ in enumerate(self._served):
-            environment = read_served(store, f"{self.stem}-served-{number}")
-            self.provenance |= environment.provenance
-            served = environment.values.items()
-            outputs |= {name: stored(store, ref, plan.values[name]) for name, ref in served}
+            refs = read_served(store, f"{self.stem}-served-{number}").refs()
+            outputs |= {name: stored(store, ref, plan.values[name]) for name, ref in refs.items()}
         written = files.names(store.root) if self._placed else []
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
-            self.provenance |= find_provenance(store, stem, written)
             if name in self.results.folders:
                 outputs[name] = members(self.results.find(plan, name), plan, name)
                 continue
             outputs[name] = members(find_placed(store, plan, name, stem, written), plan, name)
         return outputs
+
+    def provenance(self) -> Provenance:
+        """The kinds of machine that have computed the graph, after the pipeline has ended."""
+        store = self.graph.store
+        return find_provenance(store, files.names(store.root))
 
     def dropped(self) -> list[Dropped]:
         """The members that the graph has dropped, after the pipeline has ended."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from beamjax.bodies.provenance import Provenance, merged
 from beamjax.errors import ArrayFormatError, WorkerError
-from beamjax.numerics.provenance import UNKNOWN, Provenance, merged
-from beamjax.pipelines.values.elements import Environment, EnvironmentCoder, MemberBlock, cut
+from beamjax.pipelines.values.elements import Element, ElementCoder, block_of, cut
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.pipelines.values.refs import SUFFIX, content_key
+from beamjax.pipelines.values.refs import SUFFIX
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import leaf_spec
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.placed_files import PlacedFiles
-from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
+from beamjax.pipelines.worker.tasks import PROVENANCE, SourceSpecs, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import Shards
 from beamjax.plan.steps import Plan
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.spans import timed
 from beamjax.storage import files
-from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.storage.arrays import decode_arrays
 
 
 class WriteServed(StepFn):
@@ -34,16 +34,15 @@ class WriteServed(StepFn):
         self.names = names
         self.stem = stem
 
-    def process(self, environment: Environment) -> None:
-        refs = {name: environment.values[name] for name in self.names}
-        served = Environment(refs, environment.provenance)
-        self.store.write(f"{self.stem}{SUFFIX}", EnvironmentCoder().encode(served))
+    def process(self, values: Element) -> None:
+        results = Element({name: values[name] for name in self.names})
+        self.store.write(f"{self.stem}{SUFFIX}", ElementCoder().encode(results))
 
 
 class ReadMembers(StepFn):
     """Reads the members of a placed input: from ranges of shards to blocks."""
 
-    yields = MemberBlock
+    yields = Element
 
     def __init__(self, sources: SourceSpecs, name: str, shards: Shards, store: Store):
         self.store = store
@@ -56,14 +55,12 @@ class ReadMembers(StepFn):
         """Opens the source."""
         self.reader = self.sources.open()
 
-    def process(self, element: tuple[int, int]) -> Iterator[MemberBlock]:
+    def process(self, element: tuple[int, int]) -> Iterator[Element]:
         for shard in self.shards.between(*element):
             with timed(self.spans, f"read {self.name}", "read", shard) as span:
                 values = self.reader.read([self.name], shard.start, shard.start + shard.count)
                 span.nbytes = values[self.name].nbytes
-            yield from cut(
-                MemberBlock(shard.start, shard.count, self.shards.size, values), self.store
-            )
+            yield from cut(block_of(shard.start, shard.count, values), self.store)
 
     def finish_bundle(self) -> None:
         """Reports the work of this bundle."""
@@ -84,32 +81,21 @@ class WritePlaced(StepFn):
 
     def start_bundle(self) -> None:
         self.files = PlacedFiles(self.store, self.name, self.stem, self.results)
-        self.provenance = UNKNOWN
 
-    def process(self, block: MemberBlock) -> None:
-        self.provenance |= block.provenance
+    def process(self, block: Element) -> None:
         with timed(self.spans, f"write {self.name}", "transfer"):
             members = block.array(self.name, self.store)
-        self.files.add(block.start, members, self.spans)
+        self.files.add(block.range[0], members, self.spans)
 
     def finish_bundle(self) -> None:
-        """Writes the remaining blocks, and the provenance."""
+        """Writes the remaining blocks."""
         self.files.flush(self.spans)
-        if self.provenance:
-            _write_provenance(self.store, self.stem, self.provenance)
         self.spans.report()
 
 
-def _write_provenance(store: Store, stem: str, provenance: Provenance) -> None:
-    """Writes a provenance to a file named by its content, so most bundles share one file."""
-    data = encode_arrays([], {"provenance": provenance.to_json()})
-    store.write(f"{stem}-provenance-{content_key([data])}{SUFFIX}", data)
-
-
-def find_provenance(store: Store, stem: str, written: Iterable[str]) -> Provenance:
-    """The provenance of a placed value that `WritePlaced` wrote to these files."""
-    prefix = f"{stem}-provenance-"
-    paths = [files.join(store.root, name) for name in written if name.startswith(prefix)]
+def find_provenance(store: Store, written: Iterable[str]) -> Provenance:
+    """The kinds of machine that have computed the run whose store has these files."""
+    paths = [files.join(store.root, name) for name in written if name.startswith(PROVENANCE)]
     return merged(map(_read_provenance, paths))
 
 
@@ -144,11 +130,11 @@ def find_dropped(store: Store, stem: str) -> list[Dropped]:
     return decode_file(files.read(path), path)
 
 
-def read_served(store: Store, stem: str) -> Environment:
+def read_served(store: Store, stem: str) -> Element:
     """Reads the references to server values that `WriteServed` wrote."""
     path = files.join(store.root, f"{stem}{SUFFIX}")
     try:
-        return EnvironmentCoder().decode(bytes(files.read(path)))
+        return ElementCoder().decode(bytes(files.read(path)))
     except ArrayFormatError as error:
         raise ArrayFormatError(f"{path}: {error}") from None
     except OSError as error:

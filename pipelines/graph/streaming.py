@@ -15,7 +15,7 @@ from apache_beam import typehints
 from apache_beam.transforms.window import GlobalWindows
 
 from beamjax.errors import SourceError
-from beamjax.pipelines.values.elements import Environment, MemberBlock, whole
+from beamjax.pipelines.values.elements import Element, block_of, stored_part, whole
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
 from beamjax.plan.steps import size_name
@@ -29,24 +29,24 @@ WRITE_BYTES = 1 << 22
 class ReadStreams(StepFn):
     """Reads all members of the sources of a placement: from one element to blocks."""
 
-    yields = MemberBlock
+    yields = Element
 
     def __init__(self, sources: SourceSpecs, size: int, store: Store):
         self.store = store
         self.sources = sources
         self.size = size
 
-    def process(self, element: Any) -> Iterator[MemberBlock]:
+    def process(self, element: Any) -> Iterator[Element]:
         reader = self.sources.open()
         streams = tuple(source for source in reader.sources if isinstance(source, StreamSource))
         for block in Streams(streams, reader.where, reader.x64).blocks(self.size):
-            yield whole(MemberBlock(block.start, block.count, self.size, block.values), self.store)
+            yield whole(block_of(block.start, block.count, block.values), self.store)
 
 
 class WriteMemberBlocks(StepFn):
-    """Writes consecutive blocks to the store: from blocks to references by first member."""
+    """Writes consecutive blocks to the store: from blocks to larger ones, in files."""
 
-    yields = Environment
+    yields = Element
 
     def __init__(self, store: Store, names: tuple[str, ...]):
         self.store = store
@@ -57,9 +57,9 @@ class WriteMemberBlocks(StepFn):
         self.blocks: list[dict[str, np.ndarray]] = []
         self.nbytes = 0
 
-    def process(self, block: MemberBlock) -> Iterator[Environment]:
+    def process(self, block: Element) -> Iterator[Element]:
         if not self.blocks:
-            self.start = block.start
+            self.start, _ = block.range
         self.blocks.append(block.arrays(self.store))
         self.nbytes += block.nbytes
         if self.nbytes >= WRITE_BYTES:
@@ -70,33 +70,31 @@ class WriteMemberBlocks(StepFn):
         if self.blocks:
             yield GlobalWindows.windowed_value(self._written())
 
-    def _written(self) -> Environment:
-        start = self.start
-        columns = [np.concatenate([block[x] for block in self.blocks]) for x in self.names]
+    def _written(self) -> Element:
+        written = Element()
+        for name in self.names:
+            column = np.concatenate([block[name] for block in self.blocks])
+            ref = self.store.put([column], "stream")
+            written[name] = stored_part(ref, self.start, len(column))
         self.start_bundle()
-        return Environment({str(start): self.store.put(columns, "stream")})
+        return written
 
 
 class LoadBlocks(StepFn):
-    """Loads the blocks that `WriteMemberBlocks` wrote: from references to blocks."""
+    """Loads the blocks that `WriteMemberBlocks` wrote, each with the members of a shard."""
 
-    yields = MemberBlock
+    yields = Element
 
-    def __init__(self, store: Store, names: tuple[str, ...], size: int):
+    def __init__(self, store: Store, size: int):
         self.store = store
-        self.names = names
         self.size = size
 
-    def process(self, element: Environment) -> Iterator[MemberBlock]:
-        ((start, ref),) = element.values.items()
-        columns = self.store.get(ref, cache=False)
-        for first in range(0, len(columns[0]), self.size):
-            values = {
-                name: column[first : first + self.size]
-                for name, column in zip(self.names, columns, strict=True)
-            }
-            count = len(values[self.names[0]])
-            yield whole(MemberBlock(int(start) + first, count, self.size, values), self.store)
+    def process(self, written: Element) -> Iterator[Element]:
+        (start, count), columns = written.range, written.arrays(self.store)
+        for first in range(0, count, self.size):
+            values = {name: x[first : first + self.size] for name, x in columns.items()}
+            block = block_of(start + first, min(self.size, count - first), values)
+            yield whole(block, self.store)
 
 
 Range = tuple[int, int]
@@ -118,20 +116,21 @@ class RangeOfBlock(StepFn):
 
     yields = typehints.Tuple[int, int]
 
-    def process(self, block: MemberBlock) -> Iterator[Range]:
-        yield block.start, block.start + block.count
+    def process(self, block: Element) -> Iterator[Range]:
+        start, count = block.range
+        yield start, start + count
 
 
 class CountMembers(StepFn):
     """From the ranges of all blocks to the number of members, under its name in the plan."""
 
-    yields = Environment
+    yields = Element
 
     def __init__(self, store: Store, placement: str):
         self.store = store
         self.placement = placement
 
-    def process(self, ranges: list[Any]) -> Iterator[Environment]:
+    def process(self, ranges: list[Any]) -> Iterator[Element]:
         if not ranges:
             raise SourceError(
                 f"transform: the PCollection is empty, expected the members 0, 1, ... of placement "
@@ -150,4 +149,4 @@ class CountMembers(StepFn):
                 f"member {first}; the last one found is member {n - 1}, expected each from 0 to it"
             )
         size = self.store.put([np.asarray(n, np.int32)], size_name(self.placement))
-        yield Environment({size_name(self.placement): size})
+        yield Element({size_name(self.placement): stored_part(size)})

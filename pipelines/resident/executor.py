@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from beamjax.bodies.load import default_platform, run_server
+from beamjax.bodies.provenance import provenance_here
 from beamjax.bodies.xla_threads import compute_device
 from beamjax.pipelines.graph.step_tasks import StepTasks
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.resident_job import ResidentJob
 from beamjax.pipelines.resident.task_messages import Pass, Piece, Program, Result
-from beamjax.pipelines.values.elements import NodeKey
+from beamjax.pipelines.values.elements import ref_of
 from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.refs import Here, StoreRef
 from beamjax.pipelines.values.store import fixed
@@ -46,11 +47,10 @@ from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
 from beamjax.plan.merging import range_width
 from beamjax.plan.steps import Gather, Map, Plan, Server, Step
-from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.passes import Partials
 from beamjax.runtime.shard_executor import join_shards
-from beamjax.runtime.values import Data, Leaf, Ref, Values, server
+from beamjax.runtime.values import Data, Leaf, Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import spec_of
 from beamjax.spans import timed
@@ -214,7 +214,7 @@ class Resident:
         program = self._program("server", step)
         current = self._pass(program, self._served(step.inputs, values))
         (result,) = self._run_on_workers(program, current, [(0, 1)])
-        return self._taken({key.name: ref for key, ref in result.values})
+        return self._taken({name: ref_of(part) for name, part in result.values})
 
     def _map(self, step: Map, values: Values, needed: Collection[str]) -> Values:
         """Runs a pass; workers write the placed results that a later step reads."""
@@ -230,7 +230,7 @@ class Resident:
             pieces = [piece for result in results for piece in result.partials]
             reduced |= self._reduce(step, pieces)
         for number, _ in enumerate(step.combines):
-            nodes = [dict(result.combined[number]) for result in results]
+            nodes = [node for result in results for node in result.combined[number]]
             reduced |= self._combine(step, number, nodes, values)
         return reduced
 
@@ -270,12 +270,12 @@ class Resident:
         program = self._program("finish", step)
         results = self._run_on_workers(program, self._pass(program), together)
         if len(together) == 1:
-            return self._taken({key.name: ref for key, ref in results[0].values})
+            return self._taken({name: ref_of(part) for name, part in results[0].values})
         names = [r.result for buffer in step.buffers for r in buffer.reductions]
         return self._assemble(results, names)
 
     def _combine(
-        self, step: Map, number: int, nodes: Sequence[Mapping[NodeKey, StoreRef]], values: Values
+        self, step: Map, number: int, nodes: Sequence[Part], values: Values
     ) -> dict[str, Ref]:
         combine = step.combines[number]
         device = compute_device(self._options.xla_threads)
@@ -312,7 +312,7 @@ class Resident:
         self, results: Sequence[Result], names: Iterable[str], axes: dict[str, int] | None = None
     ) -> dict[str, Ref]:
         types = {name: self.plan.values[name] for name in names}
-        parts = [dict(result.values) for result in results]
+        parts = (part for result in results for part in result.values)
         return self._taken(assembled(self.store, types, axes or {}, parts))
 
     # ------------------------------------------------------------------------------ programs

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import ArrayFormatError
-from beamjax.numerics.provenance import UNKNOWN, Provenance
-from beamjax.pipelines.values.elements import NodeKey, PartKey
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.tasks import Task
 from beamjax.plan.buffer_ranges import ValueRange
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
-from beamjax.runtime.values import Ref
+from beamjax.runtime.values import Part, Ref
 from beamjax.spans import Work
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
@@ -86,10 +85,10 @@ class WorkerTask:
 class Result:
     """What a task results in. Values and partials are small, or in files of the store."""
 
-    values: tuple[tuple[PartKey, StoreRef], ...] = ()  # parts of server values, or whole ones
+    values: tuple[tuple[str, Part], ...] = ()  # parts of server values, or whole ones
     partials: tuple[Piece, ...] = ()
-    # The nodes of each combine.
-    combined: tuple[tuple[tuple[NodeKey, StoreRef], ...], ...] = ()
+    # The partials of each combine.
+    combined: tuple[tuple[Part, ...], ...] = ()
     dropped: bytes = b""  # lines, see `plan.dropping`
     # The first member and the number of members of each file, by the name of the value.
     written: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)

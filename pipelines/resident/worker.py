@@ -11,11 +11,9 @@ import apache_beam as beam
 import numpy as np
 
 from beamjax.errors import JobCancelledError
-from beamjax.numerics.provenance import UNKNOWN
 from beamjax.pipelines.resident.mailbox import WorkerEnd, join
 from beamjax.pipelines.resident.task_messages import Pass, Piece, Program, Reply, Result, WorkerTask
-from beamjax.pipelines.values.elements import Environment, PartKey
-from beamjax.pipelines.values.refs import StoreRef
+from beamjax.pipelines.values.elements import Element, stored_part
 from beamjax.pipelines.values.stored_values import opened
 from beamjax.pipelines.worker.map_shards import Bundle, compute_server
 from beamjax.pipelines.worker.merge import finished, nodes_of, receive, send
@@ -28,7 +26,7 @@ from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Plan
 from beamjax.runtime import passes
 from beamjax.runtime.passes import Done
-from beamjax.runtime.values import Reader
+from beamjax.runtime.values import Part, Reader
 from beamjax.sources.source_base import Source
 from beamjax.spans import timed
 from beamjax.telemetry.worker_records import collecting
@@ -115,10 +113,10 @@ class _PreparedPass:
                 case "map":
                     return self._map(elements)
                 case "server":
-                    served = Environment(self.current.served)
+                    refs = self.current.served.items()
+                    served = Element({name: stored_part(ref) for name, ref in refs})
                     results = compute_server(self.task, served, (), self.spans)
-                    wholes = tuple((PartKey(name, 0), ref) for name, ref in results.values.items())
-                    return Result(wholes, provenance=results.provenance)
+                    return Result(tuple(results.items()), provenance=self.task.provenance)
                 case "gather":
                     return self._gather(elements)
                 case "write":
@@ -132,7 +130,7 @@ class _PreparedPass:
             self.spans.report()
 
     def _map(self, elements: Iterable[tuple[int, int]]) -> Result:
-        task, provenance = self.task, self.task.provenance()
+        task = self.task
         bundle = Bundle(task, self.reader, self.current.served, self.letters, self.spans)
         written, dropped = self._files(), []
         try:
@@ -147,7 +145,6 @@ class _PreparedPass:
             raise
         partials = []
         for piece, accumulator in bundle.partials.accumulators.items():
-            accumulator.provenance = provenance
             with timed(self.spans, task.step.name, "transfer"):
                 element: Any = accumulator
                 if not self.is_here:
@@ -155,13 +152,13 @@ class _PreparedPass:
             partials.append(Piece(piece, (element,)))
         with timed(self.spans, task.step.name, "transfer"):
             trees = bundle.partials.trees
-            combined = tuple(tuple(nodes_of(tree, self.store).items()) for tree in trees)
+            combined = tuple(nodes_of(tree, self.store) for tree in trees)
         return Result(
             partials=tuple(partials),
             combined=combined,
             dropped=b"".join(dropped),
             written=self._parts(written),
-            provenance=provenance,
+            provenance=task.provenance,
         )
 
     def _computed(self, bundle: Bundle, elements: Iterable[tuple[int, int]]) -> Iterator[Done]:
@@ -172,7 +169,7 @@ class _PreparedPass:
     def _gather(self, elements: Iterable[tuple[int, int]]) -> Result:
         name = self.task.step.result
         parts = [
-            (PartKey(name, shard.start), self.store.put([members], name))
+            (name, stored_part(self.store.put([members], name), shard.start, shard.count))
             for shard, members in self._read(elements, self.task.step.operand)
         ]
         return Result(tuple(parts))
@@ -221,15 +218,14 @@ class _PreparedPass:
         return merged
 
     def _finish(self, elements: Iterable[Piece]) -> Result:
-        values, provenance = dict[PartKey, StoreRef](), UNKNOWN
+        parts = list[tuple[str, Part]]()
         for piece in elements:
             accumulator = self._accumulator(piece)
-            provenance |= accumulator.provenance
             with timed(self.spans, self.task.step.name, "merge"):
-                values |= finished(
+                parts += finished(
                     self.task.plan, self.task.step, piece.values, accumulator, self.store
-                )
-        return Result(tuple(values.items()), provenance=provenance)
+                ).items()
+        return Result(tuple(parts))
 
 
 def _shards(plan: Plan, placement: str, elements: Iterable[tuple[int, int]]) -> Iterator[Shard]:

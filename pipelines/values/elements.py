@@ -1,98 +1,102 @@
 """The elements between the steps of a pipeline, and their coders.
 
+An element is parts of values, by name: whole server values, pieces of them, or a block of members.
 The coders are deterministic, and nothing in an element is pickled: elements are encoded by
-`beamjax.storage.arrays`. Importing this file registers the coders of `MemberBlock` and
-`Environment`. A partial result is a plain `tuple[str, bytes]` (range of a buffer, encoded
-accumulator), for which Beam has coders.
+`beamjax.storage.arrays`. Importing this file registers the coder of `Element`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from apache_beam.coders import Coder, registry
 
 from beamjax.errors import ArrayFormatError, StructureError
-from beamjax.numerics.provenance import UNKNOWN, Provenance
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
+from beamjax.runtime.values import Part
 from beamjax.storage import arrays as wire
 
 T = TypeVar("T")
 
 MAX_ELEMENT_BYTES = 2**31 - 2**20
 """Largest element, in bytes: the limit of gRPC and protobuf, minus a margin for their headers."""
+LIMIT_BYTES = (64 << 20) - (64 << 10)
+"""Largest size in bytes of the arrays in a block, so that an element has at most 64 MiB."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class MemberBlock:
-    """Consecutive members, with those of their placed values that later steps need."""
+class Element(dict[str, Part]):
+    """Parts of values, by name. Their data are arrays, or references to values in the store."""
 
-    start: int
-    count: int  # at most `shard_size`
-    shard_size: int  # of the plan, in members
-    values: dict[str, np.ndarray]  # arrays of shape (count, ...), by name
-    # The same in the store, if they are too large for an element.
-    refs: dict[str, StoreRef] = dataclasses.field(default_factory=dict)
-    provenance: Provenance = UNKNOWN
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or not 0 < self.count <= self.shard_size:
-            raise StructureError(
-                f"block at member {self.start}: found {self.count} members, expected from 1 to the "
-                f"shard size {self.shard_size}, and a start of at least 0."
-            )
-        shapes = {name: np.shape(value) for name, value in self.values.items()}
-        for name, ref in self.refs.items():
-            shapes[name] = ref.leaves[0][1] if len(ref.leaves) == 1 else ()
-        for name, shape in shapes.items():
-            if not shape or shape[0] != self.count:
-                raise StructureError(
-                    f"block at member {self.start}, value {name!r}: found the shape {shape}, "
-                    f"expected ({self.count}, ...)."
-                )
+    @property
+    def range(self) -> tuple[int, int]:
+        """The first member of a block and the number of its members."""
+        part = next(iter(self.values()))
+        return part.start, part.count
 
     @property
     def nbytes(self) -> int:
         """The total size of all values in bytes."""
-        held = sum(array.nbytes for array in self.values.values())
-        return held + sum(ref.nbytes for ref in self.refs.values())
+        return sum(_data(part).nbytes for part in self.values())
 
     def array(self, name: str, store: Store) -> np.ndarray:
-        """A value of the block, or of the store if the block has a reference to it."""
-        if name in self.values:
-            return self.values[name]
-        return store.array(self.refs[name], cache=False)
+        """A value of a block, which may be in the store."""
+        data = _data(self[name])
+        return store.array(data, cache=False) if isinstance(data, StoreRef) else data
 
     def arrays(self, store: Store) -> dict[str, np.ndarray]:
-        """All values, by name; see `array`."""
-        return {name: self.array(name, store) for name in (*self.values, *self.refs)}
+        """All values of a block; see `array`."""
+        return {name: self.array(name, store) for name in self}
+
+    def refs(self) -> dict[str, StoreRef]:
+        """References to server values, by name."""
+        return {name: ref_of(part) for name, part in self.items()}
 
 
-class PartKey(NamedTuple):
-    """The part of a value that begins at an offset of its first axis, or of the flat value."""
-
-    name: str
-    offset: int
-
-
-class NodeKey(NamedTuple):
-    """A partial of an associative function: a node of a `DyadicTree`."""
-
-    level: int
-    number: int
+def stored_part(ref: StoreRef, start: int = 0, count: int = 1) -> Part:
+    """The part of a value that is in the store: by default, a whole server value."""
+    data: Any = ref
+    return Part(start, count, data)
 
 
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """The server values that a step needs, or parts of them."""
+def ref_of(part: Part) -> StoreRef:
+    """Undoes `stored_part`."""
+    ref: Any = part.data
+    return ref
 
-    values: Mapping[Any, Any]  # by name, or by the key of a part; in an element, none is `Here`
-    provenance: Provenance = UNKNOWN
+
+def _data(part: Part) -> Any:
+    return part.data
+
+
+def block_of(start: int, count: int, values: Mapping[str, np.ndarray]) -> Element:
+    """Consecutive members, with those of their placed values that later steps need."""
+    # Without any, later steps still count the members.
+    rows = values or {"": np.empty((count, 0), np.uint8)}
+    return Element({name: Part(start, count, array) for name, array in rows.items()})
+
+
+def whole(block: Element, store: Store) -> Element:
+    """A block as one element. If it is too large, its values are written to the store."""
+    if block.nbytes <= LIMIT_BYTES:
+        return block
+    refs = {name: store.put([part.data], "block") for name, part in block.items()}
+    return Element({name: stored_part(ref, *block.range) for name, ref in refs.items()})
+
+
+def cut(block: Element, store: Store) -> Iterator[Element]:
+    """A block as elements with as many members as fit; see `whole` for members that do not fit."""
+    start, count = block.range
+    arrays = block.arrays(store)
+    most = max(LIMIT_BYTES * count // max(block.nbytes, 1), 1)
+    for first in range(0, count, most):
+        rows = {name: array[first : first + most] for name, array in arrays.items()}
+        yield whole(block_of(start + first, min(most, count - first), rows), store)
+
+
+# --- coders
 
 
 class _Coder(Coder, Generic[T]):
@@ -154,77 +158,40 @@ class _Coder(Coder, Generic[T]):
         return self.element
 
 
-def _names(meta: dict[str, Any]) -> list[str]:
-    names = meta["names"]
-    if not isinstance(names, list) or not all(type(name) is str for name in names):
-        raise TypeError("the names are no texts")
-    return names
+class ElementCoder(_Coder[Element]):
+    """Coder of `Element`."""
 
+    element = Element
 
-def _key(plain: Any) -> str | PartKey | NodeKey:
-    match plain:
-        case str():
-            return plain
-        case [str(name), int(offset)]:
-            return PartKey(name, offset)
-        case [int(level), int(number)]:
-            return NodeKey(level, number)
-    raise TypeError(f"{plain!r:.40} is no key")
+    def pack(self, value: Element) -> tuple[list[np.ndarray], dict[str, Any]]:
+        arrays, records = [], []
+        for name in sorted(value):
+            part = value[name]
+            record: list[Any] = [name, int(part.start), int(part.count)]
+            data: Any = part.data
+            if isinstance(data, StoreRef):
+                record.append(data.to_json())
+                data = np.frombuffer(data.inline, np.uint8)
+            arrays.append(data)
+            records.append(record)
+        return arrays, {"parts": records}
 
-
-def _made_by(provenance: Provenance) -> dict[str, Any]:
-    return {"provenance": provenance.to_json()} if provenance else {}
-
-
-class MemberBlockCoder(_Coder[MemberBlock]):
-    """Coder of `MemberBlock`."""
-
-    element = MemberBlock
-
-    def pack(self, value: MemberBlock) -> tuple[list[np.ndarray], dict[str, Any]]:
-        names = sorted(value.values)
-        block = [int(value.start), int(value.count), int(value.shard_size)]
-        meta: dict[str, Any] = {"block": block, "names": names}
-        arrays = [value.values[name] for name in names]
-        if value.refs:
-            refs = EnvironmentCoder().pack(Environment(value.refs))
-            arrays, meta["refs"] = [*arrays, *refs[0]], refs[1]
-        return arrays, meta | _made_by(value.provenance)
-
-    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> MemberBlock:
-        start, count, shard_size = meta["block"]
-        if not all(type(number) is int for number in meta["block"]):
-            raise TypeError("the block is not in numbers")
-        names = _names(meta)
-        refs: Mapping[str, Any] = {}
-        if "refs" in meta:
-            refs = EnvironmentCoder().unpack(arrays[len(names) :], meta["refs"]).values
-            arrays = arrays[: len(names)]
-        values = dict(zip(names, arrays, strict=True))
-        provenance = Provenance.from_json(meta.get("provenance"))
-        return MemberBlock(start, count, shard_size, values, dict(refs), provenance)
-
-
-class EnvironmentCoder(_Coder[Environment]):
-    """Coder of `Environment`."""
-
-    element = Environment
-
-    def pack(self, value: Environment) -> tuple[list[np.ndarray], dict[str, Any]]:
-        names = sorted(value.values)
-        refs = [value.values[name] for name in names]
-        keys = [list(name) if isinstance(name, tuple) else name for name in names]
-        meta = {"names": keys, "refs": [ref.to_json() for ref in refs]}
-        meta |= _made_by(value.provenance)
-        return [np.frombuffer(ref.inline, np.uint8) for ref in refs], meta
-
-    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Environment:
-        refs = [
-            StoreRef.from_json(record, inline.tobytes())
-            for record, inline in zip(meta["refs"], arrays, strict=True)
-        ]
-        provenance = Provenance.from_json(meta.get("provenance"))
-        return Environment(dict(zip(map(_key, meta["names"]), refs, strict=True)), provenance)
+    def unpack(self, arrays: list[np.ndarray], meta: dict[str, Any]) -> Element:
+        parts = Element()
+        for array, (name, start, count, *stored) in zip(arrays, meta["parts"], strict=True):
+            if type(name) is not str or type(start) is not int or type(count) is not int:
+                raise TypeError("the parts have no names or ranges")
+            if start < 0 or count <= 0:
+                raise ValueError(f"a part of {count} members begins at {start}")
+            if stored:
+                (record,) = stored
+                ref = StoreRef.from_json(record, array.tobytes())
+                parts[name] = stored_part(ref, start, count)
+            elif array.shape[:1] != (count,):
+                raise ValueError(f"the part {name!r} of {count} members is {array.shape}")
+            else:
+                parts[name] = Part(start, count, array)
+        return parts
 
 
 class ArrayCoder(_Coder[np.ndarray]):
@@ -247,27 +214,4 @@ def register_array_coder() -> None:
     registry.register_coder(np.ndarray, ArrayCoder)
 
 
-registry.register_coder(MemberBlock, MemberBlockCoder)
-registry.register_coder(Environment, EnvironmentCoder)
-
-
-LIMIT_BYTES = (64 << 20) - (64 << 10)
-"""Largest size in bytes of the values in a block, so that an element has at most 64 MiB."""
-
-
-def whole(block: MemberBlock, store: Store) -> MemberBlock:
-    """A block as one element. If it is too large, its values are written to the store."""
-    if block.nbytes <= LIMIT_BYTES:
-        return block
-    refs = {name: store.put([array], "block") for name, array in block.values.items()}
-    return replace(block, values={}, refs=refs)
-
-
-def cut(block: MemberBlock, store: Store) -> Iterator[MemberBlock]:
-    """A block as elements with as many members as fit; see `whole` for members that do not fit."""
-    most = max(LIMIT_BYTES * block.count // max(block.nbytes, 1), 1)
-    for first in range(0, block.count, most):
-        values = {name: array[first : first + most] for name, array in block.values.items()}
-        count = min(most, block.count - first)
-        part = replace(block, start=block.start + first, count=count, values=values)
-        yield whole(part, store)
+registry.register_coder(Element, ElementCoder)

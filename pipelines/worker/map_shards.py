@@ -14,7 +14,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from beamjax.bodies.jax_settings import with_settings
 from beamjax.bodies.load import run_server
-from beamjax.pipelines.values.elements import Environment, MemberBlock, cut, whole
+from beamjax.pipelines.values.elements import Element, block_of, cut, stored_part, whole
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.merge import nodes_of, send
 from beamjax.pipelines.worker.metrics import WorkerSpans
@@ -118,7 +118,7 @@ class Bundle:
 class MapShards(TaskFn):
     """A pass over shards: reads and computes shards, and reduces the results within each bundle."""
 
-    yields = MemberBlock
+    yields = Element
 
     def __init__(
         self,
@@ -154,17 +154,12 @@ class MapShards(TaskFn):
         self.bundle = None
         self.cut: dict[str, np.ndarray] = {}
 
-    def process(
-        self, element: tuple[int, int] | MemberBlock, *served: Environment
-    ) -> Iterator[MemberBlock]:
+    def process(self, element: tuple[int, int] | Element, *served: Element) -> Iterator[Element]:
         # Elements are ranges [first, last) of shard numbers, or blocks with placed values of
         # earlier passes. The main output has blocks with the placed results; partials, combines and
         # dropped members have tags of their own.
         if self.bundle is None:
             self.bundle = self._begin(served)
-            self.provenance = self.task.provenance(served)
-        if isinstance(element, MemberBlock):
-            self.provenance |= element.provenance
         for shard, live in self._shards(element):
             # Operands that need not be read: from blocks, and from scattered server values.
             known = live | {name: x[shard.start :][: shard.count] for name, x in self.cut.items()}
@@ -189,14 +184,14 @@ class MapShards(TaskFn):
 
     def _partials(self, partials: Partials) -> Iterator[Any]:
         for piece, accumulator in partials.accumulators.items():
-            accumulator.provenance = self.provenance
             with self._moving():
                 partial = piece, send(self.task.store, accumulator)
             yield beam.pvalue.TaggedOutput(PARTIALS, _windowed(partial))
         for number, tree in enumerate(partials.trees):
             with self._moving():
-                environment = Environment(nodes_of(tree, self.task.store), self.provenance)
-            yield beam.pvalue.TaggedOutput(combined(number), _windowed(environment))
+                nodes = nodes_of(tree, self.task.store)
+            for node in nodes:
+                yield beam.pvalue.TaggedOutput(combined(number), _windowed(Element({"": node})))
 
     def _finish(self, done: Done) -> Iterator[Any]:
         values = {name: done.operands[name] for name in self.carried}
@@ -204,15 +199,12 @@ class MapShards(TaskFn):
         if done.computed.dropped:
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.computed.dropped))
         if values:
-            block = MemberBlock(
-                done.shard.start, done.shard.count, self.shards.size, values,
-                provenance=self.provenance,
-            )  # fmt: skip
+            block = block_of(done.shard.start, done.shard.count, values)
             with self._moving():
                 blocks = [whole(block, self.task.store)] if self.whole else None
             yield from blocks or cut(block, self.task.store)
 
-    def _begin(self, served: tuple[Environment, ...]) -> Bundle:
+    def _begin(self, served: tuple[Element, ...]) -> Bundle:
         task = self.task
         names = [*task.step.broadcasts, *(name for name, _ in self.scattered.values())]
         refs = task.refs(names, served)
@@ -224,10 +216,11 @@ class MapShards(TaskFn):
         return Bundle(task, self.reader, refs, self.letters, self.spans)
 
     def _shards(self, element: Any) -> Iterator[tuple[Shard, dict[str, np.ndarray]]]:
-        if isinstance(element, MemberBlock):
+        if isinstance(element, Element):
             with self._moving():
                 live = element.arrays(self.task.store)
-            yield Shard(self.shards.index_at(element.start), element.start, element.count), live
+            start, count = element.range
+            yield Shard(self.shards.index_at(start), start, count), live
             return
         for shard in self.shards.between(*element):
             yield shard, {}
@@ -239,16 +232,16 @@ def _windowed(value: Any) -> WindowedValue:
 
 
 def compute_server(
-    task: Task[Server], element: Any, served: tuple[Environment, ...], spans: Spans
-) -> Environment:
+    task: Task[Server], element: Any, served: tuple[Element, ...], spans: Spans
+) -> Element:
     """Runs a `Server` step, once."""
     step, store = task.step, task.store
     # If the step needs no values, its element has no meaning.
-    known = (element, *served) if isinstance(element, Environment) else served
+    known = (element, *served) if isinstance(element, Element) else served
     with timed(spans, step.name, "compute"):
         arrays = task.arrays(task.refs(step.inputs, known))
         plan = task.with_bodies()
         with with_settings(task.settings.debugging):
             outs = run_server(plan, step, arrays, task.device)
         refs = {name: store.hold([out], name, own=True) for name, out in outs.items()}
-    return Environment(refs, task.provenance(known))
+    return Element({name: stored_part(ref) for name, ref in refs.items()})

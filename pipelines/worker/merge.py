@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
@@ -16,10 +16,9 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax.errors import SourceError
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.provenance import merged
 from beamjax.numerics.reducers import decode_accumulator
 from beamjax.pipelines.values import store as stores
-from beamjax.pipelines.values.elements import Environment, MemberBlock, NodeKey, PartKey
+from beamjax.pipelines.values.elements import Element, ref_of, stored_part
 from beamjax.pipelines.values.refs import StoreRef, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
@@ -28,6 +27,7 @@ from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.steps import Combine, Gather, Map, Plan, ValueType, size_name
 from beamjax.runtime import passes
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
+from beamjax.runtime.values import Part
 from beamjax.spans import Spans, timed, transferring
 from beamjax.storage import buffers, files
 from beamjax.storage.arrays import decode_arrays, encode_arrays
@@ -37,24 +37,59 @@ GROUP = typehints.Tuple[int, int, int, int]
 """The keys of partials: a `ValueRange`, and one with the number of a group."""
 
 
-class AccumulatorCoder(Coder):
-    """Coder of the accumulators of `MergeAccumulators`: None, an `Accumulator`, or bytes."""
+@dataclass(frozen=True)
+class Accumulated:
+    """The merged accumulators of a range of a buffer, so far; none at first."""
+
+    # A single one stays as the element that it came in, so it is not decoded and encoded for
+    # nothing.
+    element: bytes = b""
+    accumulator: Accumulator | None = None
+
+    def merged(self, other: Accumulated, store: Store) -> Accumulated:
+        """The accumulators of both, which must not be used afterwards."""
+        if self == EMPTY:
+            return other
+        if other == EMPTY:
+            return self
+        return Accumulated(accumulator=passes.merged(self._decoded(store), other._decoded(store)))
+
+    def encoded(self, store: Store) -> bytes:
+        """As an element. A large accumulator is written to the store, so no element is large."""
+        return self.element if self.accumulator is None else send(store, self.accumulator)
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate bytes as an element."""
+        return len(self.element) if self.accumulator is None else self.accumulator.nbytes
+
+    def _decoded(self, store: Store) -> Accumulator:
+        if self.accumulator is not None:
+            return self.accumulator
+        with transferring():
+            return receive(store, self.element)
+
+
+EMPTY = Accumulated()
+
+
+class AccumulatedCoder(Coder):
+    """Coder of `Accumulated`."""
 
     def __init__(self, store: Store):
-        # Large accumulators are written to it, so that no element is large.
         self.store = store
 
-    def encode(self, value: Any) -> bytes:
-        return b"" if value is None else _encoded(value, self.store)
+    def encode(self, value: Accumulated) -> bytes:
+        return value.encoded(self.store)
 
-    def decode(self, encoded: bytes) -> bytes | None:
-        return encoded or None
+    def decode(self, encoded: bytes) -> Accumulated:
+        return Accumulated(encoded)
 
     def is_deterministic(self) -> bool:
         return True
 
-    def estimate_size(self, value: Any) -> int:
-        return len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)
+    def estimate_size(self, value: Accumulated) -> int:
+        return value.nbytes
 
 
 class MergeAccumulators(beam.CombineFn):
@@ -70,46 +105,29 @@ class MergeAccumulators(beam.CombineFn):
         return IOTypeHints.empty().with_input_types(bytes).with_output_types(bytes)
 
     def get_accumulator_coder(self) -> Coder:
-        return AccumulatorCoder(self.store)
+        return AccumulatedCoder(self.store)
 
-    def create_accumulator(self) -> Any:
-        # Then an `Accumulator` or its bytes. A single input stays bytes, so it is not decoded and
-        # encoded for nothing.
-        return None
+    def create_accumulator(self) -> Accumulated:
+        return EMPTY
 
-    def add_input(self, accumulator: Any, element: bytes) -> Any:
-        return self._merge(accumulator, element)
+    def add_input(self, accumulator: Accumulated, element: bytes) -> Accumulated:
+        return self.merge_accumulators([accumulator, Accumulated(element)])
 
-    def merge_accumulators(self, accumulators: Iterable[Any]) -> Any:
-        merged = None
+    def merge_accumulators(self, accumulators: Iterable[Accumulated]) -> Accumulated:
+        merged = EMPTY
         for accumulator in accumulators:
-            merged = self._merge(merged, accumulator)
+            with timed(self.spans, self.step, "merge"):
+                merged = merged.merged(accumulator, self.store)
         return merged
 
-    def compact(self, accumulator: Any) -> Any:
-        return accumulator if accumulator is None else self._reported(accumulator)
+    def compact(self, accumulator: Accumulated) -> Accumulated:
+        return Accumulated(self.extract_output(accumulator))
 
-    def extract_output(self, accumulator: Any) -> bytes:
-        return self._reported(accumulator)
-
-    def _reported(self, accumulator: Any) -> bytes:
-        """The bytes of an accumulator. Reports the measured seconds to Beam."""
-        if isinstance(accumulator, bytes):
-            encoded = accumulator
-        else:
-            with timed(self.spans, self.step, "transfer"):
-                encoded = _encoded(accumulator, self.store)
+    def extract_output(self, accumulator: Accumulated) -> bytes:
+        with timed(self.spans, self.step, "transfer"):
+            element = accumulator.encoded(self.store)
         self.spans.report()
-        return encoded
-
-    def _merge(self, accumulator: Any, other: Any) -> Any:
-        if other is None:
-            return accumulator
-        if accumulator is None:
-            return other
-        with timed(self.spans, self.step, "merge"):
-            left, right = (_decoded(side, self.store) for side in (accumulator, other))
-            return passes.merged(left, right)
+        return element
 
 
 class AssignGroups(StepFn):
@@ -142,49 +160,39 @@ class MergeGroup(StepFn):
 
     def process(self, element: tuple[Any, Iterable[bytes]]) -> Iterator[tuple[Any, bytes]]:
         *key, _ = element[0]
-        merged = self.merging.merge_accumulators(element[1])
+        merged = self.merging.merge_accumulators(map(Accumulated, element[1]))
         yield tuple(key), self.merging.extract_output(merged)
-
-
-def _decoded(accumulator: Accumulator | bytes, store: Store) -> Accumulator:
-    if not isinstance(accumulator, bytes):
-        return accumulator
-    with transferring():
-        return receive(store, accumulator)
 
 
 def finished(
     plan: Plan, step: Map, piece: ValueRange, accumulator: Accumulator, store: Store
-) -> dict[PartKey, StoreRef]:
-    """The values of the reductions in a range, rounded."""
+) -> Element:
+    """The values of the reductions in a range, rounded: whole ones, or parts of flat ones."""
     # If the buffers of the step are one range, it has whole results.
     is_whole = len(accumulator_ranges(step)) == 1
     buffer, where = step.buffers[piece.buffer], (piece.start, piece.stop)
-    refs = {}
-    for name, offset, part in finish_buffer(plan, step, buffer, accumulator, where):
+    parts = Element()
+    for name, offset, flat in finish_buffer(plan, step, buffer, accumulator, where):
         if is_whole:
-            ref = store.hold([part.reshape(plan.values[name].shape)], name, own=True)
+            array = flat.reshape(plan.values[name].shape)
+            parts[name] = stored_part(store.hold([array], name, own=True))
         else:
-            ref = store.hold([part], name, own=True, inline=False, hashed=False)
-        refs[PartKey(name, offset)] = ref
-    return refs
+            ref = store.hold([flat], name, own=True, inline=False, hashed=False)
+            parts[name] = stored_part(ref, offset, len(flat))
+    return parts
 
 
 def finish_pieces(
-    task: Task[Map], element: tuple[Any, bytes], served: tuple[Environment, ...], spans: Spans
-) -> Environment:
+    task: Task[Map], element: tuple[Any, bytes], served: tuple[Element, ...], spans: Spans
+) -> Element:
     """From merged accumulators to the values of the reductions, or to parts of them."""
     plan, step, store = plan_with_size(task, served), task.step, task.store
     with timed(spans, step.name, "merge"):
         accumulator = receive(store, element[1])
-        provenance = accumulator.provenance
-        parts: Any = finished(plan, step, ValueRange(*element[0]), accumulator, store)
-    if len(accumulator_ranges(step)) == 1:
-        parts = {key.name: ref for key, ref in parts.items()}
-    return Environment(parts, provenance)
+        return finished(plan, step, ValueRange(*element[0]), accumulator, store)
 
 
-def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
+def plan_with_size(task: Task[Map], served: tuple[Element, ...]) -> Plan:
     """The plan of a pass, with the number of its members, which the pipeline may have counted."""
     plan, placement = task.plan, task.step.placement
     if plan.sizes[placement] is not None:
@@ -193,62 +201,63 @@ def plan_with_size(task: Task[Map], served: tuple[Environment, ...]) -> Plan:
     return replace(plan, sizes={**plan.sizes, placement: int(n)})
 
 
-def nodes_of(tree: DyadicTree[list[np.ndarray]], store: Store) -> dict[NodeKey, StoreRef]:
-    """The partials of a bundle for a combine."""
-    nodes = tree.in_order()
-    return {NodeKey(level, i): store.put(arrays, "partial") for level, i, arrays in nodes}
+def nodes_of(tree: DyadicTree[list[np.ndarray]], store: Store) -> tuple[Part, ...]:
+    """The partials of a bundle for a combine, each with the range of its shards."""
+    return tuple(
+        stored_part(store.put(arrays, "partial"), number << level, 1 << level)
+        for level, number, arrays in tree.in_order()
+    )
 
 
 def combined_nodes(
     combine: Combine,
     join: Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]],
-    bundles: Iterable[Mapping[NodeKey, StoreRef]],
+    nodes: Iterable[Part],
     store: Store,
 ) -> dict[str, np.ndarray]:
-    """The results of a combine, by name, from the nodes of all bundles, in any order."""
+    """The results of a combine, by name, from the partials of all bundles, in any order."""
     tree = DyadicTree(join)
-    for nodes in bundles:
-        for node, ref in nodes.items():
-            tree.add(store.get(ref, cache=False), node.number, node.level)
+    for node in nodes:
+        level = node.count.bit_length() - 1
+        tree.add(store.get(ref_of(node), cache=False), node.start >> level, level)
     return dict(finish_tree(combine, tree))
 
 
 def finish_combine(
     number: int,
     task: Task[Map],
-    element: tuple[Any, Iterable[Environment]],
-    served: tuple[Environment, ...],
+    element: tuple[Any, Iterable[Element]],
+    served: tuple[Element, ...],
     spans: Spans,
-) -> Environment:
+) -> Element:
     """From the partials of all bundles to the results of a combine, that of this number."""
-    combine, bundles = task.step.combines[number], list(element[1])
+    combine = task.step.combines[number]
     with timed(spans, task.step.name, "merge"):
         known = task.arrays(task.refs(combine.inputs, served))
         join = join_shards(task.with_bodies(), task.step, combine, known, task.device)
-        nodes = [bundle.values for bundle in bundles]
+        nodes = (node for parts in element[1] for node in parts.values())
         values = combined_nodes(combine, join, nodes, task.store)
         refs = {name: task.store.put([array], name) for name, array in values.items()}
-    return Environment(refs, task.provenance((*served, *bundles)))
+    return Element({name: stored_part(ref) for name, ref in refs.items()})
 
 
 def assembled(
     store: Store,
     types: Mapping[str, ValueType],
     axes: Mapping[str, int],
-    bundles: Iterable[Mapping[PartKey, StoreRef]],
+    parts: Iterable[tuple[str, Part]],
 ) -> dict[str, StoreRef]:
     """From parts of values to whole server values."""
     # `axes` has the axis of a whole value that is the first axis of its parts. Values that are not
     # listed have flat parts.
-    parts: dict[str, dict[int, StoreRef]] = collections.defaultdict(dict)
-    for refs in bundles:
-        for key, ref in refs.items():
-            # If a bundle was retried, a part may be there twice; either is used, they are equal.
-            parts[key.name][key.offset] = ref
+    starts: dict[str, dict[int, StoreRef]] = collections.defaultdict(dict)
+    for name, part in parts:
+        # If a bundle was retried, a part may be there twice; either is used, they are equal.
+        starts[name][part.start] = ref_of(part)
     whole = {}
-    for name, by_offset in parts.items():
+    for name, by_start in starts.items():
         value = types[name]
-        in_order = [by_offset[offset] for offset in sorted(by_offset)]
+        in_order = [by_start[start] for start in sorted(by_start)]
         # Parts in files need not be read: a reference to all files stands for the whole value.
         held = any(map(store.is_held, in_order))
         if not axes.get(name) and not held and all(r.kind == "file" for r in in_order):
@@ -265,21 +274,21 @@ def assembled(
 
 
 def assemble(
-    task: Task[Any], element: tuple[Any, Iterable[Environment]], served: Any, spans: Spans
-) -> Environment:
+    task: Task[Any], element: tuple[Any, Iterable[Element]], served: Any, spans: Spans
+) -> Element:
     """From parts of values to whole server values; see `assembled`."""
-    parts, step = list(element[1]), task.step
+    step, parts = task.step, (part for parts in element[1] for part in parts.items())
     axes = {step.result: step.axis} if isinstance(step, Gather) else {}
-    whole = assembled(task.store, task.plan.values, axes, [part.values for part in parts])
-    return Environment(whole, merged(part.provenance for part in parts))
+    whole = assembled(task.store, task.plan.values, axes, parts)
+    return Element({name: stored_part(ref) for name, ref in whole.items()})
 
 
-def part_of_block(task: Task[Gather], block: MemberBlock, served: Any, spans: Spans) -> Environment:
+def part_of_block(task: Task[Gather], block: Element, served: Any, spans: Spans) -> Element:
     """From a block to a part of the result of a `Gather`, for `assemble`."""
     step, store = task.step, task.store
     with timed(spans, step.name, "transfer"):
         ref = store.put([block.array(step.operand, store)], step.result)
-    return Environment({PartKey(step.result, block.start): ref}, block.provenance)
+    return Element({step.result: stored_part(ref, *block.range)})
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -287,10 +296,6 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     first = arrays[0]
     room = buffers.empty((sum(map(len, arrays)), *first.shape[1:]), first.dtype)
     return np.concatenate(arrays, out=room)
-
-
-def _encoded(accumulator: Accumulator | bytes, store: Store) -> bytes:
-    return accumulator if isinstance(accumulator, bytes) else send(store, accumulator)
 
 
 _NAMES_BYTES = 1 << 13

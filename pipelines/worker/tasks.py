@@ -22,24 +22,24 @@ from apache_beam.typehints.decorators import IOTypeHints
 from beamjax._beam_compat import INSPECT, get_function_args_defaults
 from beamjax.bodies.jax_settings import debugging
 from beamjax.bodies.load import with_x64
+from beamjax.bodies.provenance import Provenance, provenance_here
 from beamjax.bodies.xla_threads import compute_device
-from beamjax.numerics.provenance import Provenance, merged
 from beamjax.pipelines.values import store as stores
-from beamjax.pipelines.values.elements import Environment
-from beamjax.pipelines.values.refs import StoreRef
+from beamjax.pipelines.values.elements import Element
+from beamjax.pipelines.values.refs import SUFFIX, StoreRef, content_key
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.lost_workers import watchdog_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
 from beamjax.pipelines.worker.worker_errors import recorded
 from beamjax.plan.steps import Body, Gather, Map, Plan, Server
-from beamjax.runtime.machine_provenance import provenance_here
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.values import Reader
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.source_base import open_spec, release
 from beamjax.spans import Spans, transferring
+from beamjax.storage.arrays import encode_arrays
 from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
 
 MAX_EXECUTORS = 8
@@ -122,11 +122,11 @@ class Task(Generic[AnyStep]):
     machine: Machine = field(default_factory=Machine)
     settings: RunSettings = field(default_factory=RunSettings)
 
-    def refs(self, names: Iterable[str], served: Iterable[Environment]) -> dict[str, StoreRef]:
+    def refs(self, names: Iterable[str], served: Iterable[Element]) -> dict[str, StoreRef]:
         """References to the server values of these names, from earlier steps or static."""
         known = dict(self.static)
-        for environment in served:
-            known.update(environment.values)
+        for values in served:
+            known.update(values.refs())
         return {name: known[name] for name in names}
 
     def arrays(self, refs: Mapping[str, StoreRef]) -> dict[str, np.ndarray]:
@@ -138,10 +138,10 @@ class Task(Generic[AnyStep]):
         """The device for work that is not on shards; None for JAX's default."""
         return compute_device(self.machine.xla_threads)
 
-    def provenance(self, served: Iterable[Environment] = ()) -> Provenance:
-        """The provenance of values that this process computes from those of earlier steps."""
-        here = provenance_here(self.machine.xla_threads)
-        return merged([here, *(environment.provenance for environment in served)])
+    @property
+    def provenance(self) -> Provenance:
+        """The kind of this machine, which computes values."""
+        return provenance_here(self.machine.xla_threads)
 
     def with_bodies(self) -> Plan:
         """The plan with the bodies of this step, loaded from the store."""
@@ -308,6 +308,7 @@ class TaskFn(StepFn):
         """See `begin`. Tasks without bodies need no JAX."""
         if self.task.bodies:
             begin(self.task, self.spans)
+            record_provenance(self.task.store, self.task.provenance)
 
     def finish_bundle(self) -> Any:
         """Reports the work of this bundle."""
@@ -317,17 +318,17 @@ class TaskFn(StepFn):
 class ServerFn(TaskFn):
     """Computes server values, or parts of them, from an element and those of earlier steps."""
 
-    yields = Environment
+    yields = Element
 
     def __init__(
         self,
         task: Task[Any],
-        compute: Callable[[Task[Any], Any, tuple[Environment, ...], Spans], Environment],
+        compute: Callable[[Task[Any], Any, tuple[Element, ...], Spans], Element],
     ):
         super().__init__(task)
         self.compute = compute
 
-    def process(self, element: Any, *served: Environment) -> Iterator[Environment]:
+    def process(self, element: Any, *served: Element) -> Iterator[Element]:
         yield self.compute(self.task, element, served, self.spans)
 
 
@@ -340,6 +341,16 @@ def begin(task: Task[Any], spans: WorkerSpans) -> None:
     machine.check()
     BLOCKS.set_limit(None if machine.memory is None else block_budget(machine.memory))
     stores.set_cache_bytes(store_budget(machine.memory))
+
+
+PROVENANCE = "provenance-"
+"""The prefix of the names of the files that say which kinds of machine have computed a run."""
+
+
+def record_provenance(store: Store, provenance: Provenance) -> None:
+    """Writes the kind of this machine to the store, once for all workers of this kind."""
+    data = encode_arrays([], {"provenance": provenance.to_json()})
+    store.write(f"{PROVENANCE}{content_key([data])}{SUFFIX}", data, keep=True)
 
 
 @contextlib.contextmanager

@@ -14,16 +14,13 @@ import pytest
 from faults import PROCESSES, THREADS
 
 import beamjax as bj
+from beamjax.bodies.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
 from beamjax.errors import ArrayFormatError
-from beamjax.numerics.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
-from beamjax.numerics.reducers import decode_accumulator, make_accumulator
-from beamjax.pipelines.values.elements import (
-    Environment,
-    EnvironmentCoder,
-    MemberBlock,
-    MemberBlockCoder,
-)
-from beamjax.storage.arrays import decode_arrays, encode_arrays
+from beamjax.pipelines.graph.collect_results import find_provenance
+from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.tasks import record_provenance
+from beamjax.storage import files
+from beamjax.storage.arrays import encode_arrays
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
@@ -158,33 +155,18 @@ def test_provenance_is_a_union_in_any_order():
     assert [x.is_mixed for x in (UNKNOWN, A, A | B)] == [False, False, True]
 
 
-def test_provenance_travels_with_partials_and_values():
-    found = make_accumulator("sum", np.dtype("float32"), 3)
-    found.add(np.ones(3, "float32"), 0)
-    found.provenance = A
-    plain = make_accumulator("sum", np.dtype("float32"), 3).encode()
-    assert len(found.encode()) < len(plain) + 400
-    other = decode_accumulator(found.encode())
-    other.provenance |= B
-    for reduction in ("sum", "max", "prod", "any"):
-        dtype = np.dtype("bool" if reduction == "any" else "int32")
-        one, two = (make_accumulator(reduction, dtype, 2) for _ in range(2))
-        one.provenance, two.provenance = A, B
-        one.merge(decode_accumulator(two.encode()))
-        assert decode_accumulator(one.encode()).provenance == A | B
-    found.merge(other)
-    assert found.provenance == A | B
-    block = MemberBlock(0, 2, 8, {"x": np.arange(2)}, provenance=A | C)
-    assert MemberBlockCoder().decode(MemberBlockCoder().encode(block)).provenance == A | C
-    environment = Environment({}, B)
-    assert EnvironmentCoder().decode(EnvironmentCoder().encode(environment)) == environment
-
-
-def test_damaged_provenance_is_refused():
-    arrays, meta = decode_arrays(make_accumulator("any", np.dtype("bool"), 2).encode())
-    for bad in ("a", ["a"], {"a": "b"}, {"a": [1]}, {"a": ["h"] * 9}, {"a" * 9999: []}):
-        with pytest.raises(ArrayFormatError, match="provenance: found"):
-            decode_accumulator(encode_arrays(arrays, meta | {"provenance": bad}))
+@pytest.mark.parametrize(
+    "bad", ["a", ["a"], {"a": "b"}, {"a": [1]}, {"a": ["h"] * 9}, {"a" * 9999: []}], ids=str
+)
+def test_damaged_provenance_is_refused(bad, tmp_path):
+    store = Store(str(tmp_path))
+    record_provenance(store, A)
+    record_provenance(store, B)
+    (first, second) = files.names(store.root)
+    assert find_provenance(store, [first, second, "other.arrays"]) == A | B
+    files.write(str(tmp_path / first), encode_arrays([], {"provenance": bad}))
+    with pytest.raises(ArrayFormatError, match=f"{first}: provenance: found"):
+        find_provenance(store, [first, second])
 
 
 @bj.program(placements={"c": None})

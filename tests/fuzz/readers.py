@@ -42,7 +42,7 @@ from beamjax.pipelines.graph import collect_results
 from beamjax.pipelines.resident import task_messages
 from beamjax.pipelines.tables import stored_streams
 from beamjax.pipelines.values import elements
-from beamjax.pipelines.values.elements import NodeKey, PartKey
+from beamjax.pipelines.values.elements import stored_part
 from beamjax.pipelines.values.members import (
     MembersSource,
 )
@@ -145,12 +145,12 @@ def _ref(folder: Path, inline: bool) -> tuple[Store, StoreRef]:
 
 
 def _element_seeds(folder: Path) -> list[bytes]:
-    refs = {"a": _ref(folder, True)[1], "b": _ref(folder, False)[1]}
+    small, large = _ref(folder, True)[1], _ref(folder, False)[1]
+    whole = elements.Element(a=stored_part(small), b=stored_part(large))
     return [
-        elements.MemberBlockCoder().encode(elements.MemberBlock(8, 6, 8, {"x": X, "y": X[:, 0]})),
-        elements.EnvironmentCoder().encode(elements.Environment(refs)),
-        elements.EnvironmentCoder().encode(elements.Environment({PartKey("a", 3): refs["a"]})),
-        elements.EnvironmentCoder().encode(elements.Environment({NodeKey(2, 1): refs["a"]})),
+        elements.ElementCoder().encode(elements.block_of(8, 6, {"x": X, "y": X[:, 0]})),
+        elements.ElementCoder().encode(whole),
+        elements.ElementCoder().encode(elements.Element(a=stored_part(small, 3, 6))),
         elements.ArrayCoder().encode(X),
     ]
 
@@ -158,16 +158,12 @@ def _element_seeds(folder: Path) -> list[bytes]:
 def _element(data: bytes, _: Path) -> None:
     """Any of the coders; the one that fits its name goes all the way."""
     refusals = []
-    for coder in (
-        elements.MemberBlockCoder(),
-        elements.EnvironmentCoder(),
-        elements.ArrayCoder(),
-    ):
+    for coder in (elements.ElementCoder(), elements.ArrayCoder()):
         try:
             coder.estimate_size(coder.decode(data))
         except BeamjaxError as error:
             refusals.append(error)
-    if len(refusals) == 3:
+    if len(refusals) == 2:
         raise refusals[0]
 
 
@@ -184,7 +180,7 @@ def _message_seeds(folder: Path) -> list[bytes]:
     current = task_messages.Pass("p", "stem", {"w": ref}, {"x": operand})
     piece = task_messages.Piece(ValueRange(0, 0, 4), (b"partial",))
     result = task_messages.Result(
-        ((PartKey("w", 0), ref),), (piece,), (((NodeKey(0, 0), ref),),), b"", {"y": ((0, 6),)}
+        (("w", stored_part(ref)),), (piece,), ((stored_part(ref),),), b"", {"y": ((0, 6),)}
     )
     found = (
         task_messages.Program("p", "map", task, ("y",)),

@@ -15,7 +15,7 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner, execution
 from helpers import assert_close, assert_same_bits
 
 import beamjax as bj
-from beamjax.pipelines.values.elements import Environment, MemberBlock
+from beamjax.pipelines.values.elements import Element
 
 N = 40
 THREADS = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
@@ -108,13 +108,12 @@ def test_elements_have_coders_of_our_own(width, seen):
         found = bj.run(everything, w, x, options=["--shard_size=8", *flags])
         assert_close(found, expected, 1e-3, 1e-3)
     assert {"map_clients_", "server_", "gather_"} <= seen.labels
-    assert set(seen.types.values()) >= {MemberBlock, Environment}
+    assert Element in seen.types.values()
     plain = re.compile(r"(Tuple\[)*<class '(str|bytes|int)'>(, .*\])?")
     for label, kind in seen.types.items():
-        if not label.startswith("Write") and kind not in (MemberBlock, Environment):
+        if not label.startswith("Write") and kind is not Element:
             assert plain.fullmatch(str(kind)), label
-    for ours in (MemberBlock, Environment):
-        assert type(coders.registry.get_coder(ours)).__module__.startswith("beamjax.")
+    assert type(coders.registry.get_coder(Element)).__module__.startswith("beamjax.")
 
 
 @pytest.mark.usefixtures("no_pickle")

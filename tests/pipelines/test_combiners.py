@@ -16,7 +16,9 @@ from beamjax.pipelines.values import store as in_process
 from beamjax.pipelines.values.store import LOCAL_BYTES, REMOTE_BYTES, Store
 from beamjax.pipelines.worker import merge as spill
 from beamjax.pipelines.worker.merge import (
+    EMPTY,
     RANGE,
+    Accumulated,
     MergeAccumulators,
     receive,
     send,
@@ -63,31 +65,31 @@ def test_any_order_and_grouping_gives_the_same_bits(store):
                 halves.append(combine.compact(accumulator))
             merged = combine.merge_accumulators([*halves, combine.create_accumulator()])
             assert total(combine.extract_output(merged)).tobytes() == WHOLE.tobytes()
-    assert combine.merge_accumulators([None, None]) is None
-    assert combine.compact(None) is None
+    assert combine.merge_accumulators([EMPTY, EMPTY]) == EMPTY
+    assert combine.compact(EMPTY) == EMPTY
     with pytest.raises(ArrayFormatError):
-        combine.merge_accumulators([EACH[0], EACH[1][:-3]])
+        combine.merge_accumulators([Accumulated(EACH[0]), Accumulated(EACH[1][:-3])])
 
 
 def test_merging_does_not_change_what_was_merged(store):
     combine = MergeAccumulators("step", store)
     first, second = EACH[0], EACH[1]
     before = bytes(first), bytes(second)
-    merged = combine.merge_accumulators([first, second])
-    combine.merge_accumulators([merged, EACH[2]])
+    merged = combine.merge_accumulators([Accumulated(first), Accumulated(second)])
+    combine.merge_accumulators([merged, Accumulated(EACH[2])])
     assert (first, second) == before
 
 
 def test_the_coder_of_accumulators(store):
     coder = MergeAccumulators("step", store).get_accumulator_coder()
-    live = decode_accumulator(EACH[0])
+    live, element = Accumulated(accumulator=decode_accumulator(EACH[0])), Accumulated(EACH[0])
     assert coder.is_deterministic()
     assert coder.encode(live) == EACH[0]
-    assert coder.decode(coder.encode(EACH[0])) == EACH[0]
-    assert coder.decode(coder.encode(None)) is None
-    assert coder.estimate_size(EACH[0]) == len(EACH[0])
+    assert coder.decode(coder.encode(element)) == element
+    assert coder.decode(coder.encode(EMPTY)) == EMPTY
+    assert coder.estimate_size(element) == len(EACH[0])
     assert coder.estimate_size(live) > 0
-    assert coder.estimate_size(None) == 0
+    assert coder.estimate_size(EMPTY) == 0
 
 
 @pytest.mark.parametrize("repeat", [0, 1])

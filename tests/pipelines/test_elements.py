@@ -1,6 +1,5 @@
 """Elements: their bits come back, and encodings are deterministic and small."""
 
-import dataclasses
 import pickle
 
 import apache_beam as beam
@@ -17,16 +16,16 @@ from beamjax.errors import ArrayFormatError, StructureError
 from beamjax.pipelines.values import elements
 from beamjax.pipelines.values.elements import (
     ArrayCoder,
-    Environment,
-    EnvironmentCoder,
-    MemberBlock,
-    MemberBlockCoder,
+    Element,
+    ElementCoder,
+    block_of,
+    stored_part,
 )
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import arrays as wire
 
-CODERS = {MemberBlock: MemberBlockCoder(), Environment: EnvironmentCoder()}
+CODER = ElementCoder()
 FILE_REF = StoreRef("k" * 40, (("int8", (3, 4)),), files=((f"{'0' * 40}-hint.arrays", 7),))
 
 
@@ -37,37 +36,36 @@ def block(index=0):
         "b": rng.normal(size=4).astype(ml_dtypes.bfloat16),
         "none": np.zeros((4, 0)),
     }
-    return MemberBlock(index * 4, 4, 4, values)
+    return block_of(index * 4, 4, values)
 
 
 def inline_ref(index=0):
     return Store("/nowhere").put([np.full((2, 2), float(index)), np.arange(3)])
 
 
-def environment(index=0):
-    return Environment({"w": inline_ref(index), "big": FILE_REF})
+def server_values(index=0):
+    return Element(w=stored_part(inline_ref(index)), big=stored_part(FILE_REF))
 
 
-SAMPLES = [block(), environment()]
+SAMPLES = {"block": block(), "server values": server_values()}
 
 
 def assert_same(found, expected):
-    if isinstance(found, MemberBlock):
-        head = lambda block: (block.start, block.count, block.shard_size)
-        assert head(found) == head(expected)
-        assert_same_bits(found.values, expected.values)
+    assert found.range == expected.range
+    if found.keys() == {"w", "big"}:
+        assert found.refs() == expected.refs()
     else:
-        assert found == expected
+        assert_same_bits(found.arrays(None), expected.arrays(None))
 
 
 # --- coders
 
 
-@pytest.mark.parametrize("value", SAMPLES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", SAMPLES.values(), ids=SAMPLES)
 def test_a_coder(value, monkeypatch):
-    coder = coders.registry.get_coder(type(value))
-    assert coder == CODERS[type(value)]
-    assert coder.to_type_hint() is type(value)
+    coder = coders.registry.get_coder(Element)
+    assert coder == CODER
+    assert coder.to_type_hint() is Element
     assert coder.is_deterministic()
     assert coder.as_deterministic_coder("step") is coder
     assert pickle.loads(pickle.dumps(coder)) == coder
@@ -75,8 +73,7 @@ def test_a_coder(value, monkeypatch):
     data = coder.encode(value)
     assert_same(coder.decode(data), value)
     assert coder.encode(coder.decode(data)) == data
-    backwards = dict(reversed(value.values.items()))
-    assert coder.encode(dataclasses.replace(value, values=backwards)) == data
+    assert coder.encode(Element(reversed(value.items()))) == data
     with pytest.raises(StructureError, match=rf"{coder!r}: found str, expected "):
         coder.encode("text")
     for position in range(0, len(data), 7):
@@ -90,66 +87,44 @@ def test_a_coder(value, monkeypatch):
 
 
 def test_blocks():
-    data = MemberBlockCoder().encode(block())
-    decoded = MemberBlockCoder().decode(data)
-    assert np.shares_memory(decoded.values["x"], np.frombuffer(data, np.uint8))
-    plain = MemberBlock(0, 2, 2, {"x": np.zeros((2, 3), np.float32)})
-    other = MemberBlock(np.int64(0), np.int32(2), np.uint8(2), {"x": jnp.zeros((2, 3))})
-    assert MemberBlockCoder().encode(plain) == MemberBlockCoder().encode(other)
+    data = CODER.encode(block())
+    decoded = CODER.decode(data)
+    assert np.shares_memory(decoded.array("x", None), np.frombuffer(data, np.uint8))
+    plain = block_of(0, 2, {"x": np.zeros((2, 3), np.float32)})
+    other = block_of(np.int64(0), np.int32(2), {"x": jnp.zeros((2, 3))})
+    assert CODER.encode(plain) == CODER.encode(other)
     assert block().nbytes == 4 * 6 * 4 + 4 * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-4, 4, 4, {}), "member -4: found 4 members, expected from 1 to the shard size 4"),
-        ((0, 0, 4, {}), "member 0: found 0 members, expected from 1 to the shard size 4"),
-        ((8, 5, 4, {}), "member 8: found 5 members, expected from 1 to the shard size 4"),
-        ((4, 3, 4, {"x": np.zeros((4, 2))}), r"member 4, value 'x': .*\(4, 2\), expected \(3, "),
-        ((4, 3, 4, {"x": np.zeros(())}), r"value 'x': found the shape \(\), expected \(3, "),
-    ],
-)
-def test_block_refuses(arguments, message):
-    with pytest.raises(StructureError, match=message):
-        MemberBlock(*arguments)
+    assert CODER.decode(CODER.encode(block_of(8, 3, {}))).range == (8, 3)
 
 
 def test_what_no_runner_carries():
-    huge = MemberBlock(0, 4, 4, {"x": np.broadcast_to(np.int8(0), (4, 2**30))})
-    with pytest.raises(
-        StructureError, match=r"MemberBlock of 4294\d+ bytes, .*make the shards small"
-    ):
-        MemberBlockCoder().encode(huge)
+    huge = block_of(0, 4, {"x": np.broadcast_to(np.int8(0), (4, 2**30))})
+    with pytest.raises(StructureError, match=r"Element of 4294\d+ bytes, .*make the shards small"):
+        CODER.encode(huge)
     with pytest.raises(StructureError, match="array 0: dtype <U1 cannot be stored"):
         ArrayCoder().encode(np.array(["a"]))
 
 
 def test_decode_refuses():
-    head = {"element": "MemberBlock", "block": [0, 1, 1], "names": ["x"]}
+    one = lambda *record: {"element": "Element", "parts": [list(record)]}
     for coder, arrays, meta, message in (
+        (CODER, [], {}, "ElementCoder: found an element None, expected 'Element'"),
+        (CODER, [], {"element": "Other"}, "found an element 'Other', expected 'Element'"),
+        (CODER, [], {"element": "Element"}, "which is no Element"),
+        (CODER, [], one("x", 0, 1), "which is no Element"),
+        (CODER, [np.zeros(2)], one("x", 0, 1), "no Element .*the part 'x' of 1 members"),
+        (CODER, [np.zeros(())], one("x", 0, 1), "no Element .*the part 'x' of 1 members"),
+        (CODER, [np.zeros(1)], one("x", "a", 1), "no Element .*have no names or ranges"),
+        (CODER, [np.zeros(1)], one("x", True, 1), "no Element .*have no names or ranges"),
+        (CODER, [np.zeros(1)], one(3, 0, 1), "no Element .*have no names or ranges"),
+        (CODER, [np.zeros(4)], one("x", -4, 4), "no Element .*a part of 4 members begins at -4"),
+        (CODER, [np.zeros(0)], one("x", 0, 0), "no Element .*a part of 0 members begins at 0"),
         (
-            MemberBlockCoder(),
-            [],
-            {},
-            "MemberBlockCoder: found an element None, expected 'MemberBlock'",
-        ),
-        (
-            MemberBlockCoder(),
-            [],
-            {"element": "Other"},
-            "found an element 'Other', expected 'MemberBlock'",
-        ),
-        (MemberBlockCoder(), [], {"element": "MemberBlock"}, "which is no MemberBlock"),
-        (MemberBlockCoder(), [], head, "which is no MemberBlock"),
-        (MemberBlockCoder(), [np.zeros(2)], head, "no MemberBlock .*block at member 0, value 'x'"),
-        (MemberBlockCoder(), [], {**head, "block": ["a", 1, 1], "names": []}, "no MemberBlock"),
-        (
-            EnvironmentCoder(),
+            CODER,
             [np.zeros(0, np.uint8)],
-            {"element": "Environment", "names": ["w"], "refs": [{}]},
+            one("w", 0, 1, {}),
             "reference to a stored value: found {}",
         ),
-        (EnvironmentCoder(), [], {"element": "Environment"}, "no Environment"),
         (ArrayCoder(), [], {"element": "ndarray"}, "which is no ndarray"),
     ):
         with pytest.raises(ArrayFormatError, match=message):

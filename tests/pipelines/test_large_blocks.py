@@ -15,7 +15,8 @@ from beamjax.pipelines import transform as transforms
 from beamjax.pipelines.graph import collect_results, streaming
 from beamjax.pipelines.runners.connect import make_runner
 from beamjax.pipelines.values import elements as large_blocks
-from beamjax.pipelines.values.elements import MemberBlock, MemberBlockCoder, cut, whole
+from beamjax.pipelines.values.elements import Element, ElementCoder, block_of, cut, whole
+from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import map_shards as workers
 
@@ -26,6 +27,11 @@ STEPS = (
     workers.MapShards, collect_results.ReadMembers, streaming.ReadStreams, streaming.LoadBlocks,
     transforms.FormBlocks,
 )  # fmt: skip
+
+
+def stored(block):
+    """Whether the values of a block are in files."""
+    return any(isinstance(part.data, StoreRef) for part in block.values())
 
 
 @pytest.fixture
@@ -41,10 +47,8 @@ def sizes(monkeypatch):
         def process(self, *args):
             for element in method(self, *args) or ():
                 value = getattr(element, "value", element)
-                if isinstance(value, MemberBlock):
-                    found.append(
-                        (len(MemberBlockCoder().encode(value)), value.count, bool(value.refs))
-                    )
+                if isinstance(value, Element):
+                    found.append((len(ElementCoder().encode(value)), value.range[1], stored(value)))
                 yield element
 
         # Beam reads what arguments it takes.
@@ -62,9 +66,9 @@ def sizes(monkeypatch):
 
 def test_blocks_are_cut_or_in_files(tmp_path, monkeypatch):
     store = Store(str(tmp_path))
-    block = MemberBlock(16, 8, 8, {"x": X[:8], "k": np.arange(8)})
+    block = block_of(16, 8, {"x": X[:8], "k": np.arange(8)})
     assert whole(block, store) is block
-    assert [list(part.values) for part in cut(block, store)] == [["x", "k"]]
+    assert [list(part) for part in cut(block, store)] == [["x", "k"]]
     for limit, counts in (
         (block.nbytes, [8]),
         (block.nbytes - 1, [7, 1]),
@@ -73,22 +77,22 @@ def test_blocks_are_cut_or_in_files(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(large_blocks, "LIMIT_BYTES", limit)
         parts = list(cut(block, store))
-        assert [part.count for part in parts] == counts
-        assert [part.start for part in parts] == [16 + sum(counts[:i]) for i in range(len(counts))]
-        assert all(bool(part.refs) == (limit == KIB) for part in parts)
-        assert all(sum(v.nbytes for v in part.values.values()) <= limit for part in parts)
-        for name, expected in block.values.items():
+        starts = [16 + sum(counts[:i]) for i in range(len(counts))]
+        assert [part.range for part in parts] == list(zip(starts, counts, strict=True))
+        assert all(stored(part) == (limit == KIB) for part in parts)
+        assert all(part.nbytes <= limit for part in parts if not stored(part))
+        for name, expected in block.arrays(store).items():
             found = np.concatenate([part.array(name, store) for part in parts])
             assert_same_bits(found, expected)
     found = whole(block, store)
-    assert not found.values
+    assert stored(found)
     assert found.nbytes == block.nbytes
-    encoded = MemberBlockCoder().encode(found)
+    encoded = ElementCoder().encode(found)
     assert len(encoded) < 2 * KIB
-    again = MemberBlockCoder().decode(encoded)
-    assert again.refs == found.refs
-    assert (again.start, again.count, again.shard_size) == (16, 8, 8)
-    assert_same_bits(dict(again.arrays(store)), block.values)
+    again = ElementCoder().decode(encoded)
+    assert again.refs() == found.refs()
+    assert again.range == (16, 8)
+    assert_same_bits(again.arrays(store), block.arrays(store))
 
 
 # --- pipelines
@@ -181,8 +185,8 @@ def test_blocks_of_72_mib(monkeypatch):
 
     def watched(self, done):
         for element in finish(self, done):
-            if isinstance(element, MemberBlock):
-                seen.append((sum(v.nbytes for v in element.values.values()), element.count))
+            if isinstance(element, Element):
+                seen.append((element.nbytes, element.range[1]))
             yield element
 
     monkeypatch.setattr(workers.MapShards, "_finish", watched)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from beamjax.errors import ArrayFormatError, SourceError, WorkerError
 from beamjax.pipelines.graph import streaming
-from beamjax.pipelines.values.elements import MemberBlock
+from beamjax.pipelines.values.elements import block_of
 from beamjax.pipelines.values.members import (
     MembersSource,
 )
@@ -33,7 +33,7 @@ def written(folder, array, parts, stem="v"):
 def test_small_blocks_of_a_stream_travel_together(tmp_path):
     step = streaming.WriteMemberBlocks(Store(str(tmp_path)), ("x",))
     step.start_bundle()
-    blocks = [MemberBlock(start, 8, 8, {"x": X[start : start + 8]}) for start in (0, 8)]
+    blocks = [block_of(start, 8, {"x": X[start : start + 8]}) for start in (0, 8)]
     assert [element for block in blocks for element in step.process(block)] == []
     assert len(list(step.finish_bundle())) == 1
 

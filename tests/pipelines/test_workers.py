@@ -115,9 +115,9 @@ def test_any_bundles_give_the_same_blocks_and_sums(plan, store, token, monkeypat
     found = Totals.of(work.sums.values())
     assert (found.members, found.shards, found.bytes_read) == (20, 3, X.nbytes)
     assert min(found.read, found.compute, found.merge) > 0
-    found = np.concatenate([block.values[fn.task.step.results[0]] for block in blocks])
+    found = np.concatenate([block[fn.task.step.results[0]].data for block in blocks])
     np.testing.assert_allclose(found, np.tanh(X) * W, rtol=1e-5)
-    assert [(b.start, b.count, b.shard_size) for b in blocks] == [(0, 8, 8), (8, 8, 8), (16, 4, 8)]
+    assert [block.range for block in blocks] == [(0, 8), (8, 8), (16, 4)]
     assert len(partials) == 1
     for bundles in ([[(2, 3)], [(0, 2)]], [[(1, 2), (0, 1)], [(2, 3)]], [[(0, 1)], [(1, 3)], []]):
         more = [run_bundle(fn, bundle) for bundle in bundles]

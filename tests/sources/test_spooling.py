@@ -26,7 +26,7 @@ from beamjax.pipelines.graph.collect_results import (
 )
 from beamjax.pipelines.run import source_specs
 from beamjax.pipelines.tables.stored_streams import spooled
-from beamjax.pipelines.values.elements import Environment, MemberBlock
+from beamjax.pipelines.values.elements import Element, block_of, stored_part
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import placed_files
 from beamjax.plan.steps import Input, Plan, ValueType
@@ -133,7 +133,7 @@ def write(store, *bundles, name="x", stem="result-3"):
         fn.start_bundle()
         for start in bundle:
             values = X[start : start + 8]
-            fn.process(MemberBlock(start, len(values), 8, {"x": values, "other": values * 2}))
+            fn.process(block_of(start, len(values), {"x": values, "other": values * 2}))
         fn.finish_bundle()
 
 
@@ -172,8 +172,9 @@ def test_blocks_in_a_row_share_a_file(store):
 @pytest.mark.parametrize("size", [3, 1 << 15], ids=["inline", "files"])
 def test_served_results(store, size):
     refs = {name: store.put([np.full(size, ord(name))]) for name in "abc"}
-    WriteServed(store, ("a", "b"), "result-0").process(Environment(refs))
-    assert read_served(store, "result-0").values == {"a": refs["a"], "b": refs["b"]}
+    values = Element({name: stored_part(ref) for name, ref in refs.items()})
+    WriteServed(store, ("a", "b"), "result-0").process(values)
+    assert read_served(store, "result-0").refs() == {"a": refs["a"], "b": refs["b"]}
     with pytest.raises(WorkerError, match=r"result-1\.arrays: cannot read a result"):
         read_served(store, "result-1")
     Path(store.root, "result-0.arrays").write_bytes(b"nothing")
