@@ -1,4 +1,4 @@
-"""Loads bodies of steps as compiled functions, in any process.
+"""Loads bodies of steps as compiled functions, in any process, and moves their arrays.
 
 `export` makes their bytes.
 """
@@ -22,7 +22,6 @@ from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax._text import as_cause, described
-from beamjax.bodies.transfers import from_device
 from beamjax.bodies.xla_threads import use_lapack
 from beamjax.errors import Failure, WorkerError
 from beamjax.plan.steps import Body, Plan, Server
@@ -207,6 +206,33 @@ def _weakly_typed(shape: tuple[int, ...], dtype: Any) -> Callable[..., Any]:
     """A compiled identity that returns weakly typed arrays; JAX has no public function for it."""
     weak = jax.ShapeDtypeStruct(shape, dtype, weak_type=True)
     return jax.jit(lambda x: x).lower(weak).compile()
+
+
+# --- arrays on devices, with the seconds of their transfer
+
+
+def is_copied(device: jax.Device | None) -> bool:
+    """Whether arrays of the host must be copied to a device; None is JAX's default device."""
+    # A CPU reads them in place if they begin at a multiple of 64 bytes. JAX copies others.
+    return (jax.devices()[0] if device is None else device).platform != "cpu"
+
+
+def to_device(arrays: Sequence[Any], device: jax.Device | None) -> Sequence[Any]:
+    """Copies the arguments of a body to a device, and waits until they are there."""
+    began = time.perf_counter()
+    copies: Sequence[Any] = jax.block_until_ready(jax.device_put(list(arrays), device))
+    count("transfer", time.perf_counter() - began)
+    return copies
+
+
+def from_device(outs: Sequence[jax.Array]) -> list[np.ndarray]:
+    """The results of a body as NumPy arrays. The time of their computation does not count."""
+    for out in outs:
+        out.block_until_ready()
+    began = time.perf_counter()
+    arrays = [np.asarray(out) for out in outs]
+    count("transfer", time.perf_counter() - began)
+    return arrays
 
 
 # --- plain arrays, which bodies take and return

@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from beamjax.bodies.jax_settings import fulfil
 from beamjax.bodies.xla_threads import available_cores
-from beamjax.plan.cost import Cost
-from beamjax.plan.steps import Map, Plan
+from beamjax.plan.steps import Cost, Map, Plan
 from beamjax.telemetry.interrupts import in_thread
 
 MAX_THREADS = 64

@@ -13,8 +13,15 @@ import numpy as np
 
 from beamjax import _compat
 from beamjax._text import as_cause
-from beamjax.bodies.load import load_body, loaded_elsewhere, on_device, with_x64
-from beamjax.bodies.transfers import from_device, is_copied, to_device
+from beamjax.bodies.load import (
+    from_device,
+    is_copied,
+    load_body,
+    loaded_elsewhere,
+    on_device,
+    to_device,
+    with_x64,
+)
 from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
 from beamjax.numerics.ordered_tree import DyadicTree

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 class ArraySource(HoldsLeaves, ByIndex):
     """Arrays in the memory of this process."""
 
+    wraps = True  # see `FileSource`
+
     def __init__(
         self, arrays: Sequence[np.ndarray], leaves: Sequence[LeafSpec], treedef: PyTreeDef | None
     ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import SourceError
-from beamjax.sources.array_source import ArraySource
 from beamjax.sources.source_base import (
     Source,
     StreamSource,
@@ -48,7 +47,7 @@ def check_members(source: Source, leaf: int, array: np.ndarray, start: int, x64:
 def may_wrap(source: Source, leaf: int) -> bool:
     """Whether 64-bit integers of a leaf may wrap while JAX computes with 32 bits."""
     stored, _, _ = innermost(source, leaf)
-    return isinstance(stored, ArraySource) or (isinstance(stored, FileSource) and stored.wraps)
+    return getattr(stored, "wraps", False)
 
 
 def where(source: Source, leaf: int, index: tuple[int, ...]) -> str:
@@ -117,6 +116,8 @@ def warn_of_changes(arguments: Iterable[Any], x64: bool, stacklevel: int) -> Non
 
 def _change(argument: Any) -> str:
     """What happens to the values of an argument; "" if nothing worth a warning does."""
+    from beamjax.sources.array_source import ArraySource  # workers warn of nothing
+
     value, leaf = argument.value, argument.leaf
     if isinstance(value, Source):
         value, leaf, _ = innermost(value, leaf)

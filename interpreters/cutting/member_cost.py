@@ -15,7 +15,7 @@ from beamjax.interpreters.cutting.stages import MapStage, ServerStage
 from beamjax.interpreters.dimensions import is_unknown, known_size
 from beamjax.interpreters.program import BranchEqn, Eqn, LoopEqn, MemberEqn
 from beamjax.interpreters.rules.by_rows import operation_of
-from beamjax.plan.cost import Cost
+from beamjax.plan.steps import Cost
 
 GUESSED_ROUNDS = 10
 """Assumed number of rounds of a loop whose number of rounds depends on data."""

@@ -17,12 +17,12 @@ from beamjax.bodies.load import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
 from beamjax.interpreters.staging.arguments import Argument
-from beamjax.plan.cost import Cost
 from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import (
     Block,
     Branch,
     Bucketed,
+    Cost,
     FusedBuffer,
     Loop,
     Map,

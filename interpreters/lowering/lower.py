@@ -55,7 +55,6 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 from beamjax.ops.primitives import default_promotion
 from beamjax.options import Options
-from beamjax.plan.cost import Cost
 from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import (
     Block,
@@ -63,6 +62,7 @@ from beamjax.plan.steps import (
     Branch,
     Carried,
     Combine,
+    Cost,
     Gather,
     Input,
     Loop,

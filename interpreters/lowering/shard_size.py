@@ -28,9 +28,8 @@ from beamjax.interpreters.program import Atom, MemberEqn, with_nested
 from beamjax.interpreters.rules.sharding_rules import ReductionRule
 from beamjax.options import Options
 from beamjax.options.rules import MULTIPLE
-from beamjax.plan.cost import Cost
 from beamjax.plan.shard import SizeReason
-from beamjax.plan.steps import VMAP, FusedBuffer, Vectorization
+from beamjax.plan.steps import VMAP, Cost, FusedBuffer, Vectorization
 
 CACHE_BYTES = 1 << 19
 """Assumed share of the second-level cache that one thread has, in bytes."""

@@ -14,7 +14,7 @@ from jax import lax
 
 import beamjax as bj
 from beamjax.interpreters.cutting.member_cost import GATHERED, GUESSED_ROUNDS, body_cost
-from beamjax.plan.cost import Cost
+from beamjax.plan.steps import Cost
 
 
 def array(*shape, dtype="float32"):

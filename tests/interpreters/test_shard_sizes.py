@@ -17,8 +17,8 @@ from streams import stream
 import beamjax as bj
 from beamjax.interpreters.lowering import shard_size
 from beamjax.interpreters.lowering.shard_size import PassSize
-from beamjax.plan.cost import Cost
 from beamjax.plan.shard import SizeReason
+from beamjax.plan.steps import Cost
 
 
 def array(*shape, dtype="float32"):

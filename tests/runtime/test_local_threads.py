@@ -18,7 +18,7 @@ from beamjax.errors import SourceError, StagingError
 from beamjax.interpreters.planning import plan_for
 from beamjax.interpreters.staging.arguments import flatten_call
 from beamjax.options import Options
-from beamjax.plan.cost import Cost
+from beamjax.plan.steps import Cost
 from beamjax.runtime import ordered_pool
 from beamjax.runtime.ordered_pool import DaemonThreads
 from beamjax.runtime.shard_executor import ShardExecutor
