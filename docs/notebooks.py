@@ -1,6 +1,7 @@
 """Runs the notebooks and stores them with their outputs: `python docs/notebooks.py [NAME ...]`."""
 
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def run(path: Path) -> None:
             cell.metadata.pop("execution", None)  # times
             if cell.cell_type == "code":
                 cell.outputs = [output for output in cell.outputs if is_shown(output)]
-        text = nbformat.writes(notebook).replace(f"{folder}/", "")
+        text = nbformat.writes(notebook)
+        for start in (folder, sysconfig.get_path("purelib")):
+            text = text.replace(f"{start}/", "")
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -153,15 +153,16 @@ class Invocation:
         from beamjax.interpreters.staging.arguments import flatten_call
 
         fn, args = self.load()
-        big = {f"args[{i}]": i for i, value in enumerate(args) if _is_big_file(value)}
+        big = {id(value): i for i, value in enumerate(args) if _is_big_file(value)}
         if not big or any(isinstance(value, beamjax.StreamSource) for value in args):
             return fn, args
-        values = list(args)
-        for spec in plan_for(flatten_call(fn, args), self.options).plan.inputs:
+        values, call = list(args), flatten_call(fn, args)
+        inputs = plan_for(call, self.options).plan.inputs
+        for argument, spec in zip(call.arguments, inputs, strict=False):
+            number = big.get(id(argument.value))
             placed = spec.placed is not None or spec.views
-            if spec.path in big and placed and spec.server is None and spec.axis == 0:
-                number = big[spec.path]
-                values[number] = beamjax.from_npy(values[number].filename)
+            if number is not None and placed and spec.server is None and spec.axis == 0:
+                values[number] = beamjax.from_npy(argument.value.filename)
         return fn, tuple(values)
 
 

@@ -101,7 +101,7 @@ class Input:
     """One flat input of the program: an argument, or a closed-over constant."""
 
     # Steps may read it as a server value, as a placed value, as views, or not at all.
-    path: str  # in the arguments, e.g. `args[0]['w']`, or `constant 3`
+    path: str  # in the arguments, e.g. `params['w']`, or `constant 3`
     server: str | None  # name of the server value, None if no step reads it whole
     placed: str | None  # name of the placed value, None if no step reads it by shards
     axis: int = 0  # of the members, in the user's array

@@ -70,20 +70,26 @@ def cuts_key(placement: str) -> str:
 
 
 def input_fingerprints(inputs: Inputs, hashes: FileHashes | None = None) -> Fingerprint:
-    """The fingerprint of each input that steps read, by its path in the arguments."""
+    """The fingerprint of each input that steps read, by its number."""
     # Arrays and files are compared by their content, other sources by their specs. `hashes` are
     # known hashes of files, to which new ones are added.
     hashes = FileHashes() if hashes is None else hashes
-    by_path = {}
-    for value, spec in zip(inputs.values, inputs.plan.inputs, strict=True):
+    # By number, since a parameter may get another name between two runs.
+    by_number = {}
+    for i, (value, spec) in enumerate(zip(inputs.values, inputs.plan.inputs, strict=True)):
         if spec.server is None and spec.placed is None and not spec.views:
             continue
         if isinstance(value, tuple):
             source, leaf = value
-            by_path[spec.path] = _source_leaf(source, leaf, hashes)
+            by_number[input_key(i)] = _source_leaf(source, leaf, hashes)
         else:
-            by_path[spec.path] = array_fingerprint(raw_array(value))
-    return by_path
+            by_number[input_key(i)] = array_fingerprint(raw_array(value))
+    return by_number
+
+
+def input_key(number: int) -> str:
+    """The key in `input_fingerprints` of an input."""
+    return f"input {number}"
 
 
 def differences(now: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

@@ -226,7 +226,7 @@ class _Lowering:
 
     def step(self, stage: Stage) -> Step:
         step = self.lowered(stage)
-        self.rules[step.name] = rule_of(stage)
+        self.rules[step.name] = rule_of(stage, self.program.sizes.values())
         return step
 
     def lowered(self, stage: Stage) -> Step:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from beamjax.interpreters.cutting.stages import (
     BranchStage,
@@ -60,8 +61,8 @@ def why_on_server(user: Eqn) -> str:
     return f"{name} mixes members{instead}"
 
 
-def rule_of(stage: Stage) -> str:
-    """The rule that chose a stage, in a line."""
+def rule_of(stage: Stage, sizes: Collection[Any] = ()) -> str:
+    """The rule that chose a stage, in a line; `sizes` are numbers of members."""
     match stage:
         case MapStage(emissions=emissions):
             groups: dict[str, list[Eqn]] = {}
@@ -70,7 +71,7 @@ def rule_of(stage: Stage) -> str:
             order = (answer for answer in (ALONG, REDUCES, CREATED) if answer in groups)
             return "; ".join(f"{answer}: {_names(groups[answer])}" for answer in order)
         case ServerStage(eqns=eqns):
-            return f"on the server, as no operand is placed: {_names(eqns)}"
+            return f"on the server, as no operand is placed: {_names(eqns)}{_sorted(eqns, sizes)}"
         case LoopStage() | BranchStage():
             what = "rounds" if isinstance(stage, LoopStage) else "branches"
             return f"its {what} have steps of their own, as they hold operators or gather nothing"
@@ -82,6 +83,16 @@ def rule_of(stage: Stage) -> str:
             return f"reads {shape_of(rows)[0]} rows by index of {operand.name}"
         case ScatterStage(user=user):
             return f"scattered: {short_name(user)} reads a server value along the members"
+
+
+def _sorted(eqns: Iterable[Eqn], sizes: Collection[Any]) -> str:
+    """What to use instead of sorts of arrays in memory along their members."""
+    for eqn in eqns:
+        if eqn.primitive.name == "sort":
+            shape = shape_of(eqn.inputs[0])
+            if shape[eqn.params["dimension"]] in sizes:
+                return f" ({INSTEAD['sort']})"
+    return ""
 
 
 def _answer(emission: Emission) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 class Argument:
     """One flat argument."""
 
-    path: str  # in the user's arguments, e.g. `args[0]['w']`
+    path: str  # in the user's arguments, e.g. `params['w']`
     aval: Any  # of the whole array
     value: Any  # the array or scalar, the `Source` it is a leaf of, or a `jax.ShapeDtypeStruct`
     leaf: int = 0  # its number, if the value is a `Source`
@@ -110,15 +111,18 @@ class _Arrays(Sequence[Argument]):
 
     # A second call finds its plan by their types alone. To name a thousand arguments and to make
     # their types in JAX takes milliseconds, which is more than small programs compute.
-    def __init__(self, arrays: Sequence[Any], types: tuple[Any, ...], tree: Any):
+    def __init__(
+        self, fn: Callable[..., Any], arrays: Sequence[Any], types: tuple[Any, ...], tree: Any
+    ):
         self.types = types
-        self._arrays, self._tree = arrays, tree
+        self._fn, self._arrays, self._tree = fn, arrays, tree
 
     @functools.cached_property
     def _described(self) -> list[Argument]:
         args = tree_util.tree_unflatten(self._tree, self._arrays)
         named, _ = tree_util.tree_flatten_with_path(args)
-        pairs = ((f"args{tree_util.keystr(path)}", leaf) for path, leaf in named)
+        names = _argument_names(self._fn, args)
+        pairs = ((_path_text(names, path), leaf) for path, leaf in named)
         return [Argument(name, _aval(name, leaf, None), leaf) for name, leaf in pairs]
 
     def __len__(self) -> int:
@@ -163,6 +167,30 @@ class _Narrowed(dict[Any, Any]):
 _NARROWED = {False: _Narrowed(), True: _Narrowed()}
 
 
+_OTHER_NAMES = {"constant", "result"}
+"""Names that explanations have for other values than arguments."""
+
+
+def _argument_names(fn: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """The names of arguments in messages, as JAX has them: those of the parameters, if known."""
+    try:
+        signature = inspect.signature(fn)
+        bound = signature.bind(*args).arguments
+    except (TypeError, ValueError):  # Not written in Python, or tracing will raise the error.
+        bound = {}
+    names: list[str] = []
+    for name, value in bound.items():
+        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [f"{name}[{i}]" for i in range(len(value))] if several else [name]
+    if not names or _OTHER_NAMES.intersection(bound):
+        return [f"args[{i}]" for i in range(len(args))]
+    return names
+
+
+def _path_text(names: Sequence[str], path: Sequence[Any]) -> str:
+    return names[path[0].idx] + tree_util.keystr(tuple(path[1:]))
+
+
 def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
     """Flattens the arguments of a call; refuses what is neither data nor a source."""
     args = tuple(args)
@@ -171,13 +199,15 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
     if arrays is not None:
         types, narrows = arrays
         restore = functools.partial(tree_util.tree_unflatten, tree)
-        return FlatCall(fn, _Arrays(leaves, types, tree), (tree, None), restore, leaves, narrows)
+        described = _Arrays(fn, leaves, types, tree)
+        return FlatCall(fn, described, (tree, None), restore, leaves, narrows)
     named, tree = tree_util.tree_flatten_with_path(args, is_leaf=lambda x: isinstance(x, Source))
+    names = _argument_names(fn, args)
     flat: list[Argument] = []
     symbols: dict[str, Any] = {}
     counts: list[tuple[int, Any]] = []
     for path, leaf in named:
-        name = f"args{tree_util.keystr(path)}"
+        name = _path_text(names, path)
         if isinstance(leaf, Source):
             flat += _source_arguments(name, leaf, symbols)
             counts.append((len(leaf.leaves), leaf.treedef))

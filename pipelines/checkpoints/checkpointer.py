@@ -391,7 +391,9 @@ class Checkpointer:
         what = "is of another plan"
         if not changed:
             what = "is of other inputs"
-            changed = fingerprints.differences(self.input_prints, checkpoint.inputs)
+            names = {fingerprints.input_key(i): x.path for i, x in enumerate(self.plan.inputs)}
+            differing = fingerprints.differences(self.input_prints, checkpoint.inputs)
+            changed = [names.get(key, key) for key in differing]
         if changed:
             raise CheckpointError(
                 f"checkpoint {self.folder.join(name)} {what} than this run: they differ in "

@@ -73,7 +73,7 @@ def test_bytes_of_a_plain_sum():
     (reduction,) = step.reductions
     assert (reduction.reducer, reduction.buffer, reduction.nbytes) == ("sum", "sum float32", 20)
     assert [(e.source, e.target, e.nbytes) for e in facts.edges] == [
-        ("args[0]", step.name, 12), ("args[1]", step.name, 420), (step.name, "result", 20),
+        ("w", step.name, 12), ("x", step.name, 420), (step.name, "result", 20),
     ]  # fmt: skip
     totals = section(explanation, "totals")
     for row in (r"read by all passes +420 B", r"broadcast +12 B", r"gathered +0 B"):
@@ -122,13 +122,13 @@ def test_inputs_and_how_they_are_read():
     explanation = explain(prog, W, source, jnp.ones((2, 2), jnp.int32), jnp.float32(1))
     inputs = facts_of(explanation).inputs
     found = {fact.path: (fact.type, fact.nbytes, fact.read) for fact in inputs}
-    assert found["args[0]"] == ("float32[3]", 12, "whole, in memory")
-    kind, nbytes, read = found["args[1]['x']"]
+    assert found["w"] == ("float32[3]", 12, "whole, in memory")
+    kind, nbytes, read = found["data['x']"]
     assert (kind, nbytes) == ("float32[5,3]@clients", 420)
     assert read.startswith("by shards, 7 members of ")
-    assert found["args[1]['y']"][2].startswith("not read, 7 members")
-    assert found["args[2]"] == ("int32[2,2]", 16, "not read, in memory")
-    assert found["args[3]"] == ("float32[]", 4, "returned as it is, in memory")
+    assert found["data['y']"][2].startswith("not read, 7 members")
+    assert found["unused"] == ("int32[2,2]", 16, "not read, in memory")
+    assert found["same"] == ("float32[]", 4, "returned as it is, in memory")
     assert found["constant 0"] == ("float32[3]", 12, "whole, closed over")
 
 
@@ -157,7 +157,7 @@ def test_outputs_say_where_they_come_from():
     assert found == {
         "result['gram']": ("float32[7,7]", "server_0"),
         "result['placed']": ("float32[5]@clients", "map_clients_0"),
-        "result['same']": ("float32[3]", "args[0]"),
+        "result['same']": ("float32[3]", "w"),
         "result['third']": ("float32[5,3]", "server_0"),
         "result['three']": ("float32[]", "constant"),
     }
@@ -176,7 +176,7 @@ def test_gathers_name_the_line_the_bytes_and_the_reason():
     text = section(explanation, "gathered and scattered")
     assert f"{line_of('mixes')}(mixed)" in text
     assert f"{line_of('sorts')}(mixed)" in text
-    assert "arg1@clients of args[1], 420 B, along axis 0, because sort mixes members" in text
+    assert "arg1@clients of x, 420 B, along axis 0, because sort mixes members" in text
     assert "of map_clients_0, 140 B, along axis 0, because dot_general mixes members" in text
     explanation = explain(closes_over_placed, W, X)
     text = section(explanation, "gathered and scattered")
@@ -188,6 +188,17 @@ def test_gathers_name_the_line_the_bytes_and_the_reason():
     assert in_memory.inputs[1].read == "whole and by shards, in memory"
     nothing = section(explain(total, W, X), "gathered and scattered")
     assert nothing == "  nothing is gathered"
+
+
+def test_sorts_of_arrays_in_memory_along_their_members_name_the_operator():
+    def rules(axis):
+        sort = lambda w, x: beamjax.reduce_sum(x) + jnp.sort(x, axis=axis)[0]
+        steps = facts_of(explain(beamjax.program(clients=N)(sort), W, X)).steps
+        return [step.rule for step in steps if "sort" in step.rule]
+
+    (along,) = rules(0)
+    assert along.endswith("(beamjax.quantile finds medians and quantiles by passes)")
+    assert "quantile" not in str(rules(1))
 
 
 def test_scatters_name_the_line_and_the_bytes():
@@ -280,7 +291,7 @@ def test_loops_and_branches():
 
     edges = {(edge.source, edge.target, edge.nbytes) for edge in facts.edges}
     assert {
-        ("args[1]", "loop_0", 420), ("loop_0", "map_clients_0", 420), ("branch_0", "loop_0", 12),
+        ("x", "loop_0", 420), ("loop_0", "map_clients_0", 420), ("branch_0", "loop_0", 12),
         ("server_1", "branch_0", 4), ("server_2", "branch_0", 12), ("server_4", "loop_1", 1),
         ("loop_1", "server_4", 4), ("loop_0", "result['seen']", 112),
     } <= edges  # fmt: skip

@@ -175,6 +175,22 @@ def test_all_can_be_seen(name, tmp_path):
     assert faults == []
 
 
+def test_the_arguments_of_a_step_are_in_order():
+    names = ["weights", "x", "ends", "scale"]
+
+    @bj.program(clients=N)
+    def fit(weights, x, ends, scale):
+        return bj.reduce_sum(bj.map_fn(lambda v: v * weights + ends * scale, x))
+
+    page = bj.explain(fit, *np.ones((1, 3), np.float32), X, *np.ones((2, 3), np.float32)).to_html()
+    script = """
+    const at = box => box.getBoundingClientRect().x;
+    return [...document.querySelectorAll('.graph .box.input')].sort((a, b) => at(a) - at(b))
+      .map(box => box.querySelector('text').textContent);
+    """
+    assert browser.look(page, script) == (names, [])
+
+
 @pytest.mark.parametrize("name", ["plan in a notebook", "run in a notebook", "rounds", "gather"])
 def test_what_can_be_seen_without_scrolling(name):
     script = """

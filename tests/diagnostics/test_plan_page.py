@@ -50,7 +50,7 @@ def test_a_gather_is_red_and_says_where():
     assert len(found.all("tr", class_="loud")) == 1
     table = bj.explain(trimmed, X).to_html().split("<h2>Inputs</h2>")[1]
     assert re.findall("<code>(.*?)</code>", table.split("</table>")[0]) == [
-        "args[0]", "arg0@clients", "float32[5,3]@clients",
+        "x", "arg0@clients", "float32[5,3]@clients",
     ]  # fmt: skip
     (step,) = found.all("details", class_="gather")
     assert step["data-step"] == "gather_0"
@@ -77,7 +77,7 @@ def test_loops_and_branches_are_boxes_in_boxes():
     ends = {(edge["source"], edge["target"]) for edge in round_["edges"]}
     assert ("in", branch["key"]) in ends
     assert (branch["key"], "out") in ends
-    assert ("args[1]", "loop_0") in {(e["source"], e["target"]) for e in graph_of(facts)["edges"]}
+    assert ("x", "loop_0") in {(e["source"], e["target"]) for e in graph_of(facts)["edges"]}
     text = text_of(facts)
     for part in ("Loop, 4 rounds", "Loop, rounds while a condition holds", "nothing"):
         assert part in text
@@ -110,12 +110,12 @@ def test_each_argument_is_one_box():
     graph = graph_of(facts_of(bj.explain(fit, tree, X, ends)))
     inputs = [node for node in graph["nodes"] if node["kind"] == "input"]
     assert [words_of(node) for node in inputs] == [
-        ["args[0]", "9 arrays, 180 B"],
-        ["args[1]", "float32[5,3]@clients", "420 B"],
-        ["args[2]", "2 arrays, 24 B", "['left'] float32[3]", "['right'] float32[3]"],
+        ["tree", "9 arrays, 180 B"],
+        ["x", "float32[5,3]@clients", "420 B"],
+        ["ends", "2 arrays, 24 B", "['left'] float32[3]", "['right'] float32[3]"],
     ]
     assert [len(node["names"]) for node in inputs] == [9, 1, 2]
-    read = {edge["values"][0] for edge in graph["edges"] if edge["source"] == "args[2]"}
+    read = {edge["values"][0] for edge in graph["edges"] if edge["source"] == "ends"}
     assert len(read) == 2  # two steps read a leaf each
 
 

@@ -259,10 +259,10 @@ BAD = {
     "text": ([("a", X[0])], StructureError, r"expected \(index, member\)"),
     "bool": ([(True, X[0])], StructureError, r"expected \(index, member\)"),
     "triple": ([(0, X[0], 1)], StructureError, r"expected \(index, member\)"),
-    "shape": ([(0, X[0, :4])], StructureError, r"member 0 of args\[1\] is float32\[4, 3\], expect"),
+    "shape": ([(0, X[0, :4])], StructureError, r"member 0 of x is float32\[4, 3\], expect"),
     "dtype": ([(3, X[0].astype("f8"))], StructureError, r"3 .* is float64\[5, 3\], expected float"),
     "tree": ([(0, {"x": X[0]})], StructureError, r"member 0 is the tree .*, expected PyTreeDef"),
-    "a word": ([(0, "text")], StructureError, r"member 0 of args\[1\] is <U4\[\], expected float"),
+    "a word": ([(0, "text")], StructureError, r"member 0 of x is <U4\[\], expected float"),
 }
 
 
@@ -281,12 +281,12 @@ def test_arguments_that_cannot_be_members():
 
     same = bj.program(clients=N)(lambda x: (x, bj.reduce_sum(x)))
     for error, message, program, *args in (
-        (PlacementError, r"args\[0\].* has 3 members", total, abstract(W), X),
+        (PlacementError, "w.* has 3 members", total, abstract(W), X),
         (PlacementError, r"arg has shape \(\), expected \(21, ...\)", total, W, abstract(W[0])),
         (StagingError, r"mixes jax\.ShapeDtypeStruct with arrays", two_passes, W,
          {"x": abstract(X), "k": K}),
         (StagingError, "expected exactly one", two, abstract(X), abstract(X[:5])),
-        (StagingError, r"returns args\[0\] as it is", same, abstract(X)),
+        (StagingError, "returns x as it is", same, abstract(X)),
     ):  # fmt: skip
         with pytest.raises(error, match=message), pipeline() as p:
             p | beam.Create([]) | bj.transform(program, *args)

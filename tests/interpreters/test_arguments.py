@@ -1,5 +1,7 @@
 """A call finds its plan by the types of its arguments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +57,7 @@ def test_arguments_are_described_only_for_a_new_plan(monkeypatch):
     call = flatten_call(scaled_sum, (weights, ONES))
     weights["c"] = ONES
     assert [(a.path, a.aval.shape) for a in call.arguments] == [
-        ("args[0]['a']", (8,)), ("args[0]['b']", (8,)), ("args[1]", (8,)),
+        ("w['a']", (8,)), ("w['b']", (8,)), ("x", (8,)),
     ]  # fmt: skip
     assert list(map(id, call.values)) == list(map(id, [weights["a"], weights["b"], ONES]))
     first = plan_for(call, Options())
@@ -65,7 +67,47 @@ def test_arguments_are_described_only_for_a_new_plan(monkeypatch):
     assert (again.has_values, again.has_sources, len(again.arguments)) == (True, False, 3)
 
 
+def several(x, *rest, scale=1):
+    return x
+
+
+def of_defaults(w, x=ONES):
+    return w
+
+
+NAMED = [
+    (scaled_sum, ({"w": [ONES, ONES]}, ONES)),
+    (several, (ONES, ONES, {"a": ONES})),
+    (of_defaults, (ONES,)),
+    (functools.partial(scaled_sum, ONES), ({"a": ONES},)),
+    (functools.partial(several, scale=2), (ONES,)),
+    (jax.jit(scaled_sum), (ONES, ONES)),
+    (jax.grad(scaled_sum), (jnp.ones(8), ONES)),
+    (max, (ONES, {"a": ONES})),
+]
+
+
+@pytest.mark.parametrize(("fn", "args"), NAMED)
+def test_arguments_have_the_names_that_jax_gives_them(fn, args):
+    """Also those of sources."""
+    expected = jax.make_jaxpr(several_first(fn))(*args).jaxpr.debug_info.arg_names
+    assert [a.path for a in flatten_call(fn, args).arguments] == list(expected)
+    sources = jax.tree.map(bj.from_arrays, args)
+    assert [a.path for a in flatten_call(fn, sources).arguments] == list(expected)
+
+
+def several_first(fn):
+    """A function with the signature of `fn` that JAX traces."""
+    first = lambda *args: jax.tree.leaves(args)[0]
+    return functools.wraps(fn)(first) if fn is not max else first
+
+
+def test_names_that_other_values_have_are_no_names_of_arguments():
+    fn = bj.program(m=8)(lambda result, x: bj.reduce_sum(result * x))
+    assert [a.path for a in flatten_call(fn, (ONES, ONES)).arguments] == ["args[0]", "args[1]"]
+
+
 @pytest.mark.parametrize("wrong", [np.array(["a"]), np.array([None]), np.ones(8, ">f4")])
 def test_dtypes_that_jax_does_not_have(wrong):
-    with pytest.raises(StructureError, match=r"args\[0\]: found an array of"):
+    with pytest.raises(StructureError, match="w: found an array of"):
         flatten_call(scaled_sum, (wrong, ONES))

@@ -323,7 +323,7 @@ def test_leaves_that_are_no_data():
         (object(), "found a .* functools.partial"),
         (np.asarray(["a"]), r"found an array of dtype <U1.* np\.char\.encode"),
     ]:
-        with pytest.raises(bj.StructureError, match=rf"args\[0\]\['name'\]: {message}"):
+        with pytest.raises(bj.StructureError, match=rf"w\['name'\]: {message}"):
             bj.run(total, {"name": leaf}, X)
 
 

@@ -260,7 +260,7 @@ def test_explanations_count_bytes_by_member():
     explanation = bj.explain(numbers, W, abstract(data(1)), options=OPTIONS)
     text = str(explanation)
     assert "clients: n members in shards of 8" in text
-    assert re.search(r"args\[1\]\['x'\] .* n x 48 B ", text)
+    assert re.search(r" d\['x'\] .* n x 48 B ", text)
     assert re.search(r"server_0: Server\n +reads +size@clients ", text)
     assert "read by all passes     n x 96 B" in text
     assert explanation.to_json()["placements"][0]["members"] is None
@@ -367,7 +367,7 @@ def test_specifications_that_do_not_fit():
     spec = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
     (m,) = jax.export.symbolic_shape("m")
     for shape in [(3, UNKNOWN), (UNKNOWN, m), (2 * UNKNOWN, 3)]:
-        with pytest.raises(StructureError, match=r"args\[0\].*the first dimension"):
+        with pytest.raises(StructureError, match=r": found .*the first dimension"):
             bj.transform(opened(bj.reduce_sum), spec(*shape))
     (n,) = jax.export.symbolic_shape("n", constraints=["n >= 1"])
     bj.transform(opened(bj.reduce_sum), spec(n, 3))

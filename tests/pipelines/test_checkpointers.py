@@ -340,8 +340,8 @@ def test_a_run_starts_anew_if_all_are_damaged(tmp_path):
 def test_another_program_or_other_inputs_are_refused(tmp_path):
     stop(descent, (W, X), 2, checkpoint=str(tmp_path))
     for message, fn, args, options in (
-        (r"is of other inputs than this run: they differ in args\[0\]\.", descent, (W + 1, X), {}),
-        (r"they differ in args\[1\]\. Give this run a folder", descent, (W, X + 1), {}),
+        (r"is of other inputs than this run: they differ in w\.", descent, (W + 1, X), {}),
+        (r"they differ in x\. Give this run a folder", descent, (W, X + 1), {}),
         (r"in the option reduction \(exact there, fast now\)", descent, (W, X),
          {"reduction": "fast"}),
         (r"the shard size of 'clients' \(8 there, 16 now\)", descent, (W, X), {"shard_size": 16}),
@@ -351,6 +351,14 @@ def test_another_program_or_other_inputs_are_refused(tmp_path):
             with pytest.raises(CheckpointError, match=message):
                 run(fn, args, runner, checkpoint=str(tmp_path), **options)
     assert go_on(descent, (W, X), run(descent, (W, X)), checkpoint=str(tmp_path)) == 3
+
+
+def test_parameters_may_have_other_names(tmp_path):
+    stop(descent, (W, X), 2, checkpoint=str(tmp_path))
+    renamed = lambda x, w: descent(x, w)
+    with pytest.raises(CheckpointError, match=r"they differ in x\."):
+        run(renamed, (W + 1, X), checkpoint=str(tmp_path))
+    go_on(renamed, (W, X), run(descent, (W, X)), checkpoint=str(tmp_path))
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -366,7 +374,7 @@ def test_files_that_are_written_again_are_the_same_inputs(runner, tmp_path, monk
     run(descent, (W, bj.from_npy(path)), runner, **options)
     monkeypatch.undo()
     np.save(path, X + 1)
-    with pytest.raises(CheckpointError, match=r"of other inputs .* they differ in args\[1\]"):
+    with pytest.raises(CheckpointError, match=r"of other inputs .* they differ in x\."):
         run(descent, (W, bj.from_npy(path)), runner, **options)
 
 
@@ -385,7 +393,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     total = bj.program(clients=None)(lambda x: bj.reduce_sum(x))
     source = bj.from_chunks(lambda: iter([np.ones(3, np.float32)]))
     for runner in RUNNERS:
-        with pytest.raises(OptionsError, match=r"args\[0\] is a source of unknown length"):
+        with pytest.raises(OptionsError, match="x is a source of unknown length"):
             run(total, (source,), runner, checkpoint=str(tmp_path))
 
 

@@ -212,7 +212,7 @@ def test_floats_of_sources_are_rounded_with_a_warning(tmp_path):
     both = bj.program(placements={"rows": None})(lambda d: (bj.reduce_sum(d["x"]), d["y"][0]))
     _, texts = warned(both, source, runner="local")
     (text,) = texts
-    assert f"args[0]['x']: {3 * N} float64 values" in text
+    assert f"d['x']: {3 * N} float64 values" in text
     assert "t.npz" in text
     assert "['y']" not in text
     with jax.enable_x64(True):

@@ -236,6 +236,6 @@ def _values(plan: Json) -> Iterator[Json]:
 
 
 def _root(path: str) -> str:
-    """Returns `args[0]` of `args[0]['w']`, `result` of `result[1]`, `constant` of `constant 2`."""
+    """Returns `params` of `params['w']`, `args[0]` of `args[0]['w']`, `result` of `result[1]`."""
     match = re.match(r"args\[\d+\]|\w+", path)
     return match[0] if match else path

@@ -62,7 +62,8 @@ const layout = (area, folded) => {
   }
   // dagre needs a graph without cycles: lines lead from a box to a later one.
   const order = new Map(area.nodes.map((node, i) => [node.key, i]));
-  const edges = area.edges.filter((edge) => order.get(edge.source) < order.get(edge.target));
+  const edges = area.edges.filter((edge) => order.get(edge.source) < order.get(edge.target))
+    .sort((a, b) => order.get(a.source) - order.get(b.source));
   for (const edge of edges) {
     const words = edge.words.map((text) => short(text, 28));
     const width = Math.max(...words.map((text) => widthOf(text))) + 8;
@@ -82,6 +83,13 @@ const layout = (area, folded) => {
     if (boxes.has(key)) Object.assign(boxes.get(key), { x: width / 2, width });
   }
   const lines = edges.map((edge) => graph.edge(edge.source, edge.target));
+  // dagre may reverse boxes beside each other. The mirror image of a layout is as good as the layout.
+  const placed = [...boxes.values()];
+  let inOrder = 0;
+  placed.forEach((box, i) => placed.slice(i + 1).forEach((next) => {
+    if (box.y === next.y) inOrder += Math.sign(next.x - box.x);
+  }));
+  if (inOrder < 0) for (const at of [...placed, ...lines, ...lines.flatMap((line) => line.points)]) at.x = width - at.x;
   return { boxes: [...boxes.values()], lines, width, height };
 };
 
