@@ -51,6 +51,13 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
 
+def _as_literals(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Napoleon takes what is before a colon for a type, except in double backticks."""
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
+
+
 def _as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings show code as an indented paragraph, and mean nothing by a `*`."""
     out: list[str] = []
@@ -70,7 +77,7 @@ def _as_markdown(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
 
 
 def _escaped(line: str) -> str:
-    parts = re.split(r"(`[^`]*`)", line)
+    parts = re.split(r"(`+[^`]*`+)", line)
     return "".join(
         x if x.startswith("`") else re.sub(r"(?<![\\*])\*(?!\*)", r"\\*", x) for x in parts
     )
@@ -131,4 +138,5 @@ def setup(app: Any) -> None:
     app.connect("source-read", _summarize)
     app.connect("doctree-read", _wrap_long_lines)
     app.connect("builder-inited", _write_tutorial)
+    app.connect("autodoc-process-docstring", _as_literals, priority=100)
     app.connect("autodoc-process-docstring", _as_markdown, priority=900)

@@ -187,7 +187,7 @@ def cell(program: str) -> str:
     with case.settings():
         fn, args = case.build(bj)
         gathered = facts_of(bj.explain(fn, *args, options={"shard_size": 8})).gathered_bytes
-    return f"gathered {human_bytes(gathered)}"
+    return f"gathered {human_bytes(gathered)}".replace(" ", "&nbsp;")  # On one line.
 
 
 def without_bytes(text: str) -> str:
