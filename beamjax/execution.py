@@ -22,7 +22,7 @@ from beamjax.bodies.load import with_weak_type, with_x64, wrap
 from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.call import LOCAL, Call, by_position, parsed_options, runner_name, with_lengths
 from beamjax.diagnostics.memory import check_memory, sources_of, with_fitting_threads
-from beamjax.errors import BeamjaxError, OptionsError, StagingError
+from beamjax.errors import BeamjaxError, JobCancelledError, OptionsError, StagingError
 from beamjax.interpreters.planning import make_plan, plan_for
 from beamjax.interpreters.staging.arguments import FlatCall, flatten_call
 from beamjax.interpreters.staging.tracers import refuse_compilation, refuse_tracers
@@ -166,8 +166,11 @@ def run_options(options: Any, keep: str | None, runner: Any) -> Options:
 
 def finish(call: Call, job: JobRun) -> Any:
     """Runs a call as a job, and returns the tree that its function returns."""
-    with call.files, job.recorded(), as_compiled():
-        return job.returned(collect(call, execute(call, job.monitor)))
+    with call.files, as_compiled():
+        if job.folder is None:
+            return collect(call, execute(call, job.monitor))
+        with job.recorded():
+            return job.returned(collect(call, execute(call, job.monitor)))
 
 
 def prepare(
@@ -266,15 +269,24 @@ def execute(call: Call, monitor: Monitor) -> Values:
     with cleared, lapack_limit, with_subnormals():
         try:
             values = _execute(call, monitor)
-        except BeamjaxError as error:
-            if call.can_replay and error.failure is not None and error.failure.shard is not None:
-                error.run, error.rounds = call, monitor.progress().rounds
-                folder = call.options.job_folder
-                how = "error" if folder is None else f"{folder!r}, fn, *args"
-                error.replay_hint = f"To debug it as Python: beamjax.replay({how})"
+        except Exception as error:
+            # Errors of other kinds may follow from a cancellation.
+            if monitor.is_cancelled:
+                raise JobCancelledError("the job was cancelled") from error
+            if isinstance(error, BeamjaxError):
+                _explain_replay(error, call, monitor)
             raise
     monitor.letters.warn(call.planned.placed.undropped)
     return values
+
+
+def _explain_replay(error: BeamjaxError, call: Call, monitor: Monitor) -> None:
+    if not call.can_replay or error.failure is None or error.failure.shard is None:
+        return
+    error.run, error.rounds = call, monitor.progress().rounds
+    folder = call.options.job_folder
+    how = "error" if folder is None else f"{folder!r}, fn, *args"
+    error.replay_hint = f"To debug it as Python: beamjax.replay({how})"
 
 
 def _execute(call: Call, monitor: Monitor) -> Values:
@@ -291,22 +303,23 @@ def _execute(call: Call, monitor: Monitor) -> Values:
         derived[key] = LoadedPlan(call.planned.plan, options)
     if options.checkpoint is None:
         return evaluate(plan, inputs, options, monitor, None, results, derived[key])
+    from beamjax.pipelines.checkpoints.checkpointer import Checkpointer
     from beamjax.pipelines.checkpoints.folder import folder_of
-    from beamjax.pipelines.run import checkpointer_of
 
     with folder_of(options):
-        checkpointer = checkpointer_of(plan, inputs, inputs.refs, options)
+        checkpointer = Checkpointer(plan, inputs, options, inputs.refs)
         return evaluate(plan, inputs, options, monitor, checkpointer, results, derived[key])
 
 
 def collect(call: Call, values: Values) -> Any:
     """Builds the tree that the function returns from the outputs of its plan."""
-    plan, staged, inputs = call.plan, call.planned.staged, call.values
+    plan, staged, inputs = call.plan, call.planned.staged, call.inputs
+    assert inputs is not None
     leaves = []
     for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
         leaf = _output(plan, output, values, inputs)
-        if not isinstance(leaf, Placed):
-            leaf = with_weak_type(leaf, getattr(aval, "weak_type", False), plan.x64)
+        if getattr(aval, "weak_type", False) and not isinstance(leaf, Placed):
+            leaf = with_weak_type(leaf, plan.x64)
         leaves.append(leaf)
     result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
     if not staged.returns_keyed:

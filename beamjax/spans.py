@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import time
@@ -108,6 +109,8 @@ class Spans:
         self.watch = watch  # sees each span
         self.cancelled = False  # whether further spans raise JobCancelledError
         self.lock = threading.Lock()
+        # Spans that have ended and are not added up yet. Appending takes no lock.
+        self.ended: collections.deque[_Ended] = collections.deque()
         self.sums: dict[str, dict[str, float]] = {}
         self.shards: dict[str, list[Range]] = {}
         # Single spans, if they are collected.
@@ -132,27 +135,80 @@ class Spans:
     def work(self) -> Work:
         """The sum so far."""
         with self.lock:
-            sums = {step: dict(sums) for step, sums in self.sums.items()}
-            shards = {step: tuple(ranges) for step, ranges in self.shards.items()}
-            spans = () if self.spans is None else self.spans.entries
-            return Work(sums, shards, spans, self.step, self.began)
+            return self._work()
 
     def take(self) -> Work:
         """The sum since the last call."""
-        work = self.work()
         with self.lock:
+            work = self._work()
             self.sums, self.shards = {}, {}
             self.spans = None if self.spans is None else Thinned(MAX_SPANS)
-        return work
+            return work
+
+    def add_up(self) -> None:
+        """Adds up the spans that have ended."""
+        with self.lock:
+            self._add_up()
+
+    def _work(self) -> Work:
+        self._add_up()
+        sums = {step: dict(sums) for step, sums in self.sums.items()}
+        shards = {step: tuple(ranges) for step, ranges in self.shards.items()}
+        spans = () if self.spans is None else self.spans.entries
+        return Work(sums, shards, spans, self.step, self.began)
+
+    def _add_up(self) -> None:
+        while self.ended:
+            self._add_span(*self.ended.popleft())
+
+    def _add_span(
+        self, step: str, kind: str, shard: Shard | None, start: float, end: float, nbytes: int,
+        inner: dict[str, float], is_over: bool,
+    ) -> None:  # fmt: skip
+        compiling, own = _without_inner(kind, end - start, inner) if inner else (0.0, end - start)
+        amounts = {**inner, kind: inner.get(kind, 0.0) + own}
+        if nbytes:
+            amounts[_BYTES[kind]] = nbytes
+        if shard is not None:
+            self.step = step
+        if shard is not None and kind == "merge" and is_over:
+            amounts["shards"], amounts["members"] = 1, shard.count
+            if self.ranges:
+                _extend(self.shards.setdefault(step, []), shard.index)
+        add_sums(self.sums, {step: amounts})
+        if self.began is None:
+            self.began = _EPOCH + start
+        if self.spans is None:
+            return
+        number, began = None if shard is None else shard.index, round(_EPOCH + start, 6)
+        self.spans.add(Span(step, number, kind, began, round(end - start, 6), nbytes))
+        if compiling >= _SHOWN_SECONDS:  # A long compilation is shown at its beginning.
+            self.spans.add(Span(step, number, "compile", began, round(compiling, 6), 0))
+
+
+_Ended = tuple[str, str, "Shard | None", float, float, int, dict[str, float], bool]
+"""A span that has ended; see `Spans._add_span`."""
+
+
+def _without_inner(kind: str, seconds: float, inner: dict[str, float]) -> tuple[float, float]:
+    """The seconds of compilations in a span, and those without compilations and transfers."""
+    compiling = min(inner.get("compile", 0.0), seconds)
+    transfer = min(inner.get("transfer", 0.0), seconds - compiling)
+    if compiling and kind == "compute":
+        # The first call of a body counts as compilation as a whole: JAX reports tracing, lowering
+        # and compiling, but a first call also loads libraries.
+        compiling = seconds - transfer
+    inner["compile"], inner["transfer"] = compiling, transfer
+    return compiling, seconds - compiling - transfer
 
 
 class timed:
     """A context whose time is a span; raises JobCancelledError if the run has ended."""
 
-    # A class and not a generator, as it is entered several times for each shard and must be fast.
+    # A class and not a generator, as it is entered for each shard and must be fast.
     __slots__ = (
-        "_outer", "compiles_since", "compiling", "inner", "kind", "nbytes", "seconds", "shard",
-        "slot", "spans", "start", "step", "thread",
+        "_outer", "compiles_since", "inner", "kind", "nbytes", "shard", "slot", "spans", "start",
+        "step", "thread",
     )  # fmt: skip
 
     def __init__(
@@ -165,18 +221,16 @@ class timed:
         # The shard is done when its span of kind "merge" ends.
         self.shard = shard
         self.nbytes = nbytes  # may be set inside
+        self.inner: dict[str, float] = {}
         # For the watch.
+        self.compiles_since: float | None = None
         self.thread = 0
         self.slot: int | None = None
 
     def __enter__(self) -> timed:
-        spans = self.spans
+        spans, self.start = self.spans, time.perf_counter()
         if spans.cancelled:
             raise JobCancelledError("the job was cancelled")
-        self.inner: dict[str, float] = {}
-        self.compiling = 0.0
-        self.compiles_since: float | None = None
-        self.start = time.perf_counter()
         if spans.watch is not None:
             spans.watch.begin(self)
         self._outer = _here.span
@@ -184,48 +238,36 @@ class timed:
         return self
 
     def __exit__(self, error_type: Any, error: BaseException | None, trace: Any) -> None:
-        seconds = time.perf_counter() - self.start
-        spans, step, kind, shard, inner = self.spans, self.step, self.kind, self.shard, self.inner
         _here.span = self._outer
-        self.seconds = own = seconds  # without compilations
-        if inner:
-            compiling = min(inner.get("compile", 0.0), seconds)
-            transfer = min(inner.get("transfer", 0.0), seconds - compiling)
-            if compiling and kind == "compute":
-                # The first call of a body counts as compilation as a whole: JAX reports tracing,
-                # lowering and compiling, but a first call also loads libraries.
-                compiling = seconds - transfer
-            self.compiling, self.seconds = compiling, seconds - compiling
-            inner["compile"], inner["transfer"], own = compiling, transfer, self.seconds - transfer
-        if self.nbytes:
-            inner[_BYTES[kind]] = self.nbytes
-        if shard is not None and kind == "merge" and error is None:
-            inner["shards"], inner["members"] = 1, shard.count
-        with spans.lock:
-            sums = spans.sums.get(step)
-            if sums is None:
-                sums = spans.sums[step] = {}
-            sums[kind] = sums.get(kind, 0.0) + own
-            for name, amount in inner.items():
-                sums[name] = sums.get(name, 0) + amount
-            if shard is not None:
-                spans.step = step
-                if spans.ranges and "shards" in inner:
-                    _extend(spans.shards.setdefault(step, []), shard.index)
-            if spans.began is None:
-                spans.began = _EPOCH + self.start
-            if spans.spans is not None:
-                self._trace(spans.spans, seconds)
+        spans = self.spans
+        if self.kind:
+            spans.ended.append((
+                self.step, self.kind, self.shard, self.start, time.perf_counter(), self.nbytes,
+                self.inner, error is None,
+            ))  # fmt: skip
+        if len(spans.ended) >= MAX_SPANS:
+            spans.add_up()
         if spans.watch is not None:
             spans.watch.end(self, error)
 
-    def _trace(self, trace: Thinned[Span], seconds: float) -> None:
-        """Adds the span to a trace. A long compilation is shown at its beginning."""
-        shard = None if self.shard is None else self.shard.index
-        start, seconds = round(_EPOCH + self.start, 6), round(seconds, 6)
-        trace.add(Span(self.step, shard, self.kind, start, seconds, self.nbytes))
-        if self.compiling >= _SHOWN_SECONDS:
-            trace.add(Span(self.step, shard, "compile", start, round(self.compiling, 6), 0))
+    def then(self, kind: str, shard: Shard | None = None, nbytes: int = 0) -> None:
+        """Ends the span, and begins another one of the step, unless its kind is ""."""
+        spans = self.spans
+        if spans.watch is not None:
+            spans.watch.end(self, None)
+        now = time.perf_counter()
+        if self.kind:
+            spans.ended.append((
+                self.step, self.kind, self.shard, self.start, now, self.nbytes, self.inner, True,
+            ))  # fmt: skip
+        if len(spans.ended) >= MAX_SPANS:
+            spans.add_up()
+        self.kind, self.shard, self.nbytes = kind, shard, nbytes
+        self.start, self.inner, self.compiles_since = now, {}, None
+        if spans.cancelled:
+            raise JobCancelledError("the job was cancelled")
+        if spans.watch is not None:
+            spans.watch.begin(self)
 
 
 class _Local(threading.local):

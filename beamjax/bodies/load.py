@@ -193,9 +193,9 @@ def with_x64(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(enabled)
 
 
-def with_weak_type(x: Any, weak: bool, x64: bool) -> Any:
-    """The array, weakly typed if `weak`, which changes the types of what is computed from it."""
-    if not weak or x.weak_type:
+def with_weak_type(x: Any, x64: bool) -> Any:
+    """The array, weakly typed, which changes the types of what is computed from it."""
+    if x.weak_type:
         return x
     with with_x64(x64):
         return _weakly_typed(x.shape, x.dtype)(x)

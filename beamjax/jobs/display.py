@@ -36,7 +36,7 @@ def display_for(options: Options, launched: bool) -> Display | None:
     if wish is False or (wish is None and launched):
         return None
     delay = 0.0 if wish else SOON_SECONDS
-    if _in_notebook():
+    if "IPython" in sys.modules and _in_notebook():
         return NotebookBar(delay)
     if sys.stderr is not None and sys.stderr.isatty():
         return Bar(delay)
@@ -51,8 +51,8 @@ def say(name: str, progress: Progress) -> None:
 
 
 def _in_notebook() -> bool:
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    ipython: Any = sys.modules["IPython"]
+    shell = ipython.get_ipython()
     return "IPKernelApp" in getattr(shell, "config", ())
 
 

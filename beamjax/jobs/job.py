@@ -325,15 +325,15 @@ class JobRun:
         display = display_for(options, launched)
         self._says = display is None and options.progress is None
         reports = launched or bool(options.job_folder or options.report)
-        self._folder = _folder_of(options) if reports or display is not None else None
+        self.folder = _folder_of(options) if reports or display is not None else None
         letters = DeadLetters(options.drop_limit, options.dead_letters)
-        self.monitor = Monitor(call.plan, self._folder, letters, call.planning)
+        self.monitor = Monitor(call.plan, self.folder, letters, call.planning)
         self._recording: Recording | None = None
         self._ending, self._has_begun = threading.Lock(), False
-        if self._folder is not None:
+        if self.folder is not None:
             from beamjax.jobs.recording import Recording
 
-            self._recording = Recording(self._folder, self.monitor, call, display, reports)
+            self._recording = Recording(self.folder, self.monitor, call, display, reports)
 
     @property
     def _is_temporary(self) -> bool:
@@ -342,22 +342,19 @@ class JobRun:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """A context for the run; records its progress and its end in the folder."""
-        if self._folder is not None and not self._launched:
+        """A context for a run that has a folder; records its progress and its end there."""
+        assert self.folder is not None
+        assert self._recording is not None
+        if not self._launched:
             self._begin()
         failed: BaseException | None = None
         try:
-            recording = self._recording
-            with contextlib.nullcontext() if recording is None else recording.going_on():
+            with self._recording.going_on():
                 yield
         except BaseException as error:
             failed = error
-            # Errors of other kinds may follow from a cancellation.
-            if isinstance(error, Exception) and self.monitor.is_cancelled:
-                failed = JobCancelledError("the job was cancelled")
-                raise failed from error
-            if self._folder is not None and not self._is_temporary:
-                error.add_note(f"The folder of the job is kept: {self._folder.path}")
+            if not (self._is_temporary or isinstance(error, JobCancelledError)):
+                error.add_note(f"The folder of the job is kept: {self.folder.path}")
             raise
         finally:
             self._record_end(failed)
@@ -365,7 +362,7 @@ class JobRun:
     def _record_end(self, error: BaseException | None) -> None:
         """Writes the state of the job, and removes its folder if nothing needs it."""
         with self._ending:
-            folder = self._folder
+            folder = self.folder
             if folder is None or not self._has_begun:
                 return
             self._has_begun = False
@@ -383,30 +380,31 @@ class JobRun:
     def cancel(self) -> None:
         """Requests the end of the job in this process and, through the folder, on workers."""
         self.monitor.cancel()
-        if self._folder is not None:
+        if self.folder is not None:
             with contextlib.suppress(Exception):
-                self._folder.request_cancel()
+                self.folder.request_cancel()
 
     def _abandon(self) -> None:
         self._record_end(JobCancelledError("the job was cancelled"))
 
     def _begin(self) -> None:
-        assert self._folder is not None
+        assert self.folder is not None
         call = self._call
         if call.options.job_folder is None:
-            temporary.make(self._folder.path)
-        self._folder.begin(call.plan.name, call.runner)
+            temporary.make(self.folder.path)
+        self.folder.begin(call.plan.name, call.runner)
         self._has_begun = True
 
     def returned(self, value: Any) -> Any:
-        """Records the result of the run, and returns it."""
-        if self._recording is not None:
-            self._recording.returned(value)
-        if self._folder is not None and (self._launched or not self._is_temporary):
+        """Records the result of a run that has a folder, and returns it."""
+        assert self.folder is not None
+        assert self._recording is not None
+        self._recording.returned(value)
+        if self._launched or not self._is_temporary:
             from beamjax.jobs.results import write_result
 
             try:
-                write_result(self._folder, value, self._call.plan.x64)
+                write_result(self.folder, value, self._call.plan.x64)
             except SourceError as error:  # The caller gets it all the same.
                 _LOG.warning("the result is returned but not stored: %s", error)
         return value
@@ -422,9 +420,9 @@ class JobRun:
     def launch(self, function: Callable[[], Any]) -> Job:
         """Starts a function that runs the job; returns the handle of the job."""
         self._begin()
-        assert self._folder is not None
+        assert self.folder is not None
         work = interrupts.Work[Any](self.cancel, self._abandon)
-        job = _Launched(self._folder, self.monitor, work, self._is_temporary)
+        job = _Launched(self.folder, self.monitor, work, self._is_temporary)
         work.outcome.add_done_callback(functools.partial(_log_late_failure, job.name))
         work.start(function)
         return job

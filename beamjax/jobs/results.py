@@ -107,4 +107,4 @@ def _leaf(array: np.ndarray, kind: _LeafType, x64: bool, path: str) -> Any:
                 f"{path}: found {array.dtype}{list(array.shape)} as keys of {kind.impl!r:.80} "
                 f"({error})"
             ) from error
-        return with_weak_type(leaf, kind.weak, x64)
+        return with_weak_type(leaf, x64) if kind.weak else leaf

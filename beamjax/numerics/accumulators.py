@@ -42,10 +42,17 @@ class Accumulator(abc.ABC):
 
     # The name of the kind, which is written into the bytes.
     name: ClassVar[str]
+    # Whether it only takes partials of the dtypes `EXACT`.
+    is_exact: ClassVar[bool] = False
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         # The partials are vectors (size,) of `dtype`.
         self.reducer, self.dtype, self.size = reducer, np.dtype(dtype), size
+        if self.is_exact and self.dtype.char not in _EXACT_CHARS:
+            raise StructureError(
+                f"{self.name.replace('_', ' ')}: found partials of dtype {self.dtype}, expected "
+                f"{', '.join(EXACT)}."
+            )
         # The number of members that are in no partial, and that means do not count.
         self.left_out = 0
 
@@ -132,13 +139,6 @@ class Accumulator(abc.ABC):
     @abc.abstractmethod
     def _restore(self, arrays: list[np.ndarray]) -> None:
         """Takes the state that `_arrays` gave; raises `ArrayFormatError` for any other."""
-
-    def _check_exact(self) -> None:
-        if self.dtype.char not in _EXACT_CHARS:
-            raise StructureError(
-                f"{self.name.replace('_', ' ')}: found partials of dtype {self.dtype}, expected "
-                f"{', '.join(EXACT)}."
-            )
 
 
 def _count(meta: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -279,10 +279,10 @@ class OrderedProduct(Accumulator):
     # Products of floats round, so the order of multiplications is fixed: that of the tree.
     # Unlike other accumulators, the tree notices a shard that is added twice.
     name = "ordered_product"
+    is_exact = True
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         super().__init__(reducer, dtype, size)
-        self._check_exact()
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._tree: DyadicTree[np.ndarray] = DyadicTree(_multiply)
 

@@ -97,11 +97,11 @@ class ExactSum(Accumulator):
     """The exact sum of vectors, one per shard."""
 
     name = "exact_sum"
+    is_exact = True
 
     def __init__(self, reducer: Reducer, dtype: np.dtype, size: int) -> None:
         check_subnormals()
         super().__init__(reducer, dtype, size)
-        self._check_exact()
         # The real and the imaginary part of a complex number are separate coordinates.
         self._parts = 2 if self.dtype.kind == "c" else 1
         self._real = np.dtype(f"f{self.dtype.itemsize // self._parts}")
@@ -230,7 +230,8 @@ class ExactSum(Accumulator):
         in_parts(count, self._length, add)
 
     def _rounded(self, lo: int, hi: int, dtype: np.dtype, divisor: int) -> np.ndarray:
-        self._flush()
+        if self._waiting:
+            self._flush()
         dtype = np.dtype(dtype)
         real = dtype if self._parts == 1 else np.dtype(f"f{dtype.itemsize // 2}")
         lo, hi = lo * self._parts, hi * self._parts
@@ -254,7 +255,7 @@ def _allocate(blocks: list[Digits]) -> None:
     """Allocates the buffers of blocks, several at once."""
     for first in range(0, len(blocks), SHARED):
         some = blocks[first : first + SHARED]
-        ends = list(itertools.accumulate(block.size for block in some))
+        ends = list(itertools.accumulate([block.size for block in some]))
         shared = np.empty(ends[-1])
         for block, end in zip(some, ends, strict=True):
             block.buffer = shared[end - block.size : end]

@@ -71,7 +71,7 @@ class ReductionKind:
         # It depends on whether 64-bit numbers are enabled at the moment of the call.
         return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
 
-    @property
+    @functools.cached_property
     def function(self) -> Callable[..., jax.Array]:
         """The function of JAX that it is over axis 0."""
         return getattr(jnp, self.name)
@@ -465,10 +465,8 @@ PICK = Picker(
 """Selects members. It is no reduction that a program can name."""
 
 
-def reducer_of(name: str) -> Reducer:
-    """A reduction, or the picker, by name."""
-    return PICK if name == PICK.name else REDUCERS[name]
-
+ACCUMULATED = {**REDUCERS, PICK.name: PICK}
+"""What accumulators do, by name: the reductions, and the picker."""
 
 JAX_REDUCTIONS = {name: reducer for reducer in REDUCERS.values() for name in reducer.primitives}
 """Those that JAX has, by the names of its primitives."""

@@ -170,10 +170,10 @@ class DeadLetters:
 
     def warn(self, undropped: Iterable[tuple[str, str]] = ()) -> None:
         """Logs how many members were dropped, and what (see `PlacedProgram`) still counts them."""
-        dropped = self.dropped
-        if dropped:
-            where = f"; {self.path} lists them" if self.path else ""
-            _LOG.warning("%s%s", _summary(dropped), where)
+        if not self._found:
+            return
+        where = f"; {self.path} lists them" if self.path else ""
+        _LOG.warning("%s%s", _summary(self.dropped), where)
         for placement, text in dict.fromkeys(undropped):
             if count := self._counts[placement]:
                 _LOG.warning(

@@ -62,7 +62,7 @@ class Shards:
         return self._firsts[-1]
 
     def __iter__(self) -> Iterator[Shard]:
-        return self.between(0, len(self))
+        return self.between(0, self._firsts[-1])
 
     def between(self, first: int, last: int) -> Iterator[Shard]:
         """Shards [first, last)."""

@@ -174,9 +174,16 @@ class Driver:
 
     def step(self, turn: Turn) -> None:
         """Runs a step without control flow."""
-        self.monitor.tick()
+        step, values = turn.step, {name: self.values[name] for name in turn.reads}
         try:
-            self.values.update(self._results(turn))
+            match step:
+                case Scatter():
+                    whole = values[step.operand]
+                    self.values[step.result] = scattered(whole, step.axis)
+                case Rows():
+                    self.values[step.result] = self._rows(step, values)
+                case _:
+                    self.values.update(self.executor.run(step, values, turn.later))
         except BeamjaxError as error:
             # Executors know a step by its name in the plan, which is the same in all rounds.
             if not self._where or "step '" not in str(error):
@@ -184,15 +191,6 @@ class Driver:
             located = type(error)(f"{', '.join(self._where)}: {error}")
             located.failure = error.failure
             raise located from error
-
-    def _results(self, turn: Turn) -> Values:
-        step, values = turn.step, {name: self.values[name] for name in turn.reads}
-        match step:
-            case Scatter():
-                return {step.result: scattered(values[step.operand], step.axis)}
-            case Rows():
-                return {step.result: self._rows(step, values)}
-        return self.executor.run(step, values, turn.later)
 
     def _rows(self, step: Rows, values: Values) -> Ref:
         """Rows of a placed value; this process reads those of a server value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -177,24 +178,25 @@ class Threads:
     def _map(self, step: Map, values: Values) -> Values:
         self.monitor.computed(self.loaded.provenance)
         n = self.plan.sizes[step.placement]
-        execute = self.executor(step, values)
-        rooms = {name: self.room(name, n) for name in step.results}
-        ranges = execute.loaded.ranges
-        partials = Partials(step, self.options.reduction, ranges, execute.trees())
-        reader = Reader.of({name: values[name] for name in step.operands}, self.plan.x64)
-        work = ShardPass(self.plan, step, [execute], reader, partials, self.spans)
         letters = None if step.guard is None else DeadLetters(self.options.drop_limit)
-        for done in self._computed(work, execute):
-            shard = done.shard
-            if letters is not None and done.computed.dropped:
-                self.add_dropped(letters, done.computed.dropped)
-            for room, array in zip(rooms.values(), done.computed.results, strict=True):
-                room[shard.start : shard.start + len(array)] = array
-            work.add(done)
+        with timed(self.spans, step.name, "transfer") as span:
+            execute = self.executor(step, values)
+            rooms = {name: self.room(name, n) for name in step.results}
+            partials = Partials(
+                step, self.options.reduction, execute.loaded.ranges, execute.trees()
+            )
+            reader = Reader.of({name: values[name] for name in step.operands}, self.plan.x64)
+            work = ShardPass(self.plan, step, [execute], reader, partials, self.spans)
+            for done in self._computed(work, execute.loaded, span):
+                start = done.shard.start
+                if letters is not None and done.computed.dropped:
+                    self.add_dropped(letters, done.computed.dropped)
+                for room, array in zip(rooms.values(), done.computed.results, strict=True):
+                    room[start : start + len(array)] = array
+            span.then("merge")
+            reduced = partials.results(self.plan)
         if letters is not None:
             self.monitor.drop(letters.dropped, self.plan.sizes)
-        with timed(self.spans, step.name, "merge"):
-            reduced = partials.results(self.plan)
         types = self.plan.values
         refs = {name: ref_to(array, types[name]) for name, array in reduced.items()}
         return refs | {name: ref_to(room, types[name], n) for name, room in rooms.items()}
@@ -205,36 +207,33 @@ class Threads:
         for name in step.broadcasts:
             copy = on_device.get(values[name])
             known[name] = values[name].array() if copy is None else copy
-        options = self.options
-        with timed(self.spans, step.name, "transfer"):
-            cached = None
-            if options.cache is not None:
-                from beamjax.runtime.cached_shards import cached_shards  # most runs have none
+        options, cached = self.options, None
+        if options.cache is not None:
+            from beamjax.runtime.cached_shards import cached_shards  # most runs have none
 
-                cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
-            execute = ShardExecutor(self.loaded.pass_of(step), known, self.checked, cached)
+            cached = cached_shards(options.cache, self.plan, step, known, options.xla_threads)
+        execute = ShardExecutor(self.loaded.pass_of(step), known, self.checked, cached)
         for name, copy in execute.broadcasts.items():
             on_device[values[name]] = copy
         return execute
 
-    def _computed(self, work: ShardPass, execute: ShardExecutor) -> Iterator[Done]:
-        """The results of the shards of a pass, in order."""
-        loaded = execute.loaded
-        # The calling thread iterates over them, which reads the shards.
-        jobs = map(work.read, loaded.shards)
+    def _computed(self, work: ShardPass, loaded: LoadedPass, span: timed) -> Iterator[Done]:
+        """The results of the shards of a pass, in order, when they are added to its partials."""
+        shards = iter(loaded.shards)
+        # Other threads would wait for the compilation, which does not count as their work.
+        alone = shards if loaded.threads <= 1 else itertools.islice(shards, not loaded.is_compiled)
+        for shard in alone:
+            yield work.run(shard, span)
         if loaded.threads <= 1:
-            for job in jobs:
-                yield job(0)
             return
-        if not loaded.is_compiled:
-            # Other threads would wait for the compilation, which does not count as their work.
-            yield next(jobs)(0)
+        span.then("")  # What this thread does now has spans of its own, or is waiting.
         pool = DaemonThreads(loaded.threads)
         results: OrderedJobs[Done] = OrderedJobs([pool], self.check)
         try:
-            for job in jobs:
-                yield from results.add(job)
-            yield from results.rest()
+            # The calling thread iterates over the jobs, which reads the shards.
+            for job in map(work.read, shards):
+                yield from map(work.add, results.add(job))
+            yield from map(work.add, results.rest())
         finally:
             results.cancel()
             pool.close()

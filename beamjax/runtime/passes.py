@@ -135,25 +135,46 @@ class ShardPass:
         self.partials = partials
         self.spans = spans
         # The operands that are inputs of the run or in files: reading others moves nothing.
-        self._counted = plan.placed_inputs | reader.where.keys()
+        self._counted = plan.placed_inputs | reader.where.keys() | reader.held
 
     def read(
         self, shard: Shard, known: Mapping[str, np.ndarray] | None = None
     ) -> Callable[[int], Done]:
         """Reads a shard; returns the function that computes it, in any thread, on a device."""
         # `known` are operands that an earlier pass of the same bundle has, so they are not read.
-        step, known = self.step, known or {}
-        with timed(self.spans, step.name, "read", shard) as span:
-            try:
-                # The cache knows a shard by its files only if all operands are in files.
-                cache = None if known else self.executors[0].cached
-                if cache is not None and (cached := cache.unread(shard, self.reader)) is not None:
-                    done = Done(shard, cached)
-                    return lambda _: done
-                read, lost = self._operands(shard, known)
-            except Exception as error:
-                raise shard_error(step, shard, error) from as_cause(error)
-            span.nbytes = sum(x.nbytes for name, x in read.items() if name in self._counted)
+        with timed(self.spans, self.step.name, "read", shard) as span:
+            compute = self._read(shard, known or {}, span)
+
+        def computed(device: int) -> Done:
+            with timed(self.spans, self.step.name, "compute", shard):
+                return compute(device)
+
+        return computed
+
+    def run(self, shard: Shard, span: timed) -> Done:
+        """Reads, computes and adds a shard in this thread, whose open span goes on with these."""
+        span.then("read", shard)
+        compute = self._read(shard, {}, span)
+        span.then("compute", shard)
+        done = compute(0)
+        span.then("merge", shard, self.step.partial_bytes)
+        self.partials.add(shard, done.computed)
+        return done
+
+    def _read(
+        self, shard: Shard, known: Mapping[str, np.ndarray], span: timed
+    ) -> Callable[[int], Done]:
+        try:
+            # The cache knows a shard by its files only if all operands are in files.
+            cache = None if known else self.executors[0].cached
+            if cache is not None and (cached := cache.unread(shard, self.reader)) is not None:
+                done = Done(shard, cached)
+                return lambda _: done
+            read, lost = self._operands(shard, known)
+        except Exception as error:
+            raise shard_error(self.step, shard, error) from as_cause(error)
+        sizes = [x.nbytes for name, x in read.items() if name in self._counted]
+        span.nbytes = sum(sizes)
         return functools.partial(self._compute, shard, {**known, **read}, lost)
 
     def _operands(
@@ -177,13 +198,13 @@ class ShardPass:
         device: int = 0,
     ) -> Done:
         arrays = [operands[name] for name in self.step.operands]
-        with timed(self.spans, self.step.name, "compute", shard):
-            # All threads of a CPU share its one executor.
-            computed = self.executors[device % len(self.executors)](shard, arrays, lost)
+        # All threads of a CPU share its one executor.
+        computed = self.executors[device % len(self.executors)](shard, arrays, lost)
         return Done(shard, computed, operands)
 
-    def add(self, done: Done) -> None:
+    def add(self, done: Done) -> Done:
         """Adds the results of a shard to the partials, and to the work on the step."""
         step = self.step
         with timed(self.spans, step.name, "merge", done.shard, step.partial_bytes):
             self.partials.add(done.shard, done.computed)
+        return done

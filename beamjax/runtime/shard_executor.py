@@ -25,7 +25,7 @@ from beamjax.bodies.load import (
 from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.reducers import PICK, reducer_of
+from beamjax.numerics.reducers import ACCUMULATED, PICK
 from beamjax.plan.buffer_ranges import accumulator_ranges
 from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_error
@@ -80,13 +80,13 @@ class LoadedPass:
         self.turn: Any = threading.Lock() if self.copies else contextlib.nullcontext()
         # Bodies that call back to the host, or that hold a mesh, stay on the first client.
         self.clients = None if self.calls_back else clients_of(self.device)
-        self.load(step.body, self.size)
+        self._main = self.load(step.body, self.size)
         self.is_used = False
 
     @property
     def is_compiled(self) -> bool:
         """Whether JAX has compiled the body in this process."""
-        return _compat.is_compiled(self.load(self.step.body, self.size))
+        return _compat.is_compiled(self._main)
 
     def function(
         self, step: Map | Bucketed | PaddingCheck, full: bool, shard: Shard
@@ -98,14 +98,13 @@ class LoadedPass:
                 f"found a shard of {shard.count} members, expected {self.size}, as all shards of "
                 "this plan are full: this is an error in beamjax, please report it"
             )
-        return self.load(key, shard.count if self.calls_back else self.size)
+        members = shard.count if self.calls_back else self.size
+        return self.functions.get((key, members)) or self.load(key, members)
 
     def load(self, key: str, members: int) -> Callable[..., Any]:
-        """The function of a body, loaded at its first use."""
-        function = self.functions.get((key, members))
-        if function is None:
-            function = load_body(key, self.plan.bodies[key], members, self.client_of)
-            self.functions[key, members] = function
+        """Loads the function of a body."""
+        function = load_body(key, self.plan.bodies[key], members, self.client_of)
+        self.functions[key, members] = function
         return function
 
 
@@ -222,12 +221,13 @@ class ShardExecutor:
         with with_x64(loaded.plan.x64), on_device(loaded.device):
             if loaded.clients is not None:
                 with loaded.clients.least_busy() as device:
-                    return from_device(self._on_client(device, call, [first, *heads], arrays))
-            inputs = to_device(arrays, loaded.device) if loaded.copies else arrays
+                    outs = self._on_client(device, call, [first, *heads], arrays)
+                    return list(map(np.asarray, outs))
+            if not loaded.copies:
+                return list(map(np.asarray, call(first, *heads, *self._broadcasts, *arrays)))
+            inputs = to_device(arrays, loaded.device)
             with loaded.turn:
-                outs = call(first, *heads, *self._broadcasts, *inputs)
-                if loaded.copies:
-                    jax.block_until_ready(outs)
+                outs = jax.block_until_ready(call(first, *heads, *self._broadcasts, *inputs))
             return from_device(outs)
 
     def _on_client(
@@ -382,7 +382,7 @@ def finish_buffer(
         if start < stop or reduction.size == 0:
             dtype = np.dtype(plan.values[reduction.result].dtype)
             with with_x64(plan.x64):
-                values = reducer_of(reduction.reducer).finish(
+                values = ACCUMULATED[reduction.reducer].finish(
                     accumulator, start - lo, max(stop, start) - lo, n, np.dtype(reduction.dtype)
                 )
             yield reduction.result, start - reduction.offset, values.astype(dtype, copy=False)

@@ -123,13 +123,19 @@ class Ref:
         return part.data
 
     @property
-    def leaf(self) -> Leaf | None:
-        """The leaf of a source that has all members as they are; None for other values."""
+    def held(self) -> Held | None:
+        """What holds all members as they are, if it is no array; None for other values."""
         if len(self.parts) == 1:
             (part,) = self.parts
-            if isinstance(part.data, Leaf) and not (part.at or part.entry):
+            if not (isinstance(part.data, np.ndarray) or part.at or part.entry):
                 return part.data
         return None
+
+    @property
+    def leaf(self) -> Leaf | None:
+        """The leaf of a source that has all members as they are; None for other values."""
+        held = self.held
+        return held if isinstance(held, Leaf) else None
 
     def array(self) -> np.ndarray:
         """The raw array; the members of a placed value are along axis 0."""
@@ -237,21 +243,24 @@ class Reader:
     x64: bool  # whether the plan computes with 64-bit types
     # Placed values that are not all members of one leaf, by name.
     others: Values = field(default_factory=dict)
+    held: frozenset[str] = frozenset()  # the names of those that have a `Ref.held`
 
     @classmethod
     def of(cls, values: Values, x64: bool) -> Reader:
         """A reader of placed values."""
         sources: dict[Hashable, Source] = {}
-        where, others = {}, {}
+        where, others, held = {}, {}, set()
         for name, value in values.items():
-            leaf = value.leaf
-            if leaf is None:
+            data = value.held
+            if not isinstance(data, Leaf):
                 others[name] = value
+                if data is not None:
+                    held.add(name)
                 continue
-            key = key_of(leaf.source)
-            sources.setdefault(key, leaf.source)
-            where[name] = list(sources).index(key), leaf.leaf
-        return cls(tuple(sources.values()), where, x64, others)
+            key = key_of(data.source)
+            sources.setdefault(key, data.source)
+            where[name] = list(sources).index(key), data.leaf
+        return cls(tuple(sources.values()), where, x64, others, frozenset(held))
 
     def read(self, names: Sequence[str], start: int, stop: int) -> dict[str, np.ndarray]:
         """Members [start, stop) of the placed inputs of these names, as raw arrays."""

@@ -69,6 +69,7 @@ class Watchdog:
             return
         if self._file is not None:
             self._file.end(span.slot)
+            span.slot = None
         if self.limit is not None:
             with _ending:
                 _watched.pop(id(span), None)

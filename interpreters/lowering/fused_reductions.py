@@ -13,7 +13,7 @@ from beamjax.interpreters.cutting.stages import MapStage
 from beamjax.interpreters.program import Var, aval_of
 from beamjax.interpreters.rules.by_rows import operation_of
 from beamjax.interpreters.rules.sharding_rules import FunctionReductionRule, ReductionRule
-from beamjax.numerics.reducers import reducer_of
+from beamjax.numerics.reducers import ACCUMULATED
 from beamjax.plan.steps import FusedBuffer, Reduction, ValueType
 
 
@@ -28,7 +28,7 @@ def fuse_reductions(
         eqn, rule = emission.eqn, emission.rule
         if not isinstance(rule, ReductionRule) or isinstance(rule, FunctionReductionRule):
             continue
-        reducer = reducer_of(rule.reducer)
+        reducer = ACCUMULATED[rule.reducer]
         result = served(eqn.outputs[0])
         dtype = np.dtype(values[result].dtype)
         if not rule.selects_members and operation_of(eqn).primitive.name != "dot_general":

@@ -56,23 +56,10 @@ class FlatCall:
     arguments: Sequence[Argument]  # a `Source` stands for a tree of placed arrays
     structure: Any  # of the arguments; hashable, since it is part of the key of a plan
     restore: Callable[[Sequence[Any]], Any]  # the tree of arguments, from a value for each flat one
+    types: tuple[Any, ...]  # what a plan depends on in each argument, hashable
     # The arguments, if all are arrays in memory, none of which is a tracer.
     arrays: Sequence[Any] | None = None
     narrows: bool = True  # whether JAX may have a narrower dtype for an argument
-
-    @functools.cached_property
-    def types(self) -> tuple[Any, ...]:
-        """What a plan depends on in each argument, hashable."""
-        if isinstance(self.arguments, _Arrays):
-            return self.arguments.types
-        avals = self.avals
-        weak = [i for i, aval in enumerate(avals) if getattr(aval, "weak_type", False)]
-        return (
-            tuple([aval.shape for aval in avals]),
-            tuple([aval.dtype for aval in avals]),
-            tuple(weak),
-            tuple(i for i, argument in enumerate(self.arguments) if argument.comes_by_shards),
-        )
 
     @functools.cached_property
     def has_sources(self) -> bool:
@@ -103,7 +90,7 @@ class FlatCall:
 
     def with_arguments(self, arguments: Sequence[Argument]) -> FlatCall:
         """The call with other arguments of the same structure."""
-        return FlatCall(self.fn, arguments, self.structure, self.restore)
+        return FlatCall(self.fn, arguments, self.structure, self.restore, _types(arguments))
 
 
 class _Arrays(Sequence[Argument]):
@@ -111,10 +98,7 @@ class _Arrays(Sequence[Argument]):
 
     # A second call finds its plan by their types alone. To name a thousand arguments and to make
     # their types in JAX takes milliseconds, which is more than small programs compute.
-    def __init__(
-        self, fn: Callable[..., Any], arrays: Sequence[Any], types: tuple[Any, ...], tree: Any
-    ):
-        self.types = types
+    def __init__(self, fn: Callable[..., Any], arrays: Sequence[Any], tree: Any):
         self._fn, self._arrays, self._tree = fn, arrays, tree
 
     @functools.cached_property
@@ -135,8 +119,19 @@ class _Arrays(Sequence[Argument]):
         return iter(self._described)
 
 
+def _types(arguments: Sequence[Argument]) -> tuple[Any, ...]:
+    """The `FlatCall.types` of arguments."""
+    avals = [argument.aval for argument in arguments]
+    return (
+        tuple([aval.shape for aval in avals]),
+        tuple([aval.dtype for aval in avals]),
+        tuple(i for i, aval in enumerate(avals) if getattr(aval, "weak_type", False)),
+        tuple(i for i, argument in enumerate(arguments) if argument.comes_by_shards),
+    )
+
+
 def _array_types(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], bool] | None:
-    """`FlatCall.types` and `narrows` of arrays of NumPy and JAX; None if there is anything else."""
+    """The `types` and `narrows` of arrays of NumPy and JAX; None if there is anything else."""
     # One loop for each property, as this takes most of the time in which a call finds its plan.
     kinds = set(map(type, leaves))
     if not kinds <= {np.ndarray, _compat.ArrayImpl}:
@@ -199,8 +194,8 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
     if arrays is not None:
         types, narrows = arrays
         restore = functools.partial(tree_util.tree_unflatten, tree)
-        described = _Arrays(fn, leaves, types, tree)
-        return FlatCall(fn, described, (tree, None), restore, leaves, narrows)
+        described = _Arrays(fn, leaves, tree)
+        return FlatCall(fn, described, (tree, None), restore, types, leaves, narrows)
     named, tree = tree_util.tree_flatten_with_path(args, is_leaf=lambda x: isinstance(x, Source))
     names = _argument_names(fn, args)
     flat: list[Argument] = []
@@ -227,7 +222,7 @@ def flatten_call(fn: Callable[..., Any], args: Sequence[Any]) -> FlatCall:
 
     # Without sources, the same structure as above: a scalar may be an array in the next call.
     sources = tuple(counts) if any(subtree is not None for _, subtree in counts) else None
-    return FlatCall(fn, flat, (tree, sources), restore_sources)
+    return FlatCall(fn, flat, (tree, sources), restore_sources, _types(flat))
 
 
 def _source_arguments(name: str, source: Source, symbols: dict[str, Any]) -> list[Argument]:

@@ -257,27 +257,33 @@ def test_bundles_that_run_again_or_side_by_side(flags, retries, most_workers):
 def test_a_span_leaves_out_compilations_and_transfers():
     spans, shard = Spans(traces=True), Shard(2, 16, 8)
     began = time.perf_counter()
-    with timed(spans, "step", "read", shard, 100) as read:
+    with timed(spans, "step", "read", shard, 100):
         time.sleep(0.01)
     with timed(spans, "step", "compute", shard), transferring(), transferring():
         time.sleep(0.01)
     x = jnp.arange(7.0)
-    with timed(spans, "step", "merge", shard, 5) as merge:
+    with timed(spans, "step", "merge", shard, 5):
         jax.block_until_ready(jax.jit(lambda x: jnp.sort(jnp.sin(x) @ jnp.cos(x) * x))(x))
         count("broadcasts")
     passed = time.perf_counter() - began
     found = Totals.of(spans.work().sums.values())
     assert (found.members, found.shards, found.bytes_read, found.bytes_reduced) == (8, 1, 100, 5)
     assert (found.broadcasts, found.retries) == (1, 0)
-    assert found.read == read.seconds >= 0.01
+    assert found.read >= 0.01
     assert found.transfer >= 0.01
     assert found.compute < 0.01  # nested transfers count once, and not as computing
     assert found.executables >= 1
-    assert found.compile == merge.compiling > 0
+    assert found.compile > 0
     assert sum(getattr(found, kind) for kind in KINDS) <= passed
     traced = spans.work().spans
     assert [span.kind for span in traced] == ["read", "compute", "merge", "compile"]
     assert all(span.step == "step" and span.shard == 2 for span in traced)
+    by_kind = {span.kind: span.seconds for span in traced}
+    for kind, seconds in (
+        ("read", found.read), ("compute", found.compute + found.transfer),
+        ("compile", found.compile), ("merge", found.merge + found.compile),
+    ):  # fmt: skip
+        assert by_kind[kind] == pytest.approx(seconds, abs=2e-6)
     assert abs(traced[0].start - time.time()) < 60
     count("broadcasts")  # no span is open
     assert Totals.of(spans.take().sums.values()) == found
@@ -335,7 +341,7 @@ def test_a_warm_local_call_spends_few_calls_on_spans():
     def profile(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(root):
             where = os.path.relpath(frame.f_code.co_filename, root)
-            calls["spans" if where.startswith(("spans", "telemetry")) else "rest"] += 1
+            calls["spans" if where.startswith(("spans", "telemetry", "jobs")) else "rest"] += 1
 
     sys.setprofile(profile)
     try:
@@ -343,7 +349,7 @@ def test_a_warm_local_call_spends_few_calls_on_spans():
     finally:
         sys.setprofile(None)
     assert calls["rest"] > 100
-    assert calls["spans"] <= 42  # for two passes of one shard each, of about 300 calls
+    assert calls["spans"] <= 0.1 * calls.total(), calls  # for two passes of one shard each
 
 
 # --- records in the folder
