@@ -21,7 +21,9 @@ from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.resident_job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
+from beamjax.pipelines.values.refs import Here
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
+from beamjax.pipelines.values.stored_values import Stored
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
 from beamjax.plan.liveness import defined
@@ -29,7 +31,7 @@ from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
 from beamjax.runtime.driver import Driver, Schedule, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
-from beamjax.runtime.values import Ref, Values, server
+from beamjax.runtime.values import Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import live_spec, register, spec_of
 from beamjax.sources.streams.chunks import Streams
@@ -60,7 +62,7 @@ def run_plan(
         if not is_one_pipeline(plan, connection):
             values = values_for(inputs, store, connection.shared)
             with resident_job(connection, store) as job:
-                return drive(plan, inputs, values, launcher, job, results)
+                return drive(Schedule(plan), inputs, values, launcher, job, results)
         monitor.letters.begin(anew=True)
         with source_specs(inputs, store, connection.shared) as sources:
             bound = graph_inputs(inputs, sources, store)
@@ -113,7 +115,7 @@ def graph_inputs(inputs: Inputs, sources: SourceSpecs, store: Store) -> build.Gr
 
 
 def drive(
-    plan: Plan,
+    schedule: Schedule,
     inputs: Inputs,
     values: Values,
     launcher: Launcher,
@@ -121,29 +123,34 @@ def drive(
     results: MaterializedOutputs = NOTHING,
 ) -> dict[str, np.ndarray | Placed]:
     """Runs a plan on resident workers; see `run_plan`. `values` are those of `values_for`."""
-    store, monitor = launcher.store, launcher.monitor
-    checkpointer = checkpointer_of(plan, inputs, values, launcher.connection.options)
-    monitor.letters.begin(anew=starts_anew(checkpointer))
+    store, monitor, options = launcher.store, launcher.monitor, launcher.connection.options
+    checkpointer = None
+    if options.checkpoint is not None:
+        checkpointer = Checkpointer(schedule.plan, inputs, options, values)
+    if options.dead_letters is not None:
+        monitor.letters.begin(anew=starts_anew(checkpointer))
     lost_workers.begin_pipeline(store, launcher.connection.shared)
-    resident = Resident(plan, launcher, job, results)
-    outputs = Driver(Schedule(plan), values, resident, monitor, checkpointer).run()
+    resident = Resident(schedule.plan, launcher, job, results)
+    outputs = Driver(schedule, values, resident, monitor, checkpointer).run()
     return {name: resident.result(name, value) for name, value in outputs.items()}
-
-
-def checkpointer_of(
-    plan: Plan, inputs: Inputs, values: Values, options: Options
-) -> Checkpointer | None:
-    """Restores and saves checkpoints of a run; None if the options request none."""
-    return Checkpointer(plan, inputs, options, values) if options.checkpoint else None
 
 
 def values_for(
     inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
 ) -> dict[str, Ref]:
     """The inputs of a plan by name, of which workers can read the placed ones."""
+    if shared and not inputs.plan.picks_rows:  # which are read a shard at a time from a source
+        return {name: _here(ref, store) for name, ref in inputs.refs.items()}
     reader = inputs.reader() if shared else source_specs(inputs, store, shared, known).open()
     served = {name: server(array) for name, array in inputs.server().items()}
     return served | inputs.placed(reader)
+
+
+def _here(ref: Ref, store: Store) -> Ref:
+    """An input, of which workers of this process read the members in place."""
+    if ref.n is None or not isinstance(ref.data, np.ndarray):
+        return ref
+    return replace(ref, parts=(Part(0, ref.n, Stored(store, Here(ref.data))),))
 
 
 def stream_specs(streams: Streams, shared: bool) -> SourceSpecs:

@@ -15,11 +15,12 @@ from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher
 from beamjax.pipelines.resident.resident_job import resident_job
 from beamjax.pipelines.run import drive, run_store, stored_bodies, values_for
-from beamjax.pipelines.runners.connect import connect
+from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StoredBodies
 from beamjax.plan.steps import Plan
+from beamjax.runtime.driver import Schedule
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.sources.arrays.placed import Placed
@@ -36,8 +37,9 @@ MOST_PLANS = 32
 class _Known:
     """The parts of a plan that stay in the store and on the workers between runs."""
 
-    # While it is held, no other plan can have its `id`, which is part of the key.
-    plan: Plan
+    # While its plan is held, no other one can have the same `id`, which is part of the key.
+    schedule: Schedule
+    connection: Connection  # with the options of the runs
     # For both, see `Launcher`.
     bodies: StoredBodies
     programs: dict[Any, Any] = field(default_factory=dict)
@@ -133,7 +135,9 @@ class SessionWorkers:
         store, shared = self._store, self.connection.shared
         key = id(plan), options
         if key not in self._known:
-            self._known[key] = _Known(plan, stored_bodies(plan, store, shared))
+            connection = replace(self.connection, options=replace(options, beam=self._options.beam))
+            bodies = stored_bodies(plan, store, shared)
+            self._known[key] = _Known(Schedule(plan), connection, bodies)
         known = self._known[key]
         self._known.move_to_end(key)
         if len(self._known) > MOST_PLANS:
@@ -142,12 +146,11 @@ class SessionWorkers:
         direct = NOTHING if options.checkpoint else results
         lasting = frozenset(self._files())
         launcher = Launcher(
-            replace(self.connection, options=replace(options, beam=self._options.beam)),
-            store, monitor, known.bodies, direct, known.programs, lasting,
-        )  # fmt: skip
+            known.connection, store, monitor, known.bodies, direct, known.programs, lasting
+        )
         values = values_for(inputs, store, shared, self._uploads)
         try:
-            return drive(plan, inputs, values, launcher, self._job, results)
+            return drive(known.schedule, inputs, values, launcher, self._job, results)
         finally:
             self._sweep()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from beamjax.plan.steps import FusedBuffer, Map
+from beamjax.plan.steps import Map
 
 RANGE_VALUES = 1 << 20
 """Largest number of values in a range. An exact accumulator of so many float32 values takes 16 MiB,
@@ -25,11 +26,13 @@ class ValueRange(NamedTuple):
             yield ValueRange(self.buffer, start, min(start + limit, self.stop))
 
 
-def buffer_ranges(number: int, buffer: FusedBuffer) -> Iterator[ValueRange]:
-    """Splits a buffer into ranges; an empty buffer is one empty range."""
-    return ValueRange(number, 0, buffer.size).cut(RANGE_VALUES)
-
-
-def accumulator_ranges(step: Map) -> list[ValueRange]:
+def accumulator_ranges(step: Map) -> tuple[ValueRange, ...]:
     """The ranges of all buffers of a step, each small enough for an accumulator."""
-    return [piece for i, buffer in enumerate(step.buffers) for piece in buffer_ranges(i, buffer)]
+    return _ranges(tuple([buffer.size for buffer in step.buffers]), RANGE_VALUES)
+
+
+@functools.lru_cache(maxsize=256)
+def _ranges(sizes: tuple[int, ...], limit: int) -> tuple[ValueRange, ...]:
+    # An empty buffer is one empty range.
+    wholes = [ValueRange(number, 0, size) for number, size in enumerate(sizes)]
+    return tuple(piece for whole in wholes for piece in whole.cut(limit))

@@ -440,6 +440,11 @@ class Plan:
         views = (view.placed for spec in self.inputs for view in spec.views)
         return frozenset((*views, *(spec.placed for spec in self.inputs if spec.placed)))
 
+    @functools.cached_property
+    def picks_rows(self) -> bool:
+        """Whether a step takes rows of a placed value by their numbers."""
+        return any(isinstance(step, Rows) for step in walk(self.steps))
+
     def returned(self) -> Mapping[str, None]:
         """The names of the values that the outputs are made of, in order."""
         return self._returned
