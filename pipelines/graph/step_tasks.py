@@ -43,7 +43,7 @@ class StepTasks:
         # A task is encoded with each transform, so it holds only what its step needs of the plan.
         plan = replace(
             self.plan, values=values, bodies={}, recipe=None, constants=(), outputs=(), inputs=(),
-            steps=(), costs=costs, rules={},
+            steps=(), costs=costs, rules={}, size_reasons={},
         )  # fmt: skip
         return Task(plan, step, bodies, static or {}, self.store, self.machine, self.settings)
 
