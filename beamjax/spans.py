@@ -176,11 +176,11 @@ class Spans:
             if self.ranges:
                 _extend(self.shards.setdefault(step, []), shard.index)
         add_sums(self.sums, {step: amounts})
-        if self.began is None:
-            self.began = _EPOCH + start
+        began = round(_EPOCH + start, 6)
+        self.began = began if self.began is None else min(began, self.began)
         if self.spans is None:
             return
-        number, began = None if shard is None else shard.index, round(_EPOCH + start, 6)
+        number = None if shard is None else shard.index
         self.spans.add(Span(step, number, kind, began, round(end - start, 6), nbytes))
         if compiling >= _SHOWN_SECONDS:  # A long compilation is shown at its beginning.
             self.spans.add(Span(step, number, "compile", began, round(compiling, 6), 0))

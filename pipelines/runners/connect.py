@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class Connection:
         """Whether runner and workers are in this process. Each element is then processed once."""
         return self.shared and self.spec.in_this_process
 
-    @property
+    @functools.cached_property
     def threads(self) -> int:
         """The largest number of threads that compute the shards of a bundle on a CPU."""
         # One, unless a single worker has the machine for itself.
