@@ -51,9 +51,7 @@ autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 
 
-def _as_literals(
-    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
-) -> None:
+def _as_literals(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Napoleon takes what is before a colon for a type, except in double backticks."""
     lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line) for line in lines]
 
