@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from beamjax._text import described
 from beamjax.errors import BeamjaxError, Failure, WorkerError
+from beamjax.storage import schema
 
 if TYPE_CHECKING:
     from beamjax.plan.steps import Map
@@ -33,6 +34,9 @@ class SizeReason(enum.StrEnum):
     WHOLE_RANGES = enum.auto()  # of members in order
     OPTION = enum.auto()
     GIVEN = enum.auto()  # as in another plan
+
+
+schema.add_codec(SizeReason, str, SizeReason)
 
 
 @dataclass(frozen=True)

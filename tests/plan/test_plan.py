@@ -1,7 +1,10 @@
 """The plan as data: its steps, their names and bytes, and that it holds plain values only."""
 
 import dataclasses
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
+from beamjax.errors import ArrayFormatError
+from beamjax.plan.shard import SizeReason
 from beamjax.plan.steps import Plan, ValueType
+from beamjax.storage.schema import from_plain, to_plain
 
 N = 20
 
@@ -56,6 +62,20 @@ def test_a_plan_holds_plain_values_only():
             assert isinstance(value, plain), value
 
     check(centred_plan())
+
+
+def test_reasons_for_shard_sizes_reach_workers():
+    kind = Mapping[str, tuple[SizeReason, ...]]
+    plan = centred_plan()
+    sent = json.loads(json.dumps(to_plain(plan.size_reasons)))
+    assert sent == {"clients": ["option"]}
+    assert (
+        from_plain(kind, sent, "a plan") == plan.size_reasons == {"clients": (SizeReason.OPTION,)}
+    )
+    with pytest.raises(ArrayFormatError, match=r"a plan: found 'luck' as .*\['clients'\]\[0\]"):
+        from_plain(kind, {"clients": ["luck"]}, "a plan")
+    # A plan of an earlier version has none.
+    assert replace(plan, size_reasons={}) == plan
 
 
 def described():
