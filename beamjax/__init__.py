@@ -4,53 +4,16 @@ from __future__ import annotations as _annotations
 
 import importlib as _importlib
 import importlib.util as _util
+import re as _re
 
 from beamjax._version import __version__ as __version__
 
 _importlib.import_module("beamjax._unraisable")
 
-_MODULES = {
-    "errors": (
-        "ArrayFormatError BeamjaxError CheckpointError JobCancelledError JobError "
-        "OptionsError OutsideProgramError PlacementError SourceError StagingError "
-        "StructureError VerificationError WorkerError"
-    ),
-    "execution": "launch pipeline run transform",
-    "explanation": "explain",
-    "jobs.job": "Job JobState open_job",
-    "jobs.report": "Report",
-    "ops.combining": "reduce",
-    "ops.keyed": "reduce_by_key",
-    "ops.neighbours": "neighbours",
-    "ops.operators": (
-        "broadcast map_fn program reduce_all reduce_any reduce_argmax reduce_argmin "
-        "reduce_max reduce_mean reduce_min reduce_prod reduce_std reduce_sum reduce_var "
-        "reduce_weighted_mean"
-    ),
-    "ops.quantiles": "quantile",
-    "ops.weights": "bootstrap_weights influence reweight standard_error",
-    "options": "Options",
-    "replaying": "replay",
-    "runtime.materialized_outputs": "open_placed",
-    "sessions": "Session session",
-    "sources.array_source": "from_arrays",
-    "sources.arrays.npy_source": "from_npy from_npz",
-    "sources.arrays.placed": "Placed",
-    "sources.arrays.zarr_source": "from_zarr",
-    "sources.dataset_openers": "opens_dataset",
-    "sources.derived_sources": "sample take",
-    "sources.ragged_source": "from_ragged",
-    "sources.random_access_source": "from_random_access",
-    "sources.range_source": "from_range",
-    "sources.records.tfrecord_source": "from_tfrecord",
-    "sources.source_base": "Source StreamSource",
-    "sources.streams.chunk_source": "from_chunks",
-    "sources.tables.table_opening": "from_arrow from_csv from_parquet",
-    "tables.pcollections": "from_beam",
-    "verification": "verify",
-}
-"""The public names by their modules; `__init__.pyi` has the same for type checkers."""
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+# The stub, which type checkers read, is the table of the public names too.
+with open(f"{__file__}i", encoding="utf-8") as _stub:
+    _IMPORTS = _re.findall(r"^from beamjax\.(\S+) import ([A-Za-z]\w*) as", _stub.read(), _re.M)
+_MODULE_OF = {name: module for module, name in _IMPORTS}
 
 __all__ = list(_MODULE_OF)
 

@@ -1,4 +1,4 @@
-"""The public names of beamjax, for type checkers. `__init__.py` imports each at its first use."""
+"""The public names of beamjax. `__init__.py` reads this file, and imports each at its first use."""
 
 from beamjax._version import __version__ as __version__
 from beamjax.errors import ArrayFormatError as ArrayFormatError

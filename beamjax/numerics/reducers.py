@@ -56,8 +56,7 @@ class Derivative:
 class ReductionKind:
     """A reduction over the members of a placement."""
 
-    # As in `jnp`, or else override `function`; the operator is `reduce_<name>`, its primitive
-    # `bj_reduce_<name>`.
+    # As in `jnp` or `jax.nn`; the operator is `reduce_<name>`, its primitive `bj_reduce_<name>`.
     name: str
     # The names of JAX's primitives that are this reduction, also over other axes.
     primitives: tuple[str, ...] = ()
@@ -74,7 +73,7 @@ class ReductionKind:
     @functools.cached_property
     def function(self) -> Callable[..., jax.Array]:
         """The function of JAX that it is over axis 0."""
-        return getattr(jnp, self.name)
+        return getattr(jnp, self.name, None) or getattr(jax.nn, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

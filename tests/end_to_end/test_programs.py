@@ -23,6 +23,7 @@ from programs.bodies import FLOATS, INTEGERS, OTHERS, of_dtype
 from programs.rounds import X, program
 
 import beamjax as bj
+from beamjax.numerics.reducers import REDUCERS
 from beamjax.ops.combining import reduce_p
 from beamjax.ops.primitives import REDUCE_PRIMITIVES, broadcast_p, map_p, size_p
 
@@ -242,7 +243,7 @@ def test_bodies_in_64_bits(name):
         run_everywhere(prog, *jax.tree.map(widened, args), shard_size=8, beam=name == "host")
 
 
-REDUCE = {op: getattr(bj, f"reduce_{op}") for op in "sum mean max min prod any all".split()}
+REDUCE = {op: getattr(bj, f"reduce_{op}") for op in REDUCERS}
 
 
 def compiles(reduce, x):

@@ -21,7 +21,7 @@ from beamjax.errors import (
     WorkerError,
 )
 from beamjax.numerics.ordered_tree import DyadicTree
-from beamjax.numerics.reducers import decode_accumulator, make_accumulator
+from beamjax.numerics.reducers import REDUCERS, decode_accumulator, make_accumulator
 from beamjax.numerics.superaccumulator import BLOCK
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 
@@ -202,7 +202,7 @@ def test_integers_wrap_around():
 
 # --- all reductions of all dtypes, in whole runs
 
-OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
+OPS = list(REDUCERS)
 USUAL = ["bool", *(name for name in INTEGERS if "64" not in name), "bfloat16", "float16", *FP8,
          "float32", "complex64"]  # fmt: skip
 FEW = ["bool", "int8", "int32", "uint32", "bfloat16", "float8_e5m2", "float32", "complex64"]

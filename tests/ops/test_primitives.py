@@ -13,13 +13,14 @@ from jax.extend import core as jex
 
 import beamjax as bj
 from beamjax import _compat
+from beamjax.numerics.reducers import REDUCERS, REDUCTIONS, Fold
 from beamjax.ops import primitives
 
 pytestmark = pytest.mark.versions
 
 N = 5
-OPS = ["sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin"]
-SMOOTH = OPS[:5]
+OPS = [op for op, kind in REDUCTIONS.items() if not isinstance(kind, Fold)]
+SMOOTH = [op for op, reducer in REDUCERS.items() if reducer.derivative]
 DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "bfloat16", "float16", "float32", "complex64"]
 WRAPS = {"eager": lambda fn: fn, "jit": jax.jit}
 both_ways = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import beamjax as bj
 from beamjax import _compat
 from beamjax.errors import WorkerError
+from beamjax.numerics.reducers import BY_KEY
 from beamjax.runtime import shard_executor as shards
 
 N, KEYS = 21, 8
@@ -21,7 +22,6 @@ SHARDS = {"shard_size": 8}
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(N, 3)), "float32")
 K = jnp.asarray([*RNG.integers(-2, KEYS - 1, N - 2), -1, KEYS], "int32")
-OPS = ["sum", "mean", "var", "std", "max", "min", "prod", "any", "all"]
 
 
 def program(fn, n=N):
@@ -81,12 +81,12 @@ def test_ops_by_key_give_what_numpy_gives_for_each_dtype():
     fn = program(
         lambda x, k: {
             op: bj.reduce_by_key({n: x[n] for n in (real if op in orders else x)}, k, KEYS, op=op)
-            for op in OPS
+            for op in BY_KEY
         }
     )
     compiled, ran = jax.jit(fn)(values, K), local(fn, values, K)
     faults = []
-    for op in OPS:
+    for op in BY_KEY:
         for name in real if op in orders else values:
             expected = "bool" if op in ("any", "all") else name
             is_mean = op in ("mean", "var", "std")
@@ -520,7 +520,7 @@ def everything(w, x, k):
         "joined": joined,
         "again": bj.reduce(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x, centred)),
         "place": bj.reduce_argmax(centred),
-        "keys": {op: bj.reduce_by_key(x, k, 9, op=op) for op in OPS},
+        "keys": {op: bj.reduce_by_key(x, k, 9, op=op) for op in BY_KEY},
     }
 
 

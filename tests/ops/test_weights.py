@@ -12,13 +12,14 @@ from hypothesis import given
 
 import beamjax as bj
 from beamjax.errors import PlacementError, StagingError, StructureError
+from beamjax.numerics.reducers import REDUCERS
 
 N, KEYS = 24, 4
 RNG = np.random.default_rng(0)
 SHARDS = {"shard_size": 8}
 COUNTS = RNG.integers(0, 4, N)
 KEY_OF = RNG.integers(-1, KEYS + 1, N)
-OPS = ["sum", "mean", "max", "min", "prod", "any", "all"]
+OPS = list(REDUCERS)
 
 
 def local(fn, *args, **options):

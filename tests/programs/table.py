@@ -15,6 +15,7 @@ from explained import all_steps, facts_of
 from helpers import assert_close, assert_same_bits, assert_same_types
 
 import beamjax as bj
+from beamjax.numerics.reducers import REDUCTIONS
 
 N, M = 11, 7  # Sizes of placements: a full shard of 8 and a short one; no other axis has them.
 KINDS = {
@@ -104,7 +105,9 @@ def _vmap(fn, arg, *, placement=None):
 
 
 def _over_members(function):
-    return lambda x, *, placement=None: jax.tree.map(lambda leaf: function(leaf, axis=0), x)
+    return lambda x, *, placement=None, **more: jax.tree.map(
+        lambda leaf: function(leaf, axis=0, **more), x
+    )
 
 
 def _weighted_mean(x, w, *, placement=None):
@@ -144,15 +147,10 @@ reference = types.SimpleNamespace(
     broadcast=_broadcast,
     map_fn=_vmap,
     reduce_weighted_mean=_weighted_mean,
-    reduce_var=lambda x, ddof=0: jax.tree.map(lambda leaf: jnp.var(leaf, 0, ddof=ddof), x),
-    reduce_std=lambda x, ddof=0: jax.tree.map(lambda leaf: jnp.std(leaf, 0, ddof=ddof), x),
     reduce_by_key=_by_key,
     reduce=_by_a_function,
     neighbours=_neighbours,
-    **{
-        f"reduce_{name}": _over_members(getattr(jnp, name))
-        for name in "sum mean max min prod any all argmax argmin".split()
-    },
+    **{f"reduce_{name}": _over_members(kind.function) for name, kind in REDUCTIONS.items()},
 )
 
 
