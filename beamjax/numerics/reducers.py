@@ -149,13 +149,14 @@ class Reducer(ReductionKind):
         dtype = self.partial_dtype(x.dtype)
         return x != 0 if dtype == np.bool_ and x.dtype != np.bool_ else x.astype(dtype)
 
-    def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Reduces the members (members, ...) of a shard that `mask` (members,) marks."""
+    def partial(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """Reduces the members (members, ...) of a shard that `mask` (members,) marks; None: all."""
         x = self.prepared(x)
         dtype = np.dtype(x.dtype)
-        rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
         identity = self.identity(dtype)
-        x = jnp.where(rows, x, jnp.asarray(identity))
+        if mask is not None:
+            rows = jnp.reshape(mask, (-1,) + (1,) * (x.ndim - 1))
+            x = jnp.where(rows, x, jnp.asarray(identity))
         if dtype.kind == "c" and self.accumulator is Extreme:
             return _complex_extreme(self.fold, x, identity.imag)
         return self.fold(x, axis=0, dtype=dtype) if self.adds else self.fold(x, axis=0)
@@ -219,10 +220,12 @@ class Picker(Reducer):
         """The unsigned integer with as many bytes."""
         return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
 
-    def partial(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def partial(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """The bits of `x` where `mask`, which has the first axes of `x`, holds, else zeros."""
         bits = self.partial_dtype(x.dtype)
         x = x.astype(bits) if x.dtype == np.bool_ else jax.lax.bitcast_convert_type(x, bits)
+        if mask is None:
+            return x
         rows = jnp.reshape(mask, mask.shape + (1,) * (x.ndim - mask.ndim))
         return jnp.where(rows, x, jnp.zeros((), bits))
 

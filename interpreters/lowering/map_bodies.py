@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,14 +75,13 @@ def map_body(
             outs.append(_are_finite([*reduced, *results], size))
         return outs
 
-    all_rows = functools.partial(jnp.ones, size, np.bool_)
     if guard is not None and full:
-        return lambda _, members, mask, *raw: emit(TracedShard(members[0], size, all_rows()), raw)
+        return lambda _, members, mask, *raw: emit(TracedShard(members[0], size, None), raw)
     if guard is not None:
         return lambda start, members, mask, *raw: emit(TracedShard(start, size, mask, members), raw)
 
     def body(start: jax.Array, count: jax.Array, *raw: jax.Array) -> list[jax.Array]:
-        mask = all_rows() if full else lax.iota(np.dtype("int32"), size) < count
+        mask = None if full else lax.iota(np.dtype("int32"), size) < count
         return emit(TracedShard(start, size, mask), raw)
 
     return body

@@ -156,7 +156,8 @@ def _top_k(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
         x = jnp.moveaxis(shard.masked(args[0], axis, lowest), axis, -1)
-        indices = jnp.broadcast_to(jnp.where(shard.mask, shard.indices(), NOWHERE), x.shape)
+        own = shard.masked(shard.indices(), 0, NOWHERE)
+        indices = jnp.broadcast_to(own, x.shape)
         # A shard may have fewer than k members.
         # So all partials have k rows; padding fills up those that are too short.
         missing = [(0, 0)] * (x.ndim - 1) + [(0, max(0, k - shard.size))]

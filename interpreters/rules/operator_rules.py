@@ -65,7 +65,7 @@ def _at_shard_size(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[An
 
 def _reduction(name: str) -> Rule:
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
-        return REDUCERS[name].partial(args[0], shard.mask)
+        return REDUCERS[name].partial(args[0], shard.counted)
 
     return lambda eqn, axes, n: ReductionRule((0,), name, partial)
 

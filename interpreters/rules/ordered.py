@@ -71,7 +71,7 @@ def running_totals(name: str, x: jax.Array, *, reverse: bool, block: int) -> jax
 
     def before(shard: TracedShard, x: Any) -> tuple[Any, Any]:
         """The total of a shard in the rows of all ranges that come after it."""
-        total = reducer.partial(x, shard.mask)
+        total = reducer.partial(x, shard.counted)
         row = shard.start // block
         return jnp.broadcast_to(total, (len(rows), *total.shape)), (
             rows < row if reverse else rows > row

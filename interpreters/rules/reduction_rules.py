@@ -37,7 +37,7 @@ def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
         x = reducer.prepared(x)
         if others:
             (x,) = bind(eqn, [x], axes=others)
-        return reducer.partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.mask)
+        return reducer.partial(jnp.moveaxis(x, dropping(axis, others), 0), shard.counted)
 
     return ReductionRule((axis,), reducer.name, partial)
 
@@ -65,12 +65,15 @@ def _product(eqn: Eqn, in_axes: Axes, n: Any) -> ReductionRule:
         return bind(eqn, operands)[0].astype(wide)
 
     def partial(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> Any:
+        if shard.counted is None:
+            return product(eqn, *args)
+
         def masked(x: Any, y: Any) -> Any:
             # Masking one side is not enough: padding repeats a member, and 0 * inf is nan.
             return product(eqn, shard.masked(x, lhs), shard.masked(y, rhs))
 
         # A mask copies both operands, which takes up to half as long as the product.
-        return lax.cond(jnp.all(shard.mask), functools.partial(product, eqn), masked, *args)
+        return lax.cond(jnp.all(shard.counted), functools.partial(product, eqn), masked, *args)
 
     return ReductionRule((lhs, rhs), "sum", partial)
 

@@ -82,10 +82,10 @@ def _checked(
     """The rule if it fits, with axes of type `int`: parameters of JAX may be NumPy integers."""
     if sharding_rule is None or not _fits(eqn, sharding_rule, n):
         return None
-    sharding_rule = replace(sharding_rule, in_axes=_ints(sharding_rule.in_axes))
+    in_axes = _ints(sharding_rule.in_axes)
     if isinstance(sharding_rule, MemberwiseRule):
-        sharding_rule = replace(sharding_rule, out_axes=_ints(sharding_rule.out_axes))
-    return sharding_rule
+        return replace(sharding_rule, in_axes=in_axes, out_axes=_ints(sharding_rule.out_axes))
+    return replace(sharding_rule, in_axes=in_axes)
 
 
 def _ints(axes: Axes) -> tuple[int | None, ...]:

@@ -30,10 +30,17 @@ class TracedShard:
 
     start: jax.Array  # The index of its first member, an int32 scalar (traced).
     size: int  # The number of members in it, padding included (static).
-    mask: jax.Array  # bool[size], False for padding and for dropped members.
+    # bool[size], False for padding and for dropped members; None if all members count, so that
+    # nothing is traced to mask them.
+    counted: jax.Array | None
     # int32[size], the index of the member in each row, where rows of dropped members hold copies of
     # others; None if no member is dropped and padding comes last.
     members: jax.Array | None = None
+
+    @property
+    def mask(self) -> jax.Array:
+        """bool[size]: which members count."""
+        return jnp.ones(self.size, np.bool_) if self.counted is None else self.counted
 
     def indices(self) -> jax.Array:
         """int32[size]: the index of each row's member in the placement."""
@@ -48,20 +55,23 @@ class TracedShard:
 
     def has(self, rows: jax.Array) -> jax.Array:
         """Which rows, as `rows` returns them, are in this shard, not padding and not dropped."""
-        return (rows != OUTSIDE) & jnp.take(self.mask, rows, mode="clip")
+        inside = rows != OUTSIDE
+        if self.counted is None:
+            return inside
+        return inside & jnp.take(self.counted, rows, mode="clip")
 
     def left_out(self, rows: jax.Array) -> jax.Array:
         """Which rows, as `rows` returns them, are dropped members of this shard."""
-        if self.members is None:
+        if self.members is None or self.counted is None:
             return jnp.zeros(rows.shape, np.bool_)
-        return (rows != OUTSIDE) & ~jnp.take(self.mask, rows, mode="clip")
+        return (rows != OUTSIDE) & ~jnp.take(self.counted, rows, mode="clip")
 
     def in_front(self, args: Sequence[Any], axes: Axes) -> tuple[TracedShard, list[Any]]:
         """The shard and values with members along `axes`, with dropped members moved to the end."""
         # There, they are padding, which a function that takes the first rows of a shard ignores.
-        if self.members is None:
+        if self.members is None or self.counted is None:
             return self, list(args)
-        order = jnp.argsort(~self.mask, stable=True)
+        order = jnp.argsort(~self.counted, stable=True)
         moved = [
             x if axis is None else jnp.take(x, order, axis)
             for x, axis in zip(args, axes, strict=True)
@@ -80,21 +90,26 @@ class TracedShard:
             own = lax.broadcasted_iota(members.dtype, (self.size, rows), 1).reshape(-1)
             members = repeated(members) * np.int32(rows) + own
         start = self.start * np.int32(rows)
-        return TracedShard(start, self.size * rows, repeated(self.mask), members)
+        counted = None if self.counted is None else repeated(self.counted)
+        return TracedShard(start, self.size * rows, counted, members)
 
     def count(self) -> jax.Array:
         """An int32 scalar: the number of members, without padding and dropped members."""
-        return jnp.sum(self.mask, dtype=np.int32)
+        if self.counted is None:
+            return jnp.int32(self.size)
+        return jnp.sum(self.counted, dtype=np.int32)
 
     def masked(self, x: Any, axis: int, fill: Any = 0) -> Any:
         """`x` with `fill` in the rows of padding, such as the neutral 0 of a sum."""
-        mask = lax.broadcast_in_dim(self.mask, x.shape, (axis,))
+        if self.counted is None:
+            return x
+        mask = lax.broadcast_in_dim(self.counted, x.shape, (axis,))
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
 
 def all_members(n: int) -> TracedShard:
     """One shard of all members of a placement."""
-    return TracedShard(jnp.int32(0), n, jnp.ones(n, np.bool_))
+    return TracedShard(jnp.int32(0), n, None)
 
 
 Emit = Callable[[Eqn, Sequence[Any], TracedShard], list[Any]]
