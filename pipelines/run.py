@@ -27,7 +27,7 @@ from beamjax.pipelines.values.stored_values import Stored
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
 from beamjax.plan.liveness import defined
-from beamjax.plan.steps import Map, Output, Plan, Rows, Scatter, is_straight
+from beamjax.plan.steps import Map, Output, Plan, Scatter, is_straight
 from beamjax.runtime.driver import Driver, Schedule, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
@@ -78,8 +78,7 @@ def run_plan(
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     """Whether a plan runs as one pipeline, and not on resident workers."""
     # Plans with loops, branches or reads of rows and runs with checkpoints need resident workers.
-    reads_rows = any(isinstance(step, Rows) for step in plan.steps)
-    if reads_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
+    if plan.picks_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
         return False
     made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in defined(step)}
     outputs = plan.returned().keys()
