@@ -137,6 +137,8 @@ class Threads:
         self.spans = monitor.spans
 
     def run(self, step: Step, values: Values, needed: Collection[str]) -> Values:
+        if self.monitor.provenance is not self.loaded.provenance:  # as in the first step of a run
+            self.monitor.computed(self.loaded.provenance)
         match step:
             case Server():
                 return self._server(step, values)
@@ -169,14 +171,12 @@ class Threads:
         return np.empty(shape, dtype)
 
     def _server(self, step: Server, values: Values) -> Values:
-        self.monitor.computed(self.loaded.provenance)
         with timed(self.spans, step.name, "compute"):
             known = {name: value.array() for name, value in values.items()}
             outputs = run_server(self.plan, step, known, self.loaded.device)
         return {name: ref_to(array, self.plan.values[name]) for name, array in outputs.items()}
 
     def _map(self, step: Map, values: Values) -> Values:
-        self.monitor.computed(self.loaded.provenance)
         n = self.plan.sizes[step.placement]
         letters = None if step.guard is None else DeadLetters(self.options.drop_limit)
         with timed(self.spans, step.name, "transfer") as span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from beamjax.runtime.cached_shards import CachedShards
 
 
+MAX_LISTED = 1000
+"""Largest number of shards that are kept in a list, of 0.1 MB; others are made in each run."""
+
+
 class LoadedPass:
     """A pass as this process computes it, which all its runs share."""
 
@@ -71,7 +75,9 @@ class LoadedPass:
         # The mask that the guard reads is an operand of the step, but not of the body.
         operands = len(step.operands) - (step.guard is not None and step.guard.reads)
         self.fitted = {bucketed.shapes[:operands]: bucketed for bucketed in step.bucketed}
-        self.shards = plan.shards(step.placement)
+        shards = plan.shards(step.placement)
+        few = shards.count is not None and shards.count <= MAX_LISTED
+        self.shards: Iterable[Shard] = list(shards) if few else shards
         # The ranges of the reduction buffers that have an accumulator each.
         self.ranges = accumulator_ranges(step)
         self.copies = is_copied(self.device)
