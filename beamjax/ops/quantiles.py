@@ -74,8 +74,8 @@ def quantile(
       placement: the placement; None if the program has only one.
 
     Returns:
-      A tree like `x`. Its leaves have the shapes `(*q.shape, *leaf.shape[1:])`, or `(num_keys,
-      *q.shape, *leaf.shape[1:])` with keys, and the dtype that `jnp.quantile` gives.
+      A tree like `x`. Its leaves have the shapes `(*q.shape, *leaf.shape[1:])`, or with keys
+      `(num_keys, *q.shape, *leaf.shape[1:])`, and the dtype that `jnp.quantile` gives.
 
     Raises:
       OutsideProgramError: called outside a program.
