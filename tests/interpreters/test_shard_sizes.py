@@ -246,6 +246,15 @@ def test_explain_says_which_rule_decided():
         assert words in page, words
 
 
+def test_members_of_unequal_length():
+    lengths = np.array([10] * 4000 + [1000] * 20)
+    source = bj.from_ragged({"x": np.zeros((lengths.sum(), 64), np.float32)}, lengths)
+    rows = lambda _, d: jnp.sum(jnp.where(d["mask"][:, None], jnp.tanh(d["x"]), 0))
+    fn, w, _ = mean_of(rows, source)
+    (shards, *_) = bj.explain(fn, w, source).to_json()["choices"]
+    assert (shards["chosen"], shards["why"]) == ("128 members", BYTES)
+
+
 def test_the_parts_of_a_group_of_files(tmp_path):
     for number in range(8):
         np.save(tmp_path / f"{number}.npy", np.zeros((1024, 64), np.float32))
