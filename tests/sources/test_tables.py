@@ -295,6 +295,23 @@ def test_only_the_columns_and_row_groups_that_are_needed_are_read(tmp_path, monk
     assert opened.count(None) == 1  # The footer is read once.
 
 
+def test_each_file_is_opened_once_where_the_cache_holds_few_footers(tmp_path, monkeypatch):
+    for number in range(3):
+        write_parquet(tmp_path / f"{number}.parquet", TABLE, len(TABLE))
+    source = bj.from_parquet(tmp_path, "x")
+    monkeypatch.setattr(parquet_files._FOOTERS, "limit", 0)
+    parquet_files._FOOTERS.clear()
+    opened, begin = [], pq.ParquetFile.__init__
+
+    def opening(self, source, **kwargs):
+        opened.append(source)
+        return begin(self, source, **kwargs)
+
+    monkeypatch.setattr(pq.ParquetFile, "__init__", opening)
+    assert_reads(source, [np.concatenate([X, X, X])])
+    assert len(opened) == len(set(opened)) == 3
+
+
 @pytest.fixture
 def pieces(monkeypatch):
     """Row groups are cut after ten rows; gives how often one was begun."""

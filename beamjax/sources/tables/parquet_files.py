@@ -43,11 +43,11 @@ class ParquetFormat(Format):
         return max(PIECE_BYTES // max(nbytes, 1), 1)
 
     def table(self, file: TableFile, number: int, types: Mapping[str, str], rows: RowRange) -> Any:
-        file.file.check()
-        footer, columns = _footer(file.file), list(types)
-        check_unchanged(file, self.batch_kind, number, footer.rows, footer.schema, columns)
+        columns = list(types)
         try:
-            return _rows_of(file, footer, number, columns, rows)
+            with _with_footer(file.file) as (footer, parquet):
+                check_unchanged(file, self.batch_kind, number, footer.rows, footer.schema, columns)
+                return _rows_of(file, footer, parquet, number, columns, rows)
         except SourceError as error:  # Arrow does not say in which column.
             bad = [name for name in columns if not _is_readable(file.file, number, name)]
             if not bad or len(bad) == len(columns) > 1:
@@ -57,7 +57,12 @@ class ParquetFormat(Format):
 
 
 def _rows_of(
-    file: TableFile, footer: _Footer, number: int, columns: Sequence[str], rows: RowRange
+    file: TableFile,
+    footer: _Footer,
+    opened: Any,  # the file if it is open already, or None
+    number: int,
+    columns: Sequence[str],
+    rows: RowRange,
 ) -> Any:
     """Columns of a row group; see `Format.table`."""
     if rows.length < file.rows[number]:
@@ -70,8 +75,11 @@ def _rows_of(
     # asking pyarrow for those of an encrypted column aborts the process.
     batch = max(rows.step * BATCH_BYTES // PIECE_BYTES, 1)
     if is_url(file.file.path) or batch >= rows.length:
-        with _opened(file.file, footer.metadata, part) as parquet:
-            return parquet.read_row_group(number, columns=list(columns))
+        with contextlib.ExitStack() as stack:
+            if opened is None:
+                opened = stack.enter_context(_opened(file.file, footer.metadata))
+            stack.enter_context(arrow_readable(file.file.path, f"{part}a file of Parquet"))
+            return opened.read_row_group(number, columns=list(columns))
     with _opened(file.file, footer.metadata, part, _BUFFER_BYTES) as parquet:
         import pyarrow as pa
 
@@ -218,11 +226,22 @@ _FOOTERS: SharedCache[_Footer] = SharedCache(
 
 
 def _footer(file: DataFile) -> _Footer:
-    def read() -> _Footer:
-        with _opened(file) as parquet:
-            metadata = parquet.metadata
-            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            schema = checked_schema(parquet.schema_arrow)
-            return _Footer(metadata, checked_rows(rows), schema, _int96_columns(metadata.schema))
+    with _with_footer(file) as (footer, _):
+        return footer
 
-    return _FOOTERS.get(file, read)
+
+@contextlib.contextmanager
+def _with_footer(file: DataFile) -> Iterator[tuple[_Footer, Any]]:
+    """The footer of a file, and the file if it had to be opened for its footer, else None."""
+    # A pass over more files than the cache has footers opens each of them once.
+    footer = _FOOTERS.find(file)
+    if footer is not None:
+        yield footer, None
+        return
+    with _opened(file) as parquet:
+        metadata = parquet.metadata
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        schema = checked_schema(parquet.schema_arrow)
+        footer = _Footer(metadata, checked_rows(rows), schema, _int96_columns(metadata.schema))
+        _FOOTERS.put(file, footer)
+        yield footer, parquet
