@@ -71,7 +71,7 @@ def test_a_job_that_is_done(folder, capsys):
 def test_a_job_that_failed(folder, capsys, monkeypatch):
     argv = ["run", "programs_here.py:Model.mean", "--arg=x=y.npy", "--job_folder=j"]
     with monkeypatch.context() as patch:
-        patch.setattr(beamjax.jobs.job, "write_result", lambda *_: 1 / 0)
+        patch.setattr("beamjax.jobs.results.write_result", lambda *_: 1 / 0)
         assert cli.main([*argv, "--runner=local"]) == 1
     capsys.readouterr()
     job, text = show(capsys, "j")
