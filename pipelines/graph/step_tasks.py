@@ -9,7 +9,7 @@ from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import AnyStep, RunSettings, StoredBodies, Task
-from beamjax.plan.merging import FanOut, fan_out, workers_of
+from beamjax.plan.merging import FanOut, fan_out
 from beamjax.plan.steps import Gather, Map, Plan, Server
 from beamjax.runtime.worker_environment import Machine
 
@@ -21,7 +21,7 @@ class StepTasks:
         self.plan = plan
         self.store = store
         self.bodies = bodies
-        self.workers = workers_of(connection.flags)
+        self.workers = connection.workers
         options = connection.options
         self.settings = RunSettings(
             options.reduction, options.drop_limit, options.shard_timeout, connection.threads

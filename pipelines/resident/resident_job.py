@@ -30,7 +30,6 @@ from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
 from beamjax.pipelines.values.store import Store, is_store
 from beamjax.pipelines.worker import lost_workers, orphans
-from beamjax.plan.merging import workers_of
 from beamjax.storage import files
 
 PREFIX = "rounds-"
@@ -214,7 +213,7 @@ class ResidentJob:
 
 def add_workers(pipeline: beam.Pipeline, connection: Connection, fn: ServeTasks) -> None:
     """Adds resident workers to a pipeline."""
-    workers = range(ELEMENTS_PER_WORKER * (workers_of(connection.flags) or 1))
+    workers = range(ELEMENTS_PER_WORKER * (connection.workers or 1))
     (
         pipeline
         | "Workers" >> beam.Create(list(workers), reshuffle=False)

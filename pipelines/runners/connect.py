@@ -18,6 +18,7 @@ from beamjax.pipelines.clusters.flags import QuickOptions
 from beamjax.pipelines.clusters.job_servers import loops_back
 from beamjax.pipelines.runners.runner_table import NAMES, spec_of
 from beamjax.pipelines.runners.spec import RunnerSpec
+from beamjax.plan.merging import workers_of
 from beamjax.runtime.ordered_pool import computing_threads
 
 _S3_VARIABLES = {
@@ -46,6 +47,11 @@ class Connection:
     def is_one_process(self) -> bool:
         """Whether runner and workers are in this process. Each element is then processed once."""
         return self.shared and self.spec.in_this_process
+
+    @functools.cached_property
+    def workers(self) -> int | None:
+        """The number of workers that Beam's flags ask for; None if they do not say."""
+        return workers_of(self.flags)
 
     @functools.cached_property
     def threads(self) -> int:
