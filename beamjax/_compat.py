@@ -1,7 +1,7 @@
 """The only file that uses `jax.interpreters`, `jax._src` or differs by JAX version.
 
-Tested on JAX 0.10.2 and 0.12.0.1. All other files of beamjax use public `jax`, `jax.extend` and the
-names below.
+Tested on JAX 0.10.2 and 0.12.0.1. All other files of beamjax use public `jax`, the names below, and
+those of `jax.extend.core` in `_jex`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ import jax
 import jaxlib.version
 import numpy as np
 from jax import export
-from jax._src import api, core, dispatch, tree_util, xla_bridge
+from jax._src import api, core, dispatch, source_info_util, tree_util, xla_bridge
 from jax._src import checkify as jax_checkify
 from jax._src import effects as jax_effects
 from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
+from jax._src.pjit import jit_p
+from jax._src.random.threefry2x32 import threefry2x32_p as threefry2x32_p
 from jax._src.state import discharge
 from jax.experimental import checkify
-from jax.extend import core as jex
-from jax.extend import source_info_util
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
+
+from beamjax import _jex as jex
 
 config: Any = jax.config
 """JAX's settings, whose names type checkers do not know."""
@@ -250,7 +252,7 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
     # (consts=[]) { lambda ; c d x. jit[{ lambda ; d y. … }] d x }
     eqns, jit_vars, jit_consts = [], [], []
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive is jex.primitives.jit_p:
+        if eqn.primitive is jit_p:
             inner, consts = hoist_consts(eqn.params["jaxpr"])
             if consts:
                 eqn_vars = [_new_var(var.aval) for var in inner.jaxpr.invars[: len(consts)]]
@@ -403,7 +405,7 @@ def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any
             new_vars.append(var)
             dims.append((eqn.params["dim"], var.aval))
             continue
-        if eqn.primitive is jex.primitives.jit_p:
+        if eqn.primitive is jit_p:
             inner, inner_dims = hoist_dims(eqn.params["jaxpr"])
             if inner_dims:
                 inner_vars = [_new_var(aval) for _, aval in inner_dims]

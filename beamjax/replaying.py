@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax._text import hint, listed
 from beamjax.bodies.export import value_type
 from beamjax.call import LOCAL, Call, counted

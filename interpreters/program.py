@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from jax.extend import core as jex
-
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations_inside
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax.extend import core as jex
-
+from beamjax import _jex as jex
 from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate, nbytes_of
 

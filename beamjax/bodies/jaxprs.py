@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend import core as jex
+from beamjax import _jex as jex
 
 
 def jaxprs(closed: Any) -> Iterator[Any]:

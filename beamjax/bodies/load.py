@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax import export
 from jax.experimental import serialize_executable
-from jax.extend.backend import get_backend
 
 from beamjax import _compat
 from beamjax._text import as_cause, described
@@ -178,6 +177,8 @@ def default_platform() -> str:
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
+    from jax.extend.backend import get_backend  # imports Pallas
+
     return "rocm" if "rocm" in get_backend().platform_version.lower() else "cuda"
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import Fold, wide_dtype

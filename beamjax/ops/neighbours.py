@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.errors import StructureError
 from beamjax.ops import primitives, sharding

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import REDUCTIONS, Fold
 from beamjax.ops import placements, sharding

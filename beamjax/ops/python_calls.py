@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from jax import tree_util
 from jax.experimental import checkify
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.ops.leaves import as_array
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.numerics.reducers import REDUCTIONS, Derivative, Reducer, ReductionKind, wide_dtype
 from beamjax.ops import sharding

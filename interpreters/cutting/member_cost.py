@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend import core as jex
-
+from beamjax import _jex as jex
 from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage

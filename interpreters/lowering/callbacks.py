@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend import core as jex
-
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.bodies.export import NotExportedError, export_body
 from beamjax.errors import StagingError
 from beamjax.interpreters.program import Eqn, aval_of

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import changed_params
 from beamjax.interpreters.program import Eqn, with_nested
 

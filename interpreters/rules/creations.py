@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
 from beamjax import _compat
+from beamjax._compat import threefry2x32_p
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.operator_rules import broadcast
 from beamjax.interpreters.rules.sharding_rules import (

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
+from beamjax import _jex as jex
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.indexing import MAX_SHARE

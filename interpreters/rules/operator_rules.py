@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex
 
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (

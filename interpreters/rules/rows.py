@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
 from jax.lax import GatherScatterMode
 
+from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.indexing import MAX_SHARE, bounded, clamped
 from beamjax.interpreters.rules.sharding_rules import (

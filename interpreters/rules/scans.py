@@ -16,9 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,

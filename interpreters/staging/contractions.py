@@ -28,9 +28,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations, evaluate
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
 from beamjax.interpreters.staging.flatten import CALLED

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations_inside, evaluate
 from beamjax.errors import StagingError
 from beamjax.interpreters import dimensions

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
+from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import changed_params, jaxprs
 
 FLOAT0 = jax.dtypes.float0

@@ -7,8 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend import core as jex
-
+from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn
 from beamjax.ops.tracer_errors import is_library
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
-from jax.extend import core as jex
 
 from beamjax import _compat
+from beamjax import _jex as jex
 from beamjax.interpreters.staging import drjax
 from beamjax.interpreters.staging.arguments import FlatCall
 from beamjax.interpreters.staging.batched_maps import maps_of_members_as_passes

@@ -7,7 +7,10 @@ import importlib
 import inspect
 from collections.abc import Mapping, MutableMapping
 
+import jax.extend.core
 import pytest
+
+from beamjax import _jex
 
 pytestmark = pytest.mark.versions
 
@@ -70,7 +73,7 @@ USED = [
     ("jax._src.state.discharge:discharge_state", accepts("lower")),
     ("jax.experimental.checkify:Error.__dataclass_fields__", lambda found: {
         "_pred", "_code", "_payload"} <= set(found) or pytest.fail(str(sorted(found)))),
-    ("jax.extend.source_info_util:register_exclusion", takes(1)),
+    ("jax._src.source_info_util:register_exclusion", takes(1)),
     ("jax.interpreters.ad:Zero", is_a(type)),
     ("jax.interpreters.ad:deflinear", takes(2)),
     ("jax.interpreters.ad:instantiate_zeros", takes(1)),
@@ -83,9 +86,14 @@ USED = [
     ("jax.interpreters.mlir:register_lowering", takes(2)),
     ("jax.interpreters.partial_eval:dce_jaxpr", takes(3)),
     ("jax.interpreters.partial_eval:dce_rules", settable),
-    ("jax.extend.core:gensym", takes(0)),
-    ("jax.extend.core:Primitive.get_bind_params", takes(2)),
-    ("jax.extend.core:ClosedJaxpr", has("consts", "jaxpr")),
+    ("beamjax._jex:gensym", takes(0)),
+    ("beamjax._jex:Primitive.get_bind_params", takes(2)),
+    ("beamjax._jex:ClosedJaxpr", has("consts", "jaxpr")),
+    ("beamjax._jex:jaxpr_as_fun", takes(1)),
+    ("beamjax._jex:jaxprs_in_params", takes(1)),
+    ("beamjax._jex:subjaxprs", takes(1)),
+    ("jax._src.pjit:jit_p", has("bind")),
+    ("jax._src.random.threefry2x32:threefry2x32_p", has("bind")),
     ("jaxlib.version:__version__", is_a(str)),
 ]  # fmt: skip
 
@@ -97,3 +105,10 @@ def test_jax_still_has_it(path, check):
     for name in attributes.split("."):
         found = getattr(found, name)
     check(found)
+
+
+def test_names_are_those_of_jax_extend():
+    theirs = {name for name in vars(jax.extend.core) if not name.startswith("_")}
+    names = [name for name in vars(_jex) if name in theirs]
+    assert {"ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "gensym"} <= {*names}
+    assert [n for n in names if getattr(_jex, n) is not getattr(jax.extend.core, n)] == []

@@ -453,7 +453,7 @@ pages = lambda: [name for name in sys.modules if name.startswith("beamjax.diagno
 found["pages"] = pages()
 plan.to_html()
 found["page"] = "beamjax.diagnostics.pages.plan_page" in pages()
-found["after a run"] = loaded("apache_beam")
+found["after a run"] = loaded("apache_beam", "jax.extend")
 import beamjax.pipelines.run, beamjax.interpreters.staging.stage, beamjax.commands.doctor
 names = [name for name in dir(beamjax) if not name.startswith("__")]
 found["names"] = {n: bool((getattr(beamjax, n).__doc__ or "").strip()) for n in names}
