@@ -181,7 +181,7 @@ class ElementCoder(_Coder[Element]):
         for array, (name, start, count, *stored) in zip(arrays, meta["parts"], strict=True):
             if type(name) is not str or type(start) is not int or type(count) is not int:
                 raise TypeError("the parts have no names or ranges")
-            if start < 0 or count <= 0:
+            if start < 0 or count < 0:
                 raise ValueError(f"a part of {count} members begins at {start}")
             if stored:
                 (record,) = stored

@@ -190,8 +190,9 @@ class MapShards(TaskFn):
         for number, tree in enumerate(partials.trees):
             with self._moving():
                 nodes = nodes_of(tree, self.task.store)
-            for node in nodes:
-                yield beam.pvalue.TaggedOutput(combined(number), _windowed(Element({"": node})))
+            # Also if all members of the bundle were dropped, so that the combine says so.
+            element = Element({str(i): node for i, node in enumerate(nodes)})
+            yield beam.pvalue.TaggedOutput(combined(number), _windowed(element))
 
     def _finish(self, done: Done) -> Iterator[Any]:
         values = {name: done.operands[name] for name in self.carried}

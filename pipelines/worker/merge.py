@@ -46,24 +46,12 @@ class Accumulated:
     element: bytes = b""
     accumulator: Accumulator | None = None
 
-    def merged(self, other: Accumulated, store: Store) -> Accumulated:
-        """The accumulators of both, which must not be used afterwards."""
-        if self == EMPTY:
-            return other
-        if other == EMPTY:
-            return self
-        return Accumulated(accumulator=passes.merged(self._decoded(store), other._decoded(store)))
-
     def encoded(self, store: Store) -> bytes:
         """As an element. A large accumulator is written to the store, so no element is large."""
         return self.element if self.accumulator is None else send(store, self.accumulator)
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate bytes as an element."""
-        return len(self.element) if self.accumulator is None else self.accumulator.nbytes
-
-    def _decoded(self, store: Store) -> Accumulator:
+    def decoded(self, store: Store) -> Accumulator:
+        """The accumulator, which must not be used twice."""
         if self.accumulator is not None:
             return self.accumulator
         with transferring():
@@ -89,7 +77,7 @@ class AccumulatedCoder(Coder):
         return True
 
     def estimate_size(self, value: Accumulated) -> int:
-        return value.nbytes
+        return len(value.element) if value.accumulator is None else value.accumulator.nbytes
 
 
 class MergeAccumulators(beam.CombineFn):
@@ -115,17 +103,24 @@ class MergeAccumulators(beam.CombineFn):
 
     def merge_accumulators(self, accumulators: Iterable[Accumulated]) -> Accumulated:
         merged = EMPTY
-        for accumulator in accumulators:
-            with timed(self.spans, self.step, "merge"):
-                merged = merged.merged(accumulator, self.store)
+        for other in accumulators:
+            if merged == EMPTY:
+                merged = other
+            elif other != EMPTY:
+                with timed(self.spans, self.step, "merge"):
+                    both = passes.merged(merged.decoded(self.store), other.decoded(self.store))
+                merged = Accumulated(accumulator=both)
         return merged
 
     def compact(self, accumulator: Accumulated) -> Accumulated:
         return Accumulated(self.extract_output(accumulator))
 
     def extract_output(self, accumulator: Accumulated) -> bytes:
-        with timed(self.spans, self.step, "transfer"):
-            element = accumulator.encoded(self.store)
+        if accumulator.accumulator is None:
+            element = accumulator.element
+        else:
+            with timed(self.spans, self.step, "transfer"):
+                element = send(self.store, accumulator.accumulator)
         self.spans.report()
         return element
 

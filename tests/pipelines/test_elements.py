@@ -118,7 +118,7 @@ def test_decode_refuses():
         (CODER, [np.zeros(1)], one("x", True, 1), "no Element .*have no names or ranges"),
         (CODER, [np.zeros(1)], one(3, 0, 1), "no Element .*have no names or ranges"),
         (CODER, [np.zeros(4)], one("x", -4, 4), "no Element .*a part of 4 members begins at -4"),
-        (CODER, [np.zeros(0)], one("x", 0, 0), "no Element .*a part of 0 members begins at 0"),
+        (CODER, [np.zeros(0)], one("x", 0, -1), "no Element .*a part of -1 members begins at 0"),
         (
             CODER,
             [np.zeros(0, np.uint8)],
