@@ -22,6 +22,7 @@ from beamjax.pipelines.resident.resident_job import ResidentJob, remove_orphans,
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, in_files
 from beamjax.pipelines.values.refs import Here
+from beamjax.pipelines.values.run_stores import new_store, remove_store
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
 from beamjax.pipelines.values.stored_values import Stored
 from beamjax.pipelines.worker import lost_workers
@@ -35,7 +36,7 @@ from beamjax.runtime.values import Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import live_spec, register, spec_of
 from beamjax.sources.streams.chunks import Streams
-from beamjax.storage import files, patience, temporary
+from beamjax.storage import patience
 from beamjax.storage.shared_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
@@ -167,7 +168,7 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     if parent is None and options.checkpoint is not None:
         # In the file system of the checkpoints, which link files of the store.
         parent = work_folder(options.checkpoint)
-    store = Store.temporary(parent or job_folder)
+    store = new_store(parent or job_folder)
     remove = functools.partial(remove_store, store)
     atexit.register(remove)  # for a process that does not wait for the end of the run
     try:
@@ -213,14 +214,6 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
         yield
     finally:
         close_memory_store(store.root)
-
-
-def remove_store(store: Store) -> None:
-    """Removes a temporary store with everything in it, including the files of sources."""
-    if files.is_url(store.root):
-        store.cleanup()
-    else:
-        temporary.remove(store.root)
 
 
 def source_specs(

@@ -20,10 +20,11 @@ from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.streaming import count_members
-from beamjax.pipelines.run import remove_store, source_specs, stored_bodies, stream_specs
+from beamjax.pipelines.run import source_specs, stored_bodies, stream_specs
 from beamjax.pipelines.runners.connect import Connection, connection_of
 from beamjax.pipelines.values.elements import Element, block_of, whole
 from beamjax.pipelines.values.refs import StoreRef
+from beamjax.pipelines.values.run_stores import new_store, remove_store
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.plan.steps import Loop, Output, Plan, walk
@@ -348,7 +349,7 @@ class Load(StepFn):
 def _store(pipeline: beam.Pipeline, connection: Connection) -> Store:
     """A store that lasts as long as the pipeline may run."""
     folder = connection.options.work_folder
-    store = Store.temporary(folder)
+    store = new_store(folder)
     if connection.shared:
         weakref.finalize(pipeline, remove_store, store)
     elif folder is None:

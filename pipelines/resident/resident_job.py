@@ -28,7 +28,8 @@ from beamjax.pipelines.resident.pool import Pool
 from beamjax.pipelines.resident.task_messages import Program, Result
 from beamjax.pipelines.resident.worker import ServeTasks
 from beamjax.pipelines.runners.connect import Connection
-from beamjax.pipelines.values.store import Store, is_store
+from beamjax.pipelines.values.run_stores import is_store
+from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import lost_workers, orphans
 from beamjax.storage import files
 

@@ -62,9 +62,11 @@ def stored_part(ref: StoreRef, start: int = 0, count: int = 1) -> Part:
 
 
 def ref_of(part: Part) -> StoreRef:
-    """Undoes `stored_part`."""
-    ref: Any = part.data
-    return ref
+    """Undoes `stored_part`; raises ArrayFormatError for another part."""
+    data: Any = part.data
+    if isinstance(data, StoreRef):
+        return data
+    raise ArrayFormatError("a server value: found an array, expected a reference to the store")
 
 
 def _data(part: Part) -> Any:

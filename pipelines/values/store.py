@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from beamjax.pipelines.values.refs import (
 )
 from beamjax.spans import transferring
 from beamjax.storage import arrays as wire
-from beamjax.storage import buffers, temporary
+from beamjax.storage import buffers
 from beamjax.storage import files as file_io
 from beamjax.storage.dtypes import dtype_from_name, dtype_name
 from beamjax.storage.shared_cache import SharedCache, nbytes
@@ -49,9 +48,8 @@ LOCAL_BYTES, REMOTE_BYTES = 1 << 20, 32 << 20
 """Largest accumulator, in bytes, that travels as an element and not as a file: with a store in a
 local folder, and with one at a URL, where each file costs a request."""
 
-_SUFFIXES = (SUFFIX, ".members", ".record")
-"""Suffixes of the files that runs write to a store. `sweep` removes no others, and `cleanup` only
-those of inputs besides."""
+SUFFIXES = (SUFFIX, ".members", ".record")
+"""Suffixes of the files that runs write to a store, besides those of inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +80,6 @@ class Store:
     def _memory_store(self) -> MemoryStore | None:
         """The part of the store that is in the memory of this process; None if there is none."""
         return memory_store_of(self.root)
-
-    @classmethod
-    def temporary(cls, parent: str | None = None) -> Store:
-        """A store in a new folder; without a parent, in the temporary folder of this machine."""
-        store = cls(temporary.new_name(parent), persistent=False)
-        try:
-            temporary.make(store.root)
-        except OSError as error:
-            raise SourceError(
-                f"{store.root}: cannot write here ({error}); expected a folder that the launcher "
-                "and all workers can write and read."
-            ) from error
-        return store
 
     @transferring()
     def put(
@@ -196,17 +181,9 @@ class Store:
         if memory is not None:
             memory.sweep(live)
         try:
-            gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(_SUFFIXES)]
+            gone = [n for n in file_io.names(self.root) if n not in live and n.endswith(SUFFIXES)]
             _CACHE.discard(file_io.join(self.root, name) for name in gone)
             file_io.remove_files(self.root, gone)
-        except Exception as error:
-            raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
-
-    def cleanup(self) -> None:
-        """Removes the files of the store, and the folder if nothing else is in it."""
-        try:
-            file_io.remove(self.root, (*_SUFFIXES, ".npy"))
-            temporary.remove_empty(self.root)
         except Exception as error:
             raise SourceError(f"{self.root}: cannot remove stored values ({error}).") from error
 
@@ -259,11 +236,6 @@ class Store:
             return wire.decode_arrays(data)[0]
         except ArrayFormatError as error:
             raise ArrayFormatError(f"{path}: {error}") from None
-
-
-def is_store(name: str) -> bool:
-    """Whether `Store.temporary` gives a folder such a name."""
-    return re.fullmatch(f"{temporary.PREFIXES[0]}[0-9a-f]{{32}}", name) is not None
 
 
 _CACHE: SharedCache[list[np.ndarray]] = SharedCache(2**30, nbytes)

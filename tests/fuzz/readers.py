@@ -250,7 +250,7 @@ def _served(data: bytes, folder: Path) -> None:
     (folder / f"out{collect_results.SUFFIX}").write_bytes(data)
     store = Store(str(folder))
     _CACHE.clear()
-    for ref in collect_results.read_served(store, "out").values.values():
+    for ref in collect_results.read_served(store, "out").refs().values():
         store.get(ref)
 
 

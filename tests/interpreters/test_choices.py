@@ -44,7 +44,7 @@ def test_each_choice_has_its_option_and_its_reason():
     found = explained(rounds, W, X, options=options)
     expected = {
         "shards of clients": ("24 members", "the option shard_size"),
-        "members in map_clients_0": ("loop", "the option member_loop='loop': 804 B at once"),
+        "members in map_clients_0": ("loop", "the option member_loop='loop': 800 B at once"),
         "reduction of map_clients_0": ("16 B a shard, merged in one step", "on one worker"),
         "rounds of loop_0": ("on resident workers", "one job serves all rounds"),
     }
@@ -72,7 +72,7 @@ def test_shards_of_large_members_are_as_large_as_a_shard_may_be():
     shards = explained(fn, jax.ShapeDtypeStruct((4000, 512, 512), "float32"))["shards of clients"]
     assert (shards.chosen, shards.why) == (
         "32 members",
-        "as many as move at most 32.0 MiB, from 8 on",
+        "a shard reads and returns at most 32.0 MiB",
     )
 
 

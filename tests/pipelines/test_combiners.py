@@ -13,6 +13,7 @@ from apache_beam.testing.util import assert_that
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.numerics.reducers import decode_accumulator, make_accumulator
 from beamjax.pipelines.values import store as in_process
+from beamjax.pipelines.values.run_stores import clear_store
 from beamjax.pipelines.values.store import LOCAL_BYTES, REMOTE_BYTES, Store
 from beamjax.pipelines.worker import merge as spill
 from beamjax.pipelines.worker.merge import (
@@ -144,7 +145,7 @@ def test_large_ones_are_files(store, tmp_path):
     large = sorted(path.stat().st_size for path in tmp_path.iterdir())[2:]
     assert len(large) == 2
     assert all(0.99 * (1 << 20) < size <= 1 << 20 for size in large)
-    store.cleanup()
+    clear_store(store)
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 

@@ -25,6 +25,7 @@ from url_files import UrlFileSystem
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, StructureError
 from beamjax.pipelines.values import store
 from beamjax.pipelines.values.refs import StoreRef
+from beamjax.pipelines.values.run_stores import clear_store, new_store
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files
 from beamjax.storage.dtypes import _DTYPES, dtype_name
@@ -237,27 +238,27 @@ def test_cleanup_removes_what_it_wrote(root):
     assert not mapped.flags.owndata
     (local(root) / "left.tmp").write_text("by a killed worker")
     (local(root) / "users.txt").write_text("not ours")
-    place.cleanup()
+    clear_store(place)
     assert [path.name for path in local(root).iterdir()] == ["users.txt"]
-    place.cleanup()
+    clear_store(place)
     assert_same([mapped], [value])
 
 
 def test_temporary_stores_are_apart_and_private(tmp_path, monkeypatch):
     work = str(tmp_path / "work")
-    first, second = Store.temporary(work), Store.temporary(work)
+    first, second = new_store(work), new_store(work)
     assert first.root != second.root
     refs = [place.put([ZEROS]) for place in (first, second)]
     assert stat.S_IMODE(os.stat(first.root).st_mode) == 0o700
     assert stat.S_IMODE(os.stat(f"{first.root}/{refs[0].files[0][0]}").st_mode) == 0o600
-    first.cleanup()
+    clear_store(first)
     # A worker may go on after the run was interrupted.
     with pytest.raises(SourceError, match="cannot write"):
         first.put([ZEROS])
     assert not os.path.exists(first.root)
     assert_same(second.get(refs[1]), [ZEROS])
-    first.cleanup()
-    assert Store.temporary("bjtest://x").root.startswith("bjtest://x/beamjax-")
+    clear_store(first)
+    assert new_store("bjtest://x").root.startswith("bjtest://x/beamjax-")
     monkeypatch.chdir(tmp_path)
     assert Store("folder").root == str(tmp_path / "folder")
     assert Store("bjtest://a/b").root == "bjtest://a/b"
@@ -337,14 +338,14 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(SourceError, match=r"file: cannot write \w+.arrays of 160128 bytes"):
         Store(str(tmp_path / "file")).put([ZEROS])
     with pytest.raises(SourceError, match="cannot write here"):
-        Store.temporary(str(tmp_path / "file"))
+        new_store(str(tmp_path / "file"))
     unknown = Store("nosuch://bucket/folder")
     with pytest.raises(
         SourceError, match=r"nosuch://bucket/folder: cannot write.*no file system of"
     ):
         unknown.put([ZEROS])
     with pytest.raises(SourceError, match="nosuch://bucket/folder: cannot remove stored values"):
-        unknown.cleanup()
+        clear_store(unknown)
     with pytest.raises(OptionsError, match="found piece_bytes=1023, expected at least 1024"):
         Store("/a", piece_bytes=1023)
     Store("/a", piece_bytes=1024)

@@ -52,7 +52,7 @@ def sent(executor, value, sources):
 def executor(tmp_path):
     plan = SimpleNamespace(bodies={}, x64=False)
     options = Options()
-    connection = SimpleNamespace(options=options, flags=(), threads=1, shared=False)
+    connection = SimpleNamespace(options=options, workers=None, threads=1, shared=False)
     store = Store(str(tmp_path / "store"))
     launcher = SimpleNamespace(
         connection=connection, store=store, monitor=None, bodies=None, files=set

@@ -132,7 +132,7 @@ def test_the_platform_of_this_process(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for platform in ("cuda", "rocm"):
         backend = type("Backend", (), {"platform_version": f"PJRT C API\n{platform} 12090"})
-        monkeypatch.setattr(bodies, "get_backend", lambda backend=backend: backend)
+        monkeypatch.setattr("jax.extend.backend.get_backend", lambda backend=backend: backend)
         assert bodies.default_platform() == platform
 
 

@@ -199,7 +199,7 @@ def test_rows_of_members_and_checkpoints(tmp_path):
     found = [bj.run(rounds, jnp.float32(1), live, **how) for _ in range(2)]
     assert found[0] == found[1]
     other = bj.from_random_access(Members(x + 1))
-    refused(CheckpointError, "args", bj.run, rounds, jnp.float32(1), other, **how)
+    refused(CheckpointError, "differ in x", bj.run, rounds, jnp.float32(1), other, **how)
 
 
 # --- from_range
