@@ -397,7 +397,7 @@ def test_explain_shows_memory():
     assert "memory up to" in explanation.to_mermaid()
 
 
-@pytest.mark.parametrize(("limit", "passes"), [(0, 2), (10**9, 0)])
+@pytest.mark.parametrize(("limit", "passes"), [(0, 2), (1599, 2), (1600, 0)])
 def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, monkeypatch):
     from beamjax.pipelines import run as pipelines
     from beamjax.pipelines.resident.resident_job import ResidentJob
@@ -409,6 +409,10 @@ def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, 
     )
     for module in (evaluate, pipelines):
         monkeypatch.setattr(module, "HANDED_BYTES", limit)
+    in_files, file_array = [], evaluate.file_array
+    monkeypatch.setattr(
+        evaluate, "file_array", lambda *args: in_files.append(1) or file_array(*args)
+    )
     x = np.random.default_rng(0).normal(size=(100, 16)).astype(np.float32)
     w = np.eye(16, 4, dtype=np.float32)
     here, on_beam = (
@@ -417,6 +421,7 @@ def test_placed_values_reach_the_next_pass_in_files_or_in_memory(limit, passes, 
     np.testing.assert_array_equal(here, on_beam)
     np.testing.assert_allclose(here, x[:, :4].var(axis=0), rtol=1e-5)
     assert len(started) == passes
+    assert len(in_files) == (passes > 0)
 
 
 def test_a_value_is_dropped_before_the_passes_that_do_not_read_it():

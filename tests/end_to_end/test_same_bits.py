@@ -14,7 +14,7 @@ import pytest
 from faults import PROCESSES, THREADS
 
 import beamjax as bj
-from beamjax.bodies.provenance import MAX_HOSTS, MAX_KINDS, UNKNOWN, Provenance, merged
+from beamjax.bodies.provenance import MAX_HOSTS, MAX_KINDS, MAX_TEXT, UNKNOWN, Provenance, merged
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.graph.collect_results import find_provenance
 from beamjax.pipelines.values.store import Store
@@ -153,10 +153,14 @@ def test_provenance_is_a_union_in_any_order():
     assert expected | expected == expected
     assert (A | A, A | UNKNOWN, UNKNOWN | A) == (A, A, A)
     assert [x.is_mixed for x in (UNKNOWN, A, A | B)] == [False, False, True]
+    longest = Provenance({"a" * MAX_TEXT: ("b" * MAX_TEXT,)})
+    assert Provenance.from_json(longest.to_json()) == longest
 
 
 @pytest.mark.parametrize(
-    "bad", ["a", ["a"], {"a": "b"}, {"a": [1]}, {"a": ["h"] * 9}, {"a" * 9999: []}], ids=str
+    "bad",
+    ["a", ["a"], {"a": "b"}, {"a": [1]}, {"a": ["h"] * 9}, {"a" * (MAX_TEXT + 1): []}],
+    ids=str,
 )
 def test_damaged_provenance_is_refused(bad, tmp_path):
     store = Store(str(tmp_path))

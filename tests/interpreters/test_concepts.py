@@ -118,6 +118,8 @@ def test_loops(text, answer):
         "reads rows by index": {"Map", "Loop", "Rows"},
     }[answer]
     assert kinds(steps) - {"Server"} == expected - {"Server"}
+    loops = [step.rule for step in steps if step.kind == "Loop"]
+    assert all(rule.startswith("its rounds have steps of their own") for rule in loops)
 
 
 @pytest.mark.parametrize(("text", "answer"), ROWS["Value"])

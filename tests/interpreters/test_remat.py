@@ -33,6 +33,8 @@ CROSSING = {
     "too many operations in a map": (
         lambda x: bj.map_fn(lambda v: long_chain(v, 80), x), "stored"),
     "entries in another order": (lambda x: jnp.flip(x, 1) * 2, "recomputed"),
+    "operations with what is created": (
+        lambda x: x * jnp.arange(96.0, dtype="float32")[:, None], "recomputed"),
     "a map of operations": (lambda x: bj.map_fn(lambda v: jnp.flip(v) * 2.0, x), "recomputed"),
     "a call in a map": (lambda x: bj.map_fn(jax.nn.relu, x), "recomputed"),
     "a sum": (lambda x: x * jnp.sum(x, axis=1, keepdims=True), "stored"),

@@ -195,8 +195,10 @@ def test_more_than_a_shard_of_neighbours_is_an_error():
 def test_explain_names_the_operator():
     x = np.arange(40.0, dtype="float32")
     options = {"shard_size": 8}
-    facts = facts_of(bj.explain(program(1, 1), x, options=options))
-    assert [step.functions for step in facts.steps if step.kind == "Map"] == [["neighbours"]] * 2
+    for of_size in options, None:
+        facts = facts_of(bj.explain(program(1, 1), x, options=of_size))
+        names = [step.functions for step in facts.steps if step.kind == "Map"]
+        assert names == [["neighbours"]] * 2
     shifted = bj.program(days="x")(lambda x: bj.map_fn(jnp.subtract, (x, jnp.roll(2 * x, 1))))
     text = str(bj.explain(shifted, x, options=options))
     assert "beamjax.neighbours gives each member those beside it by passes" in text

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
-from beamjax.errors import ArrayFormatError, Failure, SourceError, WorkerError
+from beamjax.errors import ArrayFormatError, Failure, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
@@ -140,6 +140,16 @@ def test_a_dofn_records_its_errors(store, fails):
     with pytest.raises(AssertionError):
         run()
     assert f"in {fails}" in recorded_error(store).failure.traceback
+
+
+def test_a_dofn_of_a_cancelled_job_records_nothing(store):
+    class Cancelled(Steps):
+        def setup(self):
+            raise JobCancelledError("now")
+
+    with pytest.raises(JobCancelledError):
+        Cancelled(store, None).setup()
+    assert recorded_error(store) is None
 
 
 def test_errors_of_transforms_of_the_user(store):

@@ -102,6 +102,8 @@ def sources(folder):
     yield masked, padded, f"column 'k', row group 1, row {ROW - 16} of it"
     yield counts, bj.from_random_access(k), f"from_random_access, member {ROW}"
     yield counts, bj.from_chunks(lambda: iter(np.split(k, [20]))), f"row {ROW}"
+    chunks = np.split(np.load(folder / "wide.npy"), [20])
+    yield wide, bj.from_chunks(lambda: iter(chunks)), f"row {ROW}, at [1] of it"
     yield counts, Rows(), f"row {ROW}"
     yield counts, bj.take(npy, np.arange(ROW - 2, ROW + 2)), f"{paths['k.npy']}, row {ROW}"
     ragged = bj.from_ragged(bj.from_npz(paths["k.npz"]), np.full(N // 4, 4))

@@ -110,7 +110,8 @@ def test_what_is_no_dataset():
     ]:
         refused(error, message, bj.from_random_access, dataset)
     refused(StructureError, "found kwargs with a list", bj.from_random_access, [1], {})
-    for kwargs in ({"n": np.int32(3)}, {"n": {3}}, {"n": (1, 2)}, {"n": {1: 2}}, {"n": np.nan}):
+    for value in (np.int32(3), {3}, (1, 2), {1: 2}, np.nan, np.inf):
+        kwargs = {"n": value}
         message = "expected values that JSON can hold"
         refused(StructureError, message, bj.from_random_access, source_files.open_members, kwargs)
     opener = bj.opens_dataset(not_at_the_top)
