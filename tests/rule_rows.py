@@ -290,7 +290,7 @@ group("along_1", placed(normal(N, 6, 5)), placed(normal(N, 6, 5, seed=1)),
          for f in (lax.psum, lax.pmax, lax.pmin)],
     ],
     gather=lambda x, y: [
-        jnp.sort(x, 0), jnp.median(x, 0), lax.top_k(x[:, 0, 0], 6),
+        jnp.sort(x, 0), jnp.median(x, 0), lax.top_k(x[:, 0, 0], 6), lax.top_k(x[:, 0, 0], 0),
         lax.scan(lambda c, v: (c * v + 1, None), jnp.zeros((6, 5)), x)[0], x[:, 0] @ y[:, 1].T,
         lax.scan(lambda previous, v: (v, v - previous), jnp.zeros((6, 5)), x)[0],
         lax.scan(lambda previous, v: (v, previous), jnp.zeros((6, 5)), x)[1],

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import plan_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax import export, lax
 from streams import stream
@@ -278,12 +278,16 @@ SHARDS = SizeReason.FEWEST_SHARDS, SizeReason.TWO_SHARDS
 
 
 @given(PASSES, COUNTS)
+@example(PassSize(2 << 20, 2 << 20, 0, 0, Cost(1e3)), 1000)
 def test_each_size_suits_its_members(each, n):
     size = shard_size._shard_size([each], n).members
     assert size % 8 == 0
     assert size == 8 or size * each.moved <= 32 * 2**20
     assert each.at_once == 1 or each.at_once % 8 == 0
     assert each.at_once <= 1 or each.at_once * each.looped <= shard_size.CACHE_BYTES
+    # Members come by 8 unless 8 of them do not fit.
+    fit = 8 * each.peak <= shard_size.MAX_SHARD_BYTES and 8 * each.looped <= shard_size.CACHE_BYTES
+    assert (each.at_once >= 8) == fit
     # There are two shards, unless they would compute less than four times what their calls take.
     calls = shard_size.CALL_OPERATIONS + shard_size.MERGE_OPERATIONS * each.reduced
     if size > 8 and size * each.cost.weight > 8 * calls:

@@ -127,8 +127,16 @@ def test_typed_keys_and_empty_members():
     np.testing.assert_allclose(bj.run(use, found[0]), jax.jit(use)(keys), rtol=1e-6)
 
 
+@bj.program(clients=None)
+def double(x):
+    return bj.map_fn(lambda v: v * 2, x)
+
+
+def test_one_member():
+    assert_same_bits(run(double, X[:1]), 2 * X[:1])
+
+
 def test_members_along_another_axis_are_arrays():
-    double = bj.program(clients=N)(lambda x: bj.map_fn(lambda v: v * 2, x))
     found = run(jax.vmap(double, in_axes=2, out_axes=0), np.stack([X, X], axis=2))
     assert isinstance(found, jax.Array)
 

@@ -313,8 +313,12 @@ def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
             refused(SourceError, "the file was changed after", found.read, start, stop)
     source = bj.from_zarr(path)
     files = [p for p in Path(path).rglob("*") if p.is_file() and p.suffix != ".json"]
-    max(p for p in files if not p.name.startswith(".z")).unlink()
+    chunk = max(p for p in files if not p.name.startswith(".z"))
+    chunk.unlink()
     refused(SourceError, "is not there, expected a chunk", source.read, 0, N)
+    chunk.symlink_to(chunk)
+    refused(SourceError, f"{chunk}: cannot check a chunk", source.read, 0, N)
+    chunk.unlink()
     # Chunks of the fill value may be left out; such an array has not all of them from the start.
     assert bj.from_zarr(path).read(0, N)[0].shape == X.shape
 

@@ -53,7 +53,7 @@ class Tensor:
         self.value = value
 
     def __array__(self, dtype=None, copy=None):
-        if self.value is RuntimeError:  # as of a tensor that another device has
+        if isinstance(self.value, type):  # as of a tensor that another device has
             raise self.value
         return np.asarray(self.value, dtype)
 
@@ -128,7 +128,10 @@ def test_members_that_differ_or_cannot_be_read():
         ({"x": np.zeros((2, 1), "f4"), "y": 1}, r"found float32\[2, 1\] as leaf \['x'\]"),
         ({"x": np.zeros(2), "y": 1}, r"found float64\[2\] as leaf \['x'\], expected float32\[2\]"),
         ({"x": 1.0, "y": 1}, r"found float 1.0 as leaf \['x'\]"),
-        ({"x": Tensor(RuntimeError), "y": 1}, r"found Tensor .* as leaf \['x'\]"),
+        *(
+            ({"x": Tensor(error), "y": 1}, r"found Tensor .* as leaf \['x'\]")
+            for error in (TypeError, ValueError, RuntimeError)
+        ),
         ({"x": x, "y": 1.0}, r"found float 1.0 as leaf \['y'\], expected int32\[\]"),
         ({"x": x, "y": True}, r"found bool True as leaf \['y'\], expected int32\[\]"),
         ({"x": x, "y": 2**31}, r"found int 2147483648 as leaf \['y'\], expected int32\[\]"),
