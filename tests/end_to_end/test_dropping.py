@@ -211,6 +211,14 @@ def test_members_for_which_a_body_raises(way, tmp_path):
     assert "bad member 3" in path.read_text()
 
 
+def test_large_numbers_of_64_bits_are_finite():
+    with jax.enable_x64(True):
+        x = values({3, 8}).astype(np.float64) * 1e300
+        total = bj.program(clients=N)(bj.reduce_sum)
+        found = run(total, x, on_nonfinite="drop")
+        np.testing.assert_allclose(found, x[without({3, 8})].sum(axis=0), rtol=1e-12)
+
+
 def test_nothing_changes_where_no_member_fails(tmp_path):
     x, path = values(()), tmp_path / "dead.jsonl"
     path.write_text("of an earlier run")

@@ -16,11 +16,14 @@ import url_files  # noqa: F401 - makes bjtest:// known
 from helpers import assert_same_bits
 
 import beamjax as bj
-from beamjax.errors import CheckpointError, OptionsError
+from beamjax.errors import ArrayFormatError, CheckpointError, OptionsError
 from beamjax.pipelines.checkpoints import checkpointer
 from beamjax.pipelines.checkpoints import folder as checkpoint_folder
+from beamjax.pipelines.checkpoints.checkpointer import Checkpointer
 from beamjax.pipelines.checkpoints.folder import CheckpointFolder
+from beamjax.plan.steps import ValueType
 from beamjax.runtime.checkpoints import Pieces
+from beamjax.runtime.values import Part
 from beamjax.storage import files
 
 N = 20
@@ -323,6 +326,13 @@ def test_a_damaged_checkpoint_is_not_used(what, reader, tmp_path, all_as_files):
         with contextlib.nullcontext() if silent else warned:
             assert go_on(history, (W, X), expected, reader, checkpoint=str(copy)) == 3, how
         assert go_on(history, (W, X), expected, reader, checkpoint=str(copy)) == 0
+
+
+@pytest.mark.parametrize("at", [(3,), (0, 0)])
+def test_an_entry_that_a_value_does_not_have_is_damage(at):
+    part, spec = Part(0, 1, np.zeros(3, np.float32), at), ValueType((3,), "float32")
+    with pytest.raises(ArrayFormatError, match="found the entry"):
+        Checkpointer._restored_part(None, part, spec, None)
 
 
 def test_a_run_starts_anew_if_all_are_damaged(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import faults
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import beamjax as bj
+from beamjax._beam_compat import WORKER_THREAD
 from beamjax.errors import ArrayFormatError, Failure, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
@@ -256,6 +258,20 @@ def test_a_process_with_a_body_that_hangs_ends(way, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert f"computing {LATE}" in done.stderr
+
+
+def test_a_worker_that_ends_has_seconds_to_say_why(monkeypatch):
+    monkeypatch.setattr(waiting, "control_address", lambda thread: f"here:{id(thread)}")
+    over = threading.Event()
+    worker = threading.Thread(target=over.wait, name=WORKER_THREAD)
+    with waiting._worker_threads() as ended:
+        worker.start()
+        assert ended() is None
+        over.set()
+        worker.join()
+        assert ended() is None
+        monkeypatch.setattr(waiting, "_SECONDS_TO_END", 0.0)
+        assert "a worker process ended before the pipeline did" in str(ended())
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.pipelines import run as runs
+from beamjax.pipelines.resident import executor
 from beamjax.pipelines.values import store as in_process
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.store import INLINE_BYTES, Store
@@ -115,6 +116,10 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
         )
         sweep(self, live)
 
+    timed, bounded = [], executor.bounded
+    monkeypatch.setattr(
+        executor, "bounded", lambda run, limit: timed.append(run) or bounded(run, limit)
+    )
     monkeypatch.setattr(runs, "open_memory_store", opened)
     monkeypatch.setattr(Store, "sweep", swept)
     w = np.linspace(-1, 1, 1_100_000, dtype=np.float32)
@@ -125,4 +130,5 @@ def test_runs_keep_server_values_in_memory_where_they_can(way, monkeypatch, tmp_
     assert_same_bits(found, expected)
     assert bool(stores_in_memory) == held
     assert bool(files) != held
+    assert bool(timed) == (way == "time limit")
     assert all(in_process.memory_store_of(root) is None for root in stores_in_memory)

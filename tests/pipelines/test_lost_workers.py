@@ -193,8 +193,10 @@ def test_this_process_leaves_no_file_and_stops_at_the_end(store):
     end_pipeline(store)
     with pytest.raises(Exception, match="the run has ended before"):
         watchdog.check()
+    os.unlink(f"{store.root}/workers-wanted")
     begin_pipeline(store, here=True)
     watchdog_of(store, here=True, limit=None).check()
+    assert os.listdir(store.root) == []
 
 
 @pytest.mark.parametrize("root", ["gs://bucket/folder", "/no/such/folder"])

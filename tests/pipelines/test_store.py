@@ -104,6 +104,15 @@ def test_big_arrays_are_cut_and_small_ones_gathered(root):
     assert_same(place.get(ref), values)
 
 
+@pytest.mark.parametrize(
+    "chunks", [[], [(2, "f4")], [(6, "i4")], [(2, "i4"), (4, "f4")], [(7, "f4")]]
+)
+def test_chunks_of_other_arrays_are_refused(chunks):
+    others = iter([np.zeros(size, dtype) for size, dtype in chunks])
+    with pytest.raises(ArrayFormatError, match=r"file: found .*, expected float32\[3, 2\]"):
+        store.assemble(np.dtype("f4"), (3, 2), others, "file")
+
+
 SHAPES = st.sampled_from([(), (0, 3), (3, 2)]) | st.tuples(st.integers(0, 3000))
 
 

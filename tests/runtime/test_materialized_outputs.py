@@ -137,6 +137,8 @@ def test_one_member():
 
 
 def test_members_along_another_axis_are_arrays():
+    across = bj.program(clients=N)(lambda x: bj.map_fn(lambda v: v * 2, x.T))
+    assert_same_bits(run(across, X.T), 2 * X)
     found = run(jax.vmap(double, in_axes=2, out_axes=0), np.stack([X, X], axis=2))
     assert isinstance(found, jax.Array)
 

@@ -17,6 +17,7 @@ import beamjax as bj
 from beamjax.errors import CheckpointError, PlacementError, SourceError, StructureError
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.derived_sources import ShortSource, ZippedSource, grouped
+from beamjax.sources.member_values import leaf_array
 from beamjax.sources.ragged_source import choose_buckets
 from beamjax.sources.source_base import LeafSpec, members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.streams.spool import spilled
@@ -116,6 +117,18 @@ def test_what_is_no_dataset():
         refused(StructureError, message, bj.from_random_access, source_files.open_members, kwargs)
     opener = bj.opens_dataset(not_at_the_top)
     refused(StructureError, "expected one at the top of a module", bj.from_random_access, opener)
+
+
+def test_lists_of_numbers_must_fit_the_expected_dtype():
+    leaf = LeafSpec((2,), np.dtype(np.int32), None, "")
+    np.testing.assert_array_equal(leaf_array([1, -(2**31)], leaf), [1, -(2**31)])
+    for numbers, found in [
+        ([1, 2**31], r"\[1, 2147483648\], which int32 can't hold"),
+        ([1.0, 2.0], r"float64\[2\]"),
+        ([1], r"int64\[1\]"),
+        ([[1], [1, 2]], "lists of unequal lengths"),
+    ]:
+        refused(StructureError, f"found {found}.*expected int32", leaf_array, numbers, leaf)
 
 
 def test_members_that_differ_or_cannot_be_read():
