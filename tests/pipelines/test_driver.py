@@ -16,6 +16,7 @@ from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.resident_job import ResidentJob
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
+from beamjax.plan.buffer_ranges import RANGE_VALUES
 from beamjax.storage import files
 
 N = 21
@@ -274,6 +275,20 @@ def test_workers_merge_large_partials_in_groups(passes, monkeypatch, groups, mer
         bj.run(until, X, W, 2, options=options), bj.run(until, X, W, 2, runner="local")
     )
     assert names(passes) == ["map_clients_0"] * 2 * (1 + merges + 1)  # of two rounds
+
+
+def test_workers_merge_each_range_of_large_values(monkeypatch):
+    monkeypatch.setattr("beamjax.pipelines.resident.executor.WORKER_MERGE_BYTES", 0)
+
+    @bj.program(clients=9)
+    def wide(x, w):
+        products = lambda w: bj.map_fn(lambda v, w: jnp.tanh(v * w), (x, bj.broadcast(w)))
+        return jax.lax.fori_loop(0, 2, lambda _, w: bj.reduce_mean(products(w)), w)
+
+    x = np.linspace(-1, 2, 9, dtype=np.float32)
+    w = np.linspace(-3, 3, RANGE_VALUES + 5, dtype=np.float32)
+    found = bj.run(wide, x, w, options={"shard_size": 8, **PROCESSES})
+    assert_same_bits(found, bj.run(wide, x, w, runner="local", options={"shard_size": 8}))
 
 
 @pytest.mark.parametrize("most", [1 << 30, 1000], ids=["small", "large"])
