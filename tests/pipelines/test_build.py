@@ -201,3 +201,16 @@ def test_elements_are_ranges_of_many_shards(seen):
     for flags in ([], THREADS):
         found = bj.run(total, np.ones(n, np.float32), options=["--shard_size=8", *flags])
         assert found == n
+
+
+def test_only_passes_that_read_values_of_earlier_ones_start_from_their_blocks(seen):
+    @bj.program(clients=N)
+    def three_passes(x):
+        y = bj.map_fn(lambda v: v / (1 + v @ v), x)  # stored, as it is not elementwise
+        second = bj.reduce_sum(jnp.tanh(x - bj.reduce_mean(y)[None]))
+        return bj.reduce_sum((y - second[None]) ** 2)
+
+    x = np.linspace(0, 1, 3 * N, dtype=np.float32).reshape(N, 3)
+    bj.run(three_passes, x, options=["--shard_size=8"])
+    starts = {t.unique_name for t in seen.transforms if t.unique_name.endswith("/Shards")}
+    assert starts == {"map_clients_0/Shards", "map_clients_1/Shards"}
