@@ -27,8 +27,7 @@ from beamjax.pipelines.values.store import Store, close_memory_store, open_memor
 from beamjax.pipelines.values.stored_values import Stored
 from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
-from beamjax.plan.liveness import defined
-from beamjax.plan.steps import Map, Output, Plan, Scatter, is_straight
+from beamjax.plan.steps import Output, Plan
 from beamjax.runtime.driver import Driver, Schedule, starts_anew
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
@@ -78,28 +77,9 @@ def run_plan(
 
 def is_one_pipeline(plan: Plan, connection: Connection) -> bool:
     """Whether a plan runs as one pipeline, and not on resident workers."""
-    # Plans with loops, branches or reads of rows and runs with checkpoints need resident workers.
-    if plan.picks_rows or not is_straight(plan.steps) or connection.options.checkpoint is not None:
-        return False
-    made_there = {n for step in plan.steps if not isinstance(step, Scatter) for n in defined(step)}
-    outputs = plan.returned().keys()
-    if not outputs <= made_there:
-        return False
-    # So do plans in which a pass reads large results of another one, on runners that hold the
-    # output of a step in memory.
-    return not connection.spec.holds_elements or not _hands_on_much(plan)
-
-
-def _hands_on_much(plan: Plan) -> bool:
-    """Whether a pass reads large results of another one."""
-    passes = [step for step in plan.steps if isinstance(step, Map)]
-    read = {name for step in passes for name in step.operands}
-    return any(
-        (plan.sizes[step.placement] or 0) * sum(plan.values[name].nbytes for name in step.results)
-        > HANDED_BYTES
-        for step in passes
-        if not read.isdisjoint(step.results)
-    )
+    # Some runners hold the output of a step in memory, so large results go through files there.
+    hands_on_much = connection.spec.holds_elements and plan.handed_bytes > HANDED_BYTES
+    return plan.is_one_graph and connection.options.checkpoint is None and not hands_on_much
 
 
 def as_one_pipeline(plan: Plan) -> Plan:

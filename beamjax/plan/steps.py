@@ -445,6 +445,37 @@ class Plan:
         """Whether a step takes rows of a placed value by their numbers."""
         return any(isinstance(step, Rows) for step in walk(self.steps))
 
+    @functools.cached_property
+    def is_one_graph(self) -> bool:
+        """Whether steps without control flow compute all outputs from the inputs."""
+        computed: set[str] = set()
+        for step in self.steps:
+            match step:
+                case Server(outputs=names):
+                    computed.update(names)
+                case Map():
+                    computed.update(step.results, step.reduced)
+                case Gather(result=name):
+                    computed.add(name)
+                case Loop() | Branch() | Rows():
+                    return False
+        return self.returned().keys() <= computed
+
+    @functools.cached_property
+    def handed_bytes(self) -> int:
+        """Most bytes of placed results of a pass of which a later pass reads some."""
+        passes = [step for step in self.steps if isinstance(step, Map)]
+        read = {name for step in passes for name in step.operands}
+        return max(
+            (
+                (self.sizes[step.placement] or 0)
+                * sum(self.values[name].nbytes for name in step.results)
+                for step in passes
+                if not read.isdisjoint(step.results)
+            ),
+            default=0,
+        )
+
     def returned(self) -> Mapping[str, None]:
         """The names of the values that the outputs are made of, in order."""
         return self._returned
@@ -466,8 +497,3 @@ class Plan:
         """Bytes of a value, with all members."""
         value = self.values[name]
         return value.nbytes * (self.sizes[value.placement] if value.placement else 1)
-
-
-def is_straight(steps: Iterable[Step]) -> bool:
-    """Whether steps have no control flow."""
-    return not any(isinstance(step, Loop | Branch) for step in steps)
