@@ -331,13 +331,6 @@ def test_members_of_more_work_come_in_smaller_shards(each, factor):
     assert sizes[0] <= sizes[1]
 
 
-def test_members_at_once_stay_in_the_cache_with_what_is_computed_of_them():
-    fn = bj.program(clients=None)(lambda x: bj.reduce_sum(jnp.sin(x) * jnp.cos(x)))
-    x = jax.ShapeDtypeStruct((512, shard_size.STREAMED_BYTES // 128), np.float32)
-    choices = {x["what"]: x["chosen"] for x in bj.explain(fn, x).to_json()["choices"]}
-    assert choices["members in map_clients_0"] == "batches of 32"
-
-
 @pytest.mark.parametrize(("steps", "how"), [(10, "batches of 32"), (1000, "vmap")])
 def test_explain_says_what_is_at_once(steps, how):
     fn, *args = regression(steps)
