@@ -39,7 +39,7 @@ def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(process_ids, "is_alive", lambda process: None)
     for name in ("BEAT_SECONDS", "REMOTE_BEAT_SECONDS"):
         monkeypatch.setattr(heartbeats, name, 0.02)
-    monkeypatch.setattr(orphans, "LOST_SECONDS", 1.5)
+    monkeypatch.setattr(orphans, "LOST_SECONDS", 3.0)
     return Store(str(tmp_path) if request.param == "path" else f"bjtest:/{tmp_path}")
 
 
@@ -59,7 +59,7 @@ def emits(fn):
 def test_workers_compute_while_they_hear_from_the_launcher(store, tmp_path):
     with orphans.heard(store) as its:
         fn = Doubles(its)
-        end = time.monotonic() + 2.0  # longer than a dead one is waited for
+        end = time.monotonic() + 3.5  # longer than a dead one is waited for
         while time.monotonic() < end:
             assert emits(fn)
             time.sleep(0.05)
