@@ -356,20 +356,23 @@ class Outputs:
         for number, _ in enumerate(self._served):
             refs = read_served(store, f"{self.stem}-served-{number}").refs()
             outputs |= {name: stored(store, ref, plan.values[name]) for name, ref in refs.items()}
-        written = files.names(store.root) if self._placed else []
         for number, name in enumerate(self._placed):
             stem = f"{self.stem}-placed-{number}"
             if name in self.results.folders:
                 outputs[name] = members(self.results.find(plan, name), plan, name)
                 continue
-            outputs[name] = members(find_placed(store, plan, name, stem, written), plan, name)
+            outputs[name] = members(find_placed(store, plan, name, stem, self._files), plan, name)
         return outputs
 
     def provenance(self) -> Provenance:
         """The kinds of machine that have computed the graph, after the pipeline has ended."""
-        store = self.graph.store
-        return find_provenance(store, files.names(store.root))
+        return find_provenance(self.graph.store, self._files)
 
     def dropped(self) -> list[Dropped]:
         """The members that the graph has dropped, after the pipeline has ended."""
-        return find_dropped(self.graph.store, self.stem) if self.graph.dropped else []
+        return find_dropped(self.graph.store, self.stem, self._files)
+
+    @functools.cached_property
+    def _files(self) -> list[str]:
+        """The names of the files of the store, after the pipeline has ended."""
+        return files.names(self.graph.store.root)

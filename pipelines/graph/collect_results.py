@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from beamjax.bodies.provenance import Provenance, merged
@@ -121,10 +121,10 @@ class WriteDropped(StepFn):
         self.store.write(f"{self.stem}-dropped{SUFFIX}", encode_file(lines))
 
 
-def find_dropped(store: Store, stem: str) -> list[Dropped]:
-    """The members that a pipeline has dropped."""
+def find_dropped(store: Store, stem: str, written: Collection[str]) -> list[Dropped]:
+    """The members that a pipeline has dropped whose store has these files."""
     name = f"{stem}-dropped{SUFFIX}"
-    if name not in files.names(store.root):
+    if name not in written:
         return []
     path = files.join(store.root, name)
     return decode_file(files.read(path), path)
@@ -145,14 +145,12 @@ def read_served(store: Store, stem: str) -> Element:
 
 
 def find_placed(
-    store: Store, plan: Plan, name: str, stem: str, written: list[str] | None = None
+    store: Store, plan: Plan, name: str, stem: str, written: Iterable[str]
 ) -> MembersSource:
     """The files of a placed value that `WritePlaced` wrote; `written` are those of the store."""
     value = plan.values[name]
     n = plan.sizes[value.placement or ""]
-    names = files.names(store.root) if written is None else written
-    source = MembersSource(
-        store.root, stem, MembersSource.members_in(names, stem), leaf_spec(value), n
-    )
+    parts = MembersSource.members_in(written, stem)
+    source = MembersSource(store.root, stem, parts, leaf_spec(value), n)
     source.check_complete(f"result {name}")
     return source

@@ -116,13 +116,11 @@ class MergeAccumulators(beam.CombineFn):
         return Accumulated(self.extract_output(accumulator))
 
     def extract_output(self, accumulator: Accumulated) -> bytes:
-        if accumulator.accumulator is None:
-            element = accumulator.element
-        else:
+        if accumulator.accumulator is not None:
             with timed(self.spans, self.step, "transfer"):
-                element = send(self.store, accumulator.accumulator)
+                accumulator = Accumulated(accumulator.encoded(self.store))
         self.spans.report()
-        return element
+        return accumulator.element
 
 
 class AssignGroups(StepFn):

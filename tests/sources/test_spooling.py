@@ -138,7 +138,7 @@ def write(store, *bundles, name="x", stem="result-3"):
 
 
 def read_placed(store, stem="result-3"):
-    return find_placed(store, PLAN, "x", stem).read(0, 20)[0]
+    return find_placed(store, PLAN, "x", stem, files.names(store.root)).read(0, 20)[0]
 
 
 def test_placed_results_are_whole_however_they_are_bundled(tmp_path, monkeypatch):
