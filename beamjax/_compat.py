@@ -1,7 +1,6 @@
 """The only file that uses `jax.interpreters`, `jax._src` or differs by JAX version.
 
-Tested on JAX 0.10.2 and 0.12.0.1. All other files of beamjax use public `jax`, the names below, and
-those of `jax.extend.core` in `_jex`.
+Tested on JAX 0.10.2 and 0.12.0.1. All other files of beamjax use public `jax` and the names below.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib.version
@@ -24,6 +23,16 @@ from jax._src import api, core, dispatch, source_info_util, tree_util, xla_bridg
 from jax._src import checkify as jax_checkify
 from jax._src import effects as jax_effects
 from jax._src.array import ArrayImpl as ArrayImpl
+
+# The names of `jax.extend.core`, of which a test checks that they are the same. To import them from
+# there imports all of `jax.extend`, among it Pallas, which takes 17 ms of processor time.
+from jax._src.core import Jaxpr as Jaxpr
+from jax._src.core import Literal as Literal
+from jax._src.core import Primitive as Primitive
+from jax._src.core import gensym as gensym
+from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
+from jax._src.core import jaxprs_in_params as jaxprs_in_params
+from jax._src.core import subjaxprs as subjaxprs
 from jax._src.interpreters import batching as jax_batching
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
@@ -36,7 +45,10 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
-from beamjax import _jex as jex
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)  # in JAX 0.12 every jaxpr is one
 
 config: Any = jax.config
 """JAX's settings, whose names type checkers do not know."""
@@ -142,7 +154,7 @@ for _folder in OWN_FOLDERS:
     source_info_util.register_exclusion(_folder)
 
 
-def register_lowering(primitive: jex.Primitive, fun: Callable[..., Any]) -> None:
+def register_lowering(primitive: Primitive, fun: Callable[..., Any]) -> None:
     """Lowers `primitive` by tracing `fun`, which takes the operands and the parameters."""
     rule = mlir.lower_fun(fun, multiple_results=primitive.multiple_results)
     mlir.register_lowering(primitive, rule)
@@ -171,16 +183,16 @@ def callback_errors() -> Iterator[list[BaseException]]:
         CALLBACK_LOG.removeHandler(handler)
 
 
-def register_dce(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
+def register_dce(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Registers `rule(used_outputs, eqn) -> (used_inputs, new_eqn or None)`."""
     # JAX 0.10 passes (used, eqn), 0.12 passes (used, live_inputs, eqn).
     pe.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
 
-def dce(closed: jex.ClosedJaxpr, used: Sequence[bool]) -> tuple[jex.ClosedJaxpr, list[bool]]:
+def dce(closed: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
     """Drops the outputs of a jaxpr that are not `used`; returns it, and which inputs are left."""
     jaxpr, used_inputs = pe.dce_jaxpr(closed.jaxpr, list(used), False)
-    return jex.ClosedJaxpr(jaxpr, []), list(used_inputs)
+    return ClosedJaxpr(jaxpr, []), list(used_inputs)
 
 
 def member_of(batch: Any, leaves: Sequence[Any]) -> Any:
@@ -216,7 +228,7 @@ def _with_leaves(value: Any, leaves: Sequence[Any], make: Callable[..., Any]) ->
     return jax.tree.unflatten(tree, list(map(replaced, nodes)))
 
 
-def register_error_check(primitive: jex.Primitive, rule: Callable[..., Any]) -> None:
+def register_error_check(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Registers `rule(errors, *operands, **params) -> (error, results)` for `checkify`."""
     # The rule returns the error of its own checks, which are those of the categories `errors`.
 
@@ -246,7 +258,7 @@ def map_errors(function: Callable[..., Any], error: checkify.Error) -> checkify.
     return dataclasses.replace(error, **changed)
 
 
-def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
+def hoist_consts(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """Turns the consts of a jaxpr into leading inputs, whose values it returns as well."""
     # (consts=[c]) { lambda c; x. jit[{ lambda d; y. … }] x }, with consts c and d, becomes
     # (consts=[]) { lambda ; c d x. jit[{ lambda ; d y. … }] d x }
@@ -261,7 +273,7 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
                 jit_consts += consts
         eqns.append(eqn)
     if not closed.consts and not jit_consts:
-        return jex.ClosedJaxpr(closed.jaxpr, []), []
+        return ClosedJaxpr(closed.jaxpr, []), []
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(
         constvars=[],
@@ -269,10 +281,10 @@ def hoist_consts(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
         eqns=eqns,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jex.ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
+    return ClosedJaxpr(jaxpr, []), [*closed.consts, *jit_consts]
 
 
-def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex.ClosedJaxpr:
+def with_constants(closed: ClosedJaxpr, change: Callable[[Any], Any]) -> ClosedJaxpr:
     """Replaces each NumPy array that is a const or a literal of a jaxpr by `change(array)`."""
     # This includes jaxprs inside equations. `change` returns the same array, or another one of
     # the same type. A jaxpr in which nothing changes remains the same object, since JAX caches by
@@ -287,16 +299,16 @@ def with_constants(closed: jex.ClosedJaxpr, change: Callable[[Any], Any]) -> jex
         return changed[id(value)]
 
     def atom_of(atom: Any) -> Any:
-        if not isinstance(atom, jex.Literal) or value_of(atom.val) is atom.val:
+        if not isinstance(atom, Literal) or value_of(atom.val) is atom.val:
             return atom
-        return jex.Literal(value_of(atom.val), atom.aval)
+        return Literal(value_of(atom.val), atom.aval)
 
     def param_of(param: Any) -> Any:
-        if isinstance(param, jex.ClosedJaxpr):  # in JAX 0.12 every jaxpr is one
+        if isinstance(param, ClosedJaxpr):  # in JAX 0.12 every jaxpr is one
             jaxpr, consts = jaxpr_of(param.jaxpr), all_of(value_of, param.consts)
             same = jaxpr is param.jaxpr and consts is param.consts
-            return param if same else jex.ClosedJaxpr(jaxpr, consts)
-        if isinstance(param, jex.Jaxpr):
+            return param if same else ClosedJaxpr(jaxpr, consts)
+        if isinstance(param, Jaxpr):
             return jaxpr_of(param)
         return all_of(param_of, param) if type(param) in (tuple, list) else param
 
@@ -336,14 +348,14 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(constants)), len(list(carry))
 
 
-def lower_high(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[Any]]:
+def lower_high(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Any]]:
     """Replaces primitives of hijax, such as that of `jnp.searchsorted`, by their definitions."""
     # The result has no consts: their values are the second result, for the new leading inputs.
     public: Any = pe  # of JAX 0.12; bodies of 0.10 hold no such primitives
     return hoist_consts(public.lower_jaxpr2(closed))
 
 
-def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
+def meaning_of_high(eqn: Any) -> ClosedJaxpr | None:
     """The definition of a hijax primitive in an equation; None for any other equation."""
     if eqn.primitive.name != "call_hi_primitive":
         return None
@@ -351,7 +363,7 @@ def meaning_of_high(eqn: Any) -> jex.ClosedJaxpr | None:
     return jax.make_jaxpr(meaning)(*(var.aval for var in eqn.invars))
 
 
-def without_references(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def without_references(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Replaces mutable references that are created in a jaxpr by values."""
     return discharge.discharge_state(closed, lower=False)
 
@@ -361,10 +373,10 @@ def register_to_lojax(primitive: Any, rule: Callable[..., Any]) -> None:
     primitive.to_lojax = rule
 
 
-_new_var = jex.gensym()
+_new_var = gensym()
 
 
-def _with_leading_inputs(eqn: Any, inner: jex.ClosedJaxpr, new_vars: list[Any]) -> Any:
+def _with_leading_inputs(eqn: Any, inner: ClosedJaxpr, new_vars: list[Any]) -> Any:
     """A call of `jit` for the jaxpr `inner`, with `new_vars` before its other inputs."""
     params = {**eqn.params, "jaxpr": inner}
     for key, default in _jit_input_params().items():
@@ -394,7 +406,7 @@ def evaluate_dim(dim: Any, values: Mapping[str, Any]) -> Any:
     return dim._evaluate(dict(values))
 
 
-def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any, Any]]]:
+def hoist_dims(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[tuple[Any, Any]]]:
     """Turns symbolic dimensions that a jaxpr reads into leading inputs, which it returns too."""
     # { lambda ; x. let n = dim_as_value[dim=n]; … } becomes { lambda ; n x. let … }. Calls of `jit`
     # are hoisted too, but no other jaxprs inside equations: the operands of these are not ours.
@@ -421,7 +433,7 @@ def hoist_dims(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[tuple[Any
         eqns=eqns,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jex.ClosedJaxpr(jaxpr, closed.consts), dims
+    return ClosedJaxpr(jaxpr, closed.consts), dims
 
 
 def outer_effects(effects: Iterable[Any]) -> set[Any]:
@@ -440,7 +452,7 @@ def is_ordered(effect: Any) -> bool:
     return bool(jax_effects.ordered_effects.contains(effect))
 
 
-def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def without_side_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drops equations that have an effect but no results, such as prints."""
     # Writes to references stay. Jaxprs inside equations are treated in the same way.
     jaxpr = closed.jaxpr
@@ -448,7 +460,7 @@ def without_side_effects(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         return closed
     eqns = [_strip_eqn(eqn) for eqn in jaxpr.eqns if not _is_side_effect(eqn)]
     effects = set().union(*(eqn.effects for eqn in eqns)) & set(jaxpr.effects)
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)
+    return ClosedJaxpr(jaxpr.replace(eqns=eqns, effects=effects), closed.consts)
 
 
 def _is_side_effect(eqn: Any) -> bool:
@@ -464,7 +476,7 @@ def _strip_eqn(eqn: Any) -> Any:
     def strip(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return type(value)(map(strip, value)) if type(value) in (tuple, list) else value
-        if not isinstance(value, jex.ClosedJaxpr):
+        if not isinstance(value, ClosedJaxpr):
             return value
         stripped = without_side_effects(value)
         gone.update(set(value.effects) - set(stripped.effects))
@@ -481,7 +493,7 @@ def context_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def bind(primitive: jex.Primitive, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bind(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds a primitive with the parameters of an equation, as in evaluating a jaxpr."""
     bound = primitive.get_bind_params(params)
     # JAX 0.10 gives (functions, params), 0.12 params alone.

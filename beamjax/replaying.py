@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax._text import hint, listed
 from beamjax.bodies.export import value_type
 from beamjax.call import LOCAL, Call, counted
@@ -392,7 +391,7 @@ def _without_vmap(eqn: Eqn, args: Sequence[Any], _: Any) -> list[Any]:
     """Calls a body for the one member of a shard."""
     served = eqn.params["num_broadcast"]
     member = [x[0] for x in args[served:]]
-    return [x[None] for x in jex.jaxpr_as_fun(eqn.params["jaxpr"])(*args[:served], *member)]
+    return [x[None] for x in _compat.jaxpr_as_fun(eqn.params["jaxpr"])(*args[:served], *member)]
 
 
 def _maps(stage: MapStage) -> list[Eqn]:

@@ -159,12 +159,10 @@ class Spans:
 
     def _add_up(self) -> None:
         while self.ended:
-            self._add_span(*self.ended.popleft())
+            self._add_span(self.ended.popleft())
 
-    def _add_span(
-        self, step: str, kind: str, shard: Shard | None, start: float, end: float, nbytes: int,
-        inner: dict[str, float], is_over: bool,
-    ) -> None:  # fmt: skip
+    def _add_span(self, ended: _Ended) -> None:
+        step, kind, shard, start, end, nbytes, inner, is_over = ended
         compiling, own = _without_inner(kind, end - start, inner) if inner else (0.0, end - start)
         amounts = {**inner, kind: inner.get(kind, 0.0) + own}
         if nbytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.bodies.jaxprs import equations_inside
 
 
@@ -22,10 +22,10 @@ class Var:
         return f"{self.name}:{self.aval.str_short()}"
 
 
-Atom = Var | jex.Literal
+Atom = Var | _compat.Literal
 
 
-def is_placed_operator(primitive: jex.Primitive) -> bool:
+def is_placed_operator(primitive: _compat.Primitive) -> bool:
     """Whether a primitive is one of `beamjax.ops.primitives`, or a reduction by a function."""
     return primitive.name.startswith("bj_")
 
@@ -39,7 +39,7 @@ def aval_of(atom: Atom) -> Any:
 class Eqn:
     """One primitive applied to atoms."""
 
-    primitive: jex.Primitive
+    primitive: _compat.Primitive
     params: dict[str, Any]
     inputs: list[Atom]
     outputs: list[Var]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate, nbytes_of
 
@@ -101,7 +101,7 @@ class Operations:
     def _apply(self, eqn: Any, ins: list[Value]) -> Sequence[Value]:
         if ins and all(value.shared for value in ins):
             return [SHARED] * len(eqn.outvars)
-        name, inner = eqn.primitive.name, list(jex.jaxprs_in_params(eqn.params))
+        name, inner = eqn.primitive.name, list(_compat.jaxprs_in_params(eqn.params))
         if len(inner) == 1 and _arity(inner[0]) == len(ins) and not name.startswith(_NOT_CALLS):
             return self.call(inner[0], ins)
         outs = [Value(nbytes_of(var.aval)) for var in eqn.outvars]

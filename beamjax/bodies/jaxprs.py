@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from beamjax import _jex as jex
+from beamjax import _compat
 
 
 def jaxprs(closed: Any) -> Iterator[Any]:
@@ -19,7 +19,7 @@ def jaxprs(closed: Any) -> Iterator[Any]:
 
 def jaxprs_inside(eqn: Any) -> Iterator[Any]:
     """The jaxprs that an equation holds, at any depth."""
-    for inner in jex.jaxprs_in_params(eqn.params):
+    for inner in _compat.jaxprs_in_params(eqn.params):
         yield from jaxprs(inner)
 
 
@@ -37,7 +37,7 @@ def changed_params(params: Mapping[str, Any], change: Callable[[Any], Any]) -> d
     """Parameters of an equation with `change(jaxpr)` in place of each jaxpr, closed or open."""
 
     def changed(value: Any) -> Any:
-        if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
+        if isinstance(value, _compat.ClosedJaxpr | _compat.Jaxpr):
             return change(value)
         if hasattr(value, "_make"):  # A named tuple, as `custom_linear_solve` has.
             return value._make(map(changed, value))
@@ -60,7 +60,7 @@ def evaluate(
     env.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
-        return literal(atom) if isinstance(atom, jex.Literal) else env[atom]
+        return literal(atom) if isinstance(atom, _compat.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         env.update(zip(eqn.outvars, apply(eqn, list(map(read, eqn.invars))), strict=True))

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax, tree_util
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import Fold, wide_dtype
@@ -54,7 +53,7 @@ reduce_p.multiple_results = True
 
 
 def bind_reduce(
-    jaxpr: jex.ClosedJaxpr,
+    jaxpr: _compat.ClosedJaxpr,
     served: Sequence[Any],
     leaves: Leaves,
     *,
@@ -99,9 +98,9 @@ def _choose(rows: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
 
-def combine_of(jaxpr: jex.ClosedJaxpr, served: Sequence[Any]) -> Combine:
+def combine_of(jaxpr: _compat.ClosedJaxpr, served: Sequence[Any]) -> Combine:
     """The function that a jaxpr holds, with its server values."""
-    return lambda left, right: jex.jaxpr_as_fun(jaxpr)(*served, *left, *right)
+    return lambda left, right: _compat.jaxpr_as_fun(jaxpr)(*served, *left, *right)
 
 
 # --- what users call
@@ -220,7 +219,7 @@ def _like_member(
 
 @reduce_p.def_abstract_eval
 def _reduce_abstract_eval(
-    *avals: Any, jaxpr: jex.ClosedJaxpr, num_served: int, placement: str, n: Any, name: str
+    *avals: Any, jaxpr: _compat.ClosedJaxpr, num_served: int, placement: str, n: Any, name: str
 ) -> list[Any]:
     members = jaxpr.in_avals[num_served:]
     for aval, member in zip(avals[num_served:], members[: len(members) // 2], strict=True):
@@ -233,7 +232,7 @@ def _reduce_abstract_eval(
 
 
 def _fold_arrays(
-    *args: jax.Array, jaxpr: jex.ClosedJaxpr, num_served: int, **_: Any
+    *args: jax.Array, jaxpr: _compat.ClosedJaxpr, num_served: int, **_: Any
 ) -> list[jax.Array]:
     leaves = [sharding.whole(x) for x in args[num_served:]]
     return fold_members(combine_of(jaxpr, args[:num_served]), leaves)
@@ -244,7 +243,7 @@ _compat.register_lowering(reduce_p, _fold_arrays)
 
 
 def _reduce_to_lojax(
-    *args: Any, jaxpr: jex.ClosedJaxpr, num_served: int, **params: Any
+    *args: Any, jaxpr: _compat.ClosedJaxpr, num_served: int, **params: Any
 ) -> list[jax.Array]:
     lowered, consts = _compat.lower_high(jaxpr)
     num_served += len(consts)
@@ -291,12 +290,12 @@ def _reduce_jvp(
 
 
 def _pair_jaxpr(
-    jaxpr: jex.ClosedJaxpr, size: int, moving: list[int], floats: list[int]
-) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    jaxpr: _compat.ClosedJaxpr, size: int, moving: list[int], floats: list[int]
+) -> tuple[_compat.ClosedJaxpr, list[Any]]:
     """The function on pairs of a value and its tangent."""
     # It takes `[*served, *their tangents, *left, *its tangents, *right, *its tangents]`, where the
     # server values `moving` and the leaves `floats` have tangents.
-    function = jex.jaxpr_as_fun(jaxpr)
+    function = _compat.jaxpr_as_fun(jaxpr)
     num_served = len(jaxpr.in_avals) - 2 * size
     inputs = [*moving, *(num_served + k * size + i for k in (0, 1) for i in floats)]
     lengths = [num_served, len(moving), size, len(floats), size, len(floats)]
@@ -375,7 +374,7 @@ def _reduce_batch(
         for x, dim in zip(args[num_served:], dims[num_served:], strict=True)
     ]  # fmt: skip
     function = jax.vmap(
-        jex.jaxpr_as_fun(params["jaxpr"]),
+        _compat.jaxpr_as_fun(params["jaxpr"]),
         in_axes=[*dims[:num_served], *[0] * (2 * len(leaves))],
         axis_size=size,
         axis_name=axis_data.name,

@@ -18,7 +18,6 @@ import numpy as np
 from jax import tree_util
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.errors import StructureError
 from beamjax.ops import primitives, sharding
@@ -264,7 +263,7 @@ def _is_empty(n: Any) -> bool:
     return isinstance(n, int) and n == 0
 
 
-def _define(primitive: jex.Primitive, function: Callable[..., jax.Array], removes: int) -> None:
+def _define(primitive: _compat.Primitive, function: Callable[..., jax.Array], removes: int) -> None:
     """Defines a primitive; the members of its operand lose `removes` axes for its results."""
 
     def abstract_eval(
@@ -294,7 +293,7 @@ _define(sum_of_neighbours_p, sums, 1)
 # --- derivatives and batches
 
 
-def _define_derivatives(primitive: jex.Primitive, other: jex.Primitive, axes: int) -> None:
+def _define_derivatives(primitive: _compat.Primitive, other: _compat.Primitive, axes: int) -> None:
     """Defines a transpose, and batches whose axis follows the first `axes` axes of an operand."""
 
     def transpose(ct: jax.Array, x: Any, **params: Any) -> list[Any]:

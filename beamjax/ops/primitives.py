@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.errors import PlacementError, StructureError
 from beamjax.numerics.reducers import REDUCTIONS, Fold
 from beamjax.ops import placements, sharding
@@ -38,9 +37,9 @@ OPERATORS: set[str] = set()
 """The names of all primitives of placed operators."""
 
 
-def operator_primitive(name: str) -> jex.Primitive:
+def operator_primitive(name: str) -> _compat.Primitive:
     """A new primitive of a placed operator; its name begins with `bj_`."""
-    primitive = jex.Primitive(f"bj_{name}")
+    primitive = _compat.Primitive(f"bj_{name}")
     OPERATORS.add(primitive.name)
     return primitive
 
@@ -78,7 +77,7 @@ def trace_body(
     fn: Callable[..., Any],
     avals: Sequence[Any],
     what: str = "map_fn: the mapped function",
-) -> tuple[jex.ClosedJaxpr, list[jax.Array]]:
+) -> tuple[_compat.ClosedJaxpr, list[jax.Array]]:
     """The jaxpr of `fn`, and the values that it closes over, which are its leading inputs."""
     # JAX caches the trace of a function object, so `fn` must be a new one in each call.
     try:
@@ -97,7 +96,7 @@ def trace_body(
 
 
 def bind_map(
-    jaxpr: jex.ClosedJaxpr,
+    jaxpr: _compat.ClosedJaxpr,
     broadcast: Sequence[Any],
     placed: Sequence[Any],
     *,
@@ -148,7 +147,7 @@ def map_members(
 @map_p.def_effectful_abstract_eval
 def _map_abstract_eval(
     *avals: Any,
-    jaxpr: jex.ClosedJaxpr,
+    jaxpr: _compat.ClosedJaxpr,
     num_broadcast: int,
     placement: str,
     n: Any,
@@ -168,7 +167,7 @@ def _map_abstract_eval(
 
 def _map_over_axis(
     *args: jax.Array,
-    jaxpr: jex.ClosedJaxpr,
+    jaxpr: _compat.ClosedJaxpr,
     num_broadcast: int,
     placement: str,
     n: Any,
@@ -182,7 +181,7 @@ def _map_over_axis(
     broadcast = args[:num_broadcast]
     placed = [sharding.lay_out(x, placement, mesh, whole) for x in args[num_broadcast:]]
     body = jax.vmap(
-        jex.jaxpr_as_fun(jaxpr),
+        _compat.jaxpr_as_fun(jaxpr),
         in_axes=[None] * len(broadcast) + [0] * len(placed),
         axis_size=n,
         spmd_axis_name=spmd_axis_name,
@@ -190,9 +189,9 @@ def _map_over_axis(
     return [sharding.lay_out(out, placement, mesh) for out in body(*broadcast, *placed)]
 
 
-def _contains_shard_map(jaxpr: jex.Jaxpr) -> bool:
+def _contains_shard_map(jaxpr: _compat.Jaxpr) -> bool:
     return any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns) or any(
-        map(_contains_shard_map, jex.subjaxprs(jaxpr))
+        map(_contains_shard_map, _compat.subjaxprs(jaxpr))
     )
 
 
@@ -203,7 +202,7 @@ _compat.register_lowering(map_p, _map_over_axis)
 
 
 def _map_to_lojax(
-    *args: Any, jaxpr: jex.ClosedJaxpr, num_broadcast: int, **params: Any
+    *args: Any, jaxpr: _compat.ClosedJaxpr, num_broadcast: int, **params: Any
 ) -> list[jax.Array]:
     """JAX asks for this before it compiles a map whose body holds primitives of hijax."""
     lowered, consts = _compat.lower_high(jaxpr)

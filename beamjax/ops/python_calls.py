@@ -21,7 +21,6 @@ from jax import tree_util
 from jax.experimental import checkify
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.ops.leaves import as_array
 
@@ -41,7 +40,7 @@ class PythonCall:
     # The tracers and arrays that it closes over.
     closed_over: tuple[Any, ...] = ()
 
-    def mapped(self, jaxpr: jex.ClosedJaxpr, consts: Sequence[Any]) -> jex.ClosedJaxpr:
+    def mapped(self, jaxpr: _compat.ClosedJaxpr, consts: Sequence[Any]) -> _compat.ClosedJaxpr:
         """The body to map: one that calls the function if `keeping` is active."""
         if not _KEEPING.get():
             return jaxpr
@@ -71,17 +70,17 @@ def collecting() -> Iterator[list[tuple[str, Any]]]:
         _RETURNED.reset(token)
 
 
-call_p = jex.Primitive("python_call")
+call_p = _compat.Primitive("python_call")
 call_p.multiple_results = True
 
 
 @call_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> tuple[list[Any], Any]:
+def _abstract_eval(*avals: Any, jaxpr: _compat.ClosedJaxpr, **_: Any) -> tuple[list[Any], Any]:
     return jaxpr.out_avals, jaxpr.effects
 
 
 @call_p.def_impl
-def _call(*args: Any, jaxpr: jex.ClosedJaxpr, call: PythonCall) -> list[jax.Array]:
+def _call(*args: Any, jaxpr: _compat.ClosedJaxpr, call: PythonCall) -> list[jax.Array]:
     # The function may close over tracers of the program, whose trace has ended by now. So a copy is
     # called, whose closure has the values of the member in their place.
     fn = _Substitution(dict(zip(map(id, call.closed_over), args, strict=False)))(call.fn)
@@ -95,8 +94,8 @@ def _call(*args: Any, jaxpr: jex.ClosedJaxpr, call: PythonCall) -> list[jax.Arra
     return [x.astype(aval.dtype) if x.dtype != aval.dtype else x for x, aval in types]
 
 
-def _traced(*args: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[jax.Array]:
-    return jex.jaxpr_as_fun(jaxpr)(*args)
+def _traced(*args: Any, jaxpr: _compat.ClosedJaxpr, **_: Any) -> list[jax.Array]:
+    return _compat.jaxpr_as_fun(jaxpr)(*args)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:

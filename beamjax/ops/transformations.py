@@ -17,7 +17,6 @@ import numpy as np
 from jax.experimental import checkify
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax._compat import ad, batching
 from beamjax.numerics.reducers import REDUCTIONS, Derivative, Reducer, ReductionKind, wide_dtype
 from beamjax.ops import sharding
@@ -37,10 +36,10 @@ from beamjax.ops.primitives import (
 # --- jaxprs
 
 
-def depends(jaxpr: jex.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
+def depends(jaxpr: _compat.ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """For each output, whether it may depend on one of the marked inputs."""
     marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
-    is_marked = lambda v: not isinstance(v, jex.Literal) and v in marked
+    is_marked = lambda v: not isinstance(v, _compat.Literal) and v in marked
     for eqn in jaxpr.jaxpr.eqns:
         # An effect may read a reference, or the index of an axis that only the caller knows.
         if eqn.effects or any(map(is_marked, eqn.invars)):
@@ -65,7 +64,7 @@ def _derived(params: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _map_linear(
-    jaxpr: jex.ClosedJaxpr,
+    jaxpr: _compat.ClosedJaxpr,
     consts: Sequence[Any],
     broadcast: Sequence[Any],
     placed: Sequence[Any],
@@ -123,12 +122,12 @@ def _map_jvp(
 
 
 def _jvp_jaxpr(
-    jaxpr: jex.ClosedJaxpr, moving: list[bool], moving_out: list[bool], is_tangent: list[bool]
-) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    jaxpr: _compat.ClosedJaxpr, moving: list[bool], moving_out: list[bool], is_tangent: list[bool]
+) -> tuple[_compat.ClosedJaxpr, list[Any]]:
     """Traces the tangents of the outputs `moving_out`, for inputs `moving`."""
     # Its inputs are the primals, then the tangents of those that move; broadcast operands are
     # before placed ones, so `is_tangent` says which are which.
-    body = jex.jaxpr_as_fun(jaxpr)
+    body = _compat.jaxpr_as_fun(jaxpr)
     is_primal = [not mark for mark in is_tangent]
 
     def tangent(*args: Any) -> list[Any]:
@@ -184,11 +183,11 @@ def _map_transpose(cts: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
 
 
 def _transposed_jaxpr(
-    jaxpr: jex.ClosedJaxpr, linear: list[bool], used: list[bool]
-) -> tuple[jex.ClosedJaxpr, list[Any]]:
+    jaxpr: _compat.ClosedJaxpr, linear: list[bool], used: list[bool]
+) -> tuple[_compat.ClosedJaxpr, list[Any]]:
     """Traces the cotangents of the inputs `linear`."""
     # Its inputs are the other inputs and the cotangents of the outputs `used`.
-    body = jex.jaxpr_as_fun(jaxpr)
+    body = _compat.jaxpr_as_fun(jaxpr)
     linear_avals = _take(jaxpr.in_avals, linear)
     known_avals = _take(jaxpr.in_avals, [not lin for lin in linear])
     ct_avals = [aval.to_ct_aval() for aval in _take(jaxpr.out_avals, used)]
@@ -224,7 +223,7 @@ def _map_batch(
             args[i] = args[i] if dim else jnp.moveaxis(args[i], 0, 1)
             dims[i] = max(dim, 1) - 1
     body = jax.vmap(
-        jex.jaxpr_as_fun(jaxpr),
+        _compat.jaxpr_as_fun(jaxpr),
         in_axes=dims,
         out_axes=[0 if mark else None for mark in batched],
         axis_size=axis_data.size,
@@ -277,7 +276,7 @@ batching.primitive_batchers[broadcast_p] = _broadcast_batch
 # --- reductions
 
 
-def _define_batch(primitive: jex.Primitive) -> None:
+def _define_batch(primitive: _compat.Primitive) -> None:
     def batch(args: Sequence[Any], dims: Sequence[int], *, placement: str) -> tuple[Any, int]:
         (x,), (dim,) = args, dims
         x = x if dim else jnp.moveaxis(x, 0, 1)
@@ -286,7 +285,7 @@ def _define_batch(primitive: jex.Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-def _define_linear(primitive: jex.Primitive, reduction: ReductionKind) -> None:
+def _define_linear(primitive: _compat.Primitive, reduction: ReductionKind) -> None:
     def transpose(ct: Any, x: Any, *, placement: str) -> list[Any]:
         n, dtype = x.aval.shape[0], x.aval.dtype
         ct = jnp.asarray(ct, dtype)  # A user's cotangent may be a Python scalar.
@@ -302,7 +301,7 @@ def _define_linear(primitive: jex.Primitive, reduction: ReductionKind) -> None:
     ad.deflinear2(primitive, transpose)
 
 
-def _define_jvp(primitive: jex.Primitive, reduction: ReductionKind) -> None:
+def _define_jvp(primitive: _compat.Primitive, reduction: ReductionKind) -> None:
     derivative = reduction.derivative
 
     # y = bj_reduce_max x        becomes   y = bj_reduce_max x
@@ -351,11 +350,11 @@ for _op, _primitive in REDUCE_PRIMITIVES.items():
 
 
 def _checked_map(
-    errors: Any, *operands: Any, jaxpr: jex.ClosedJaxpr, num_broadcast: int, **params: Any
+    errors: Any, *operands: Any, jaxpr: _compat.ClosedJaxpr, num_broadcast: int, **params: Any
 ) -> tuple[checkify.Error, list[Any]]:
     """Maps the body with its checks, and reports the first check that failed for any member."""
     del params["spmd_axis_name"]
-    body = checkify.checkify(jex.jaxpr_as_fun(jaxpr), errors=errors)
+    body = checkify.checkify(_compat.jaxpr_as_fun(jaxpr), errors=errors)
     tree: Any = None
 
     def checked(*args: Any) -> Sequence[Any]:

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED = 1000
-"""Largest number of shards that are kept in a list, of 0.1 MB; others are made in each run."""
+"""Largest number of shards that are stored with the bodies of a pass, as a list of 0.1 MB. More are
+listed in each run."""
 
 
 class LoadedPass:

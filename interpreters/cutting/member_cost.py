@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax._compat import scan_counts
 from beamjax.bodies.jaxprs import evaluate
 from beamjax.interpreters.cutting.stages import MapStage, ServerStage
@@ -155,7 +155,7 @@ def _calls(inner: Sequence[Any], own: Own, count: int) -> tuple[list[Cost], Own]
 def _operation(eqn: Any, ins: Sequence[Any], outs: Sequence[Any], own: Own) -> tuple[Cost, Own]:
     """The cost of an equation, of which some operands differ, and which of its results do."""
     name, params = eqn.primitive.name, eqn.params
-    inner = list(jex.jaxprs_in_params(params))
+    inner = list(_compat.jaxprs_in_params(params))
     match name:
         case "scan":
             fixed, carried = scan_counts(eqn)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.bodies.export import NotExportedError, export_body
 from beamjax.errors import StagingError
 from beamjax.interpreters.program import Eqn, aval_of
@@ -55,7 +54,7 @@ def _not_exported(eqn: Any, platforms: Sequence[str]) -> tuple[str, str] | None:
     try:
         export_body("", call, [aval_of(atom) for atom in inputs], platforms)
     except NotExportedError:
-        for sub in jex.jaxprs_in_params(eqn.params):
+        for sub in _compat.jaxprs_in_params(eqn.params):
             for inner in getattr(sub, "jaxpr", sub).eqns:
                 innermost = _not_exported(inner, platforms)
                 if innermost:

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import changed_params
 from beamjax.interpreters.program import Eqn, with_nested
 
@@ -30,7 +29,7 @@ def with_channels_last(
     # Tracing once more takes long, so only what convolves is traced.
     if not any(map(_convolves, eqns)):
         return function
-    return jex.jaxpr_as_fun(_closed(jax.make_jaxpr(function)(*arguments)))
+    return _compat.jaxpr_as_fun(_closed(jax.make_jaxpr(function)(*arguments)))
 
 
 def _convolves(eqn: Any) -> bool:
@@ -38,15 +37,15 @@ def _convolves(eqn: Any) -> bool:
     return any(nested.primitive.name == "conv_general_dilated" for nested in with_nested(eqn))
 
 
-def _closed(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    return jex.ClosedJaxpr(_open(closed.jaxpr), closed.consts)
+def _closed(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
+    return _compat.ClosedJaxpr(_open(closed.jaxpr), closed.consts)
 
 
 def _either(jaxpr: Any) -> Any:
-    return _closed(jaxpr) if isinstance(jaxpr, jex.ClosedJaxpr) else _open(jaxpr)
+    return _closed(jaxpr) if isinstance(jaxpr, _compat.ClosedJaxpr) else _open(jaxpr)
 
 
-def _open(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+def _open(jaxpr: _compat.Jaxpr) -> _compat.Jaxpr:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         if not _convolves(eqn):
@@ -91,7 +90,7 @@ def _laid_out(eqn: Any) -> list[Any]:
     names = dict(zip([*new.invars, *new.outvars], [*eqn.invars, *eqn.outvars], strict=True))
 
     def rename(atom: Any) -> Any:
-        return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
+        return atom if isinstance(atom, _compat.Literal) else names.get(atom, atom)
 
     return [
         new_eqn.replace(

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.placement.places import PlacedProgram
 from beamjax.interpreters.program import Atom, Eqn, Var, aval_of
@@ -50,7 +50,7 @@ def divide_by_members_left(program: PlacedProgram) -> None:
         if total is not None and n and is_mean and isinstance(rule, ReductionRule):
             program.rules[total] = placement, replace(rule, reducer="mean")
             aval = aval_of(eqn.inputs[1])
-            eqn.inputs[1] = jex.Literal(np.asarray(divisor / n, aval.dtype), aval)
+            eqn.inputs[1] = _compat.Literal(np.asarray(divisor / n, aval.dtype), aval)
             continue
         for name, size in program.sizes.items():
             # `jnp.var(x, ddof=1)` divides by n - 1.

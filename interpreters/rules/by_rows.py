@@ -18,7 +18,6 @@ import jax
 from jax import lax
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn, Var
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
@@ -30,7 +29,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     rule,
 )
 
-by_rows_p = jex.Primitive("by_rows")
+by_rows_p = _compat.Primitive("by_rows")
 """Applies the equation `eqn`, whose rule for rows is `rule`, to members of `rows` rows each."""
 by_rows_p.multiple_results = True
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
@@ -38,8 +37,8 @@ MAX_TABLE_BYTES = 4 << 20
 MAX_RANGE_BYTES = 16 << 20
 """Largest size of the members of a range, in bytes."""
 
-reduce_p = jex.Primitive("reduce_by_shard")
-map_p = jex.Primitive("map_by_shard")
+reduce_p = _compat.Primitive("reduce_by_shard")
+map_p = _compat.Primitive("map_by_shard")
 
 Table = Callable[..., tuple[Any, Any]]
 Result = Callable[..., Any]
@@ -133,7 +132,7 @@ def _mapped(*operands: Any, function: Result, **_: Any) -> jax.Array:
     return function(all_members(operands[0].shape[0]), *operands)
 
 
-def _define(primitive: jex.Primitive, function: Callable[..., jax.Array]) -> None:
+def _define(primitive: _compat.Primitive, function: Callable[..., jax.Array]) -> None:
     def abstract_eval(*avals: Any, **params: Any) -> Any:
         result = jax.eval_shape(functools.partial(function, **params), *avals)
         return avals[0].update(shape=result.shape, dtype=result.dtype, weak_type=False)

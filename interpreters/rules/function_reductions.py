@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, aval_of
 from beamjax.interpreters.rules.indexing import MAX_SHARE
@@ -68,7 +68,7 @@ def _reduce(eqn: Eqn, in_axes: Axes, n: Any) -> FunctionReductionRule | None:
     # of the members must be the first of the reduced axes.
     if axis != min(reduced) or 0 in entries or draw_by_batch(eqn.params["jaxpr"]) is not None:
         return None
-    function = jex.jaxpr_as_fun(eqn.params["jaxpr"])
+    function = _compat.jaxpr_as_fun(eqn.params["jaxpr"])
 
     # The function takes numbers, so it is mapped over all entries of two arrays.
     def joined(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:

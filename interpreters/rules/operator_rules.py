@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.bodies.jaxprs import equations
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
@@ -41,7 +41,7 @@ def _mapped(eqn: Eqn, args: Sequence[Any], shard: TracedShard) -> list[Any]:
     if shard.size > 1 or _needs_vmap(closed):
         return _at_shard_size(eqn, args, shard)
     member = [jnp.squeeze(x, 0) for x in args[served:]]
-    outs = jex.jaxpr_as_fun(closed)(*args[:served], *member)
+    outs = _compat.jaxpr_as_fun(closed)(*args[:served], *member)
     return [jnp.expand_dims(x, 0) for x in outs]
 
 

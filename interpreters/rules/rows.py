@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.indexing import MAX_SHARE, bounded, clamped
 from beamjax.interpreters.rules.sharding_rules import (
@@ -39,7 +39,7 @@ Function = Callable[..., Sequence[Any]]
 Wanted = tuple[str, str] | None
 """The key and the name of the placement along whose members an operator takes the rows."""
 
-take_rows_p = jex.Primitive("take_rows")
+take_rows_p = _compat.Primitive("take_rows")
 """Takes an array and int32[k], all in bounds, to the k rows; `key` as in `Wanted`, or None."""
 
 
@@ -63,7 +63,7 @@ def rows_by_index(eqn: Eqn, wanted: Wanted) -> Function | None:
 
 def _dynamic_slice(eqn: Eqn, x: Sequence[int], wanted: Wanted) -> Function | None:
     sizes = eqn.params["slice_sizes"]
-    if isinstance(eqn.inputs[1], jex.Literal) or not _pays(sizes[0], x[0], wanted):
+    if isinstance(eqn.inputs[1], _compat.Literal) or not _pays(sizes[0], x[0], wanted):
         return None
 
     def function(operand: Any, *starts: Any) -> Sequence[Any]:
@@ -78,7 +78,7 @@ def _dynamic_slice(eqn: Eqn, x: Sequence[int], wanted: Wanted) -> Function | Non
 
 def _gather(eqn: Eqn, x: Sequence[int], wanted: Wanted) -> Function | None:
     d, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    if isinstance(eqn.inputs[1], jex.Literal) or 0 not in d.start_index_map or sizes[0] != 1:
+    if isinstance(eqn.inputs[1], _compat.Literal) or 0 not in d.start_index_map or sizes[0] != 1:
         return None
     out = shape_of(eqn.outputs[0])
     batch = [k for k in range(len(out)) if k not in d.offset_dims]

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.interpreters.program import Eqn
 from beamjax.interpreters.rules.sharding_rules import (
     Axes,
@@ -72,7 +71,7 @@ def _scan_over_members(
 
 def _without_carries(
     closed: Any, constants: int, carried: int
-) -> tuple[jex.ClosedJaxpr, list[str | None]] | None:
+) -> tuple[_compat.ClosedJaxpr, list[str | None]] | None:
     """The body of a scan as that of a map, and the primitive that changes each carried value."""
     # The body returns what a round adds to each carried value that changes, then the stacked
     # results. The primitive of a value that does not change is None. There is no such body if a
@@ -80,7 +79,7 @@ def _without_carries(
     jaxpr = closed.jaxpr
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     read = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
-    read = [v for v in read if not isinstance(v, jex.Literal)]
+    read = [v for v in read if not isinstance(v, _compat.Literal)]
     carries = jaxpr.invars[constants : constants + carried]
     changes: list[str | None] = []
     totals, gone = [], set()
@@ -96,7 +95,7 @@ def _without_carries(
             return None
         others = [atom for atom in eqn.invars if atom is not var]
         plain = eqn.primitive.name in _REDUCTIONS and makers.get(out) is eqn
-        if not plain or read.count(out) != 1 or isinstance(others[0], jex.Literal):
+        if not plain or read.count(out) != 1 or isinstance(others[0], _compat.Literal):
             return None
         changes.append(eqn.primitive.name)
         totals.append(others[0])
@@ -107,8 +106,8 @@ def _without_carries(
         eqns=[eqn for eqn in jaxpr.eqns if eqn not in gone],
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jex.ClosedJaxpr(body, []), changes
+    return _compat.ClosedJaxpr(body, []), changes
 
 
 def _variables(atoms: Any) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, jex.Literal)}
+    return {atom for atom in atoms if not isinstance(atom, _compat.Literal)}

@@ -30,7 +30,6 @@ import numpy as np
 from jax import lax
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations, evaluate
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, Var, aval_of
 from beamjax.interpreters.staging.flatten import CALLED
@@ -192,7 +191,7 @@ class _Equations:
         order = (*others[:axis], 0, *others[axis:])
         return self.add(lax.transpose_p, {"permutation": order}, var) if axis else var
 
-    def add(self, primitive: jex.Primitive, params: dict[str, Any], *inputs: Atom) -> Var:
+    def add(self, primitive: _compat.Primitive, params: dict[str, Any], *inputs: Atom) -> Var:
         """Appends an equation of one result, which it returns."""
         avals = map(aval_of, inputs)
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -221,11 +220,11 @@ class _Product:
     """A product of two arrays of one member, and equations that are applied to its result."""
 
     # `dot_general`, or `conv_general_dilated` with one feature to contract.
-    primitive: jex.Primitive
+    primitive: _compat.Primitive
     params: dict[str, Any]
     factors: tuple[Any, Any]
     # Primitives, their parameters, and their operands after the first.
-    then: tuple[tuple[jex.Primitive, dict[str, Any], tuple[Any, ...]], ...] = ()
+    then: tuple[tuple[_compat.Primitive, dict[str, Any], tuple[Any, ...]], ...] = ()
 
     def value(self) -> Any:
         (x,) = _compat.bind(self.primitive, self.factors, self.params)
@@ -401,7 +400,7 @@ def _broadcast(eqn: Any, x: Any, *sizes: Any) -> _Sum | _Spread | None:
 def _padded(eqn: Any, x: Any, fill: Any) -> _Sum | None:
     literal = eqn.invars[1]
     # Padding with zeros is linear.
-    if not isinstance(x, _Sum) or not isinstance(literal, jex.Literal) or literal.val != 0:
+    if not isinstance(x, _Sum) or not isinstance(literal, _compat.Literal) or literal.val != 0:
         return None
     return _Sum([product.followed_by(eqn, literal) for product in x.products])
 

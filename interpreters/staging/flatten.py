@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.bodies.jaxprs import equations_inside, evaluate
 from beamjax.errors import StagingError
 from beamjax.interpreters import dimensions
@@ -60,7 +59,7 @@ IDENTITIES = frozenset(
 HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 
-def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
+def flatten(closed: _compat.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     """Inlines all calls; `unroll` also inlines scans and conds with placed operators."""
     if _makes_references(closed.jaxpr):
         closed = _compat.without_references(closed)
@@ -74,8 +73,8 @@ def flatten(closed: jex.ClosedJaxpr, unroll: bool = False) -> FlatProgram:
     outputs = inliner.inline(closed, arguments, "")
     for var, atom, aval in zip(jaxpr.outvars, outputs, types, strict=True):
         if aval.dtype == FLOAT0:
-            flat.outputs.append(jex.Literal(np.zeros(aval.shape, FLOAT0), aval))
-        elif not isinstance(var, jex.Literal) and var in jaxpr.invars:
+            flat.outputs.append(_compat.Literal(np.zeros(aval.shape, FLOAT0), aval))
+        elif not isinstance(var, _compat.Literal) and var in jaxpr.invars:
             # The program returns its argument as it is, with any map around it inlined.
             flat.outputs.append(atom)
         else:
@@ -220,7 +219,7 @@ class Inliner:
         order = [*range(served), *server_values, *rest]
         names = body.debug_info.with_unknown_names()
         body = body.replace(invars=[body.invars[i] for i in order], debug_info=names)
-        closed = jex.ClosedJaxpr(body, params["jaxpr"].consts)
+        closed = _compat.ClosedJaxpr(body, params["jaxpr"].consts)
         params = {**params, "jaxpr": closed, "num_broadcast": served + len(server_values)}
         return params, [server_values.get(number, inputs[number]) for number in order]
 
@@ -231,7 +230,7 @@ class Inliner:
         placed = set(body.invars[eqn.params["num_broadcast"] :])
         results: list[Atom] = []
         for inner, result in zip(body.outvars, eqn.outputs, strict=True):
-            same = not isinstance(inner, jex.Literal) and inner in placed
+            same = not isinstance(inner, _compat.Literal) and inner in placed
             results.append(operands[inner] if same else result)
             if same and isinstance(operands[inner], Var):
                 self.maps.setdefault(operands[inner], eqn)
@@ -317,14 +316,14 @@ def _has_no_members(eqn: Any) -> bool:
     return isinstance(n, int) and n == 0
 
 
-def _as_arrays(eqn: Any) -> jex.ClosedJaxpr:
+def _as_arrays(eqn: Any) -> _compat.ClosedJaxpr:
     """A jaxpr without placed operators that computes the same as a placed operator."""
     layout = {key: None for key in ("mesh", "spmd_axis_name") if key in eqn.params}
     function = functools.partial(eqn.primitive.impl, **{**eqn.params, **layout})
     return jax.make_jaxpr(function)(*(var.aval for var in eqn.invars))
 
 
-def _as_slices(eqn: Any) -> jex.ClosedJaxpr:
+def _as_slices(eqn: Any) -> _compat.ClosedJaxpr:
     """A jaxpr of slices that computes the same as a split: slices have more rules."""
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     ends = list(itertools.accumulate(sizes))
@@ -343,7 +342,7 @@ def _makes_references(jaxpr: Any) -> bool:
         _makes_reference(eqn)
         or any(
             _makes_references(getattr(sub, "jaxpr", sub))
-            for sub in jex.jaxprs_in_params(eqn.params)
+            for sub in _compat.jaxprs_in_params(eqn.params)
         )
         for eqn in jaxpr.eqns
         if not is_placed_operator(eqn.primitive)

@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.bodies.jaxprs import changed_params, jaxprs
 
 FLOAT0 = jax.dtypes.float0
 BOOL = np.dtype("bool")
 
 
-def without_float0(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def without_float0(closed: _compat.ClosedJaxpr) -> _compat.ClosedJaxpr:
     """The same function with bools instead of float0, also in the jaxprs of its equations."""
     return _Retyped().either(closed) if _holds_float0(closed) else closed
 
 
-def _holds_float0(closed: jex.ClosedJaxpr) -> bool:
+def _holds_float0(closed: _compat.ClosedJaxpr) -> bool:
     return any(
         _is_float0(var)
         for jaxpr in jaxprs(closed)
@@ -39,14 +39,14 @@ class _Retyped:
     """Replaces variables of dtype float0, consistently within one program."""
 
     def __init__(self) -> None:
-        self.new_var = jex.gensym()
+        self.new_var = _compat.gensym()
         # For each variable of dtype float0, the one that replaces it.
         self.names: dict[Any, Any] = {}
 
     def either(self, value: Any) -> Any:
         """A jaxpr, closed or open."""
-        if isinstance(value, jex.ClosedJaxpr):  # Also a `jex.Jaxpr`, in some versions of JAX.
-            return jex.ClosedJaxpr(self.jaxpr(value.jaxpr), list(map(as_bool, value.consts)))
+        if isinstance(value, _compat.ClosedJaxpr):  # Also an open one, in some versions of JAX.
+            return _compat.ClosedJaxpr(self.jaxpr(value.jaxpr), list(map(as_bool, value.consts)))
         return self.jaxpr(value)
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -68,8 +68,8 @@ class _Retyped:
         if not _is_float0(atom):
             return atom
         aval = jax.core.ShapedArray(atom.aval.shape, BOOL)
-        if isinstance(atom, jex.Literal):
-            return jex.Literal(as_bool(atom.val), aval)
+        if isinstance(atom, _compat.Literal):
+            return _compat.Literal(as_bool(atom.val), aval)
         return self.names.setdefault(atom, self.new_var(aval))
 
     def dtype(self, value: Any) -> Any:

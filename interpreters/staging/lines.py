@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from beamjax import _jex as jex
+from beamjax import _compat
 from beamjax.interpreters.program import Eqn
 from beamjax.ops.tracer_errors import is_library
 
@@ -27,7 +27,7 @@ def find_equation(eqn: Any, matches: Callable[[Any], bool]) -> tuple[str, str] |
     """The primitive and the line of the first match in an equation and its jaxprs, or None."""
     if matches(eqn):
         return eqn.primitive.name, user_line(eqn)
-    for sub in jex.jaxprs_in_params(eqn.params):
+    for sub in _compat.jaxprs_in_params(eqn.params):
         for inner in getattr(sub, "jaxpr", sub).eqns:
             first_match = find_equation(inner, matches)
             if first_match is not None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.interpreters.dimensions import is_unknown
 from beamjax.interpreters.program import Eqn, FlatBlock, Var
 
@@ -22,8 +21,8 @@ from beamjax.interpreters.program import Eqn, FlatBlock, Var
 
 
 def hoist(
-    closed: jex.ClosedJaxpr, num_served: int, n: int
-) -> tuple[jex.ClosedJaxpr, jex.ClosedJaxpr] | None:
+    closed: _compat.ClosedJaxpr, num_served: int, n: int
+) -> tuple[_compat.ClosedJaxpr, _compat.ClosedJaxpr] | None:
     """Splits a body in two, or returns None if the second part would read as many whole values."""
     # `map_fn(lambda v: v - jnp.mean(x, 0), x)` closes over all members of `x`. Inside the body,
     # they would have to be gathered; outside, the mean is a reduction:
@@ -62,11 +61,11 @@ def hoist(
         invars=served, outvars=values, eqns=first, effects=set(), debug_info=names
     )
     body = jaxpr.replace(invars=[*values, *jaxpr.invars], eqns=rest, debug_info=names)
-    return jex.ClosedJaxpr(before, []), jex.ClosedJaxpr(body, [])
+    return _compat.ClosedJaxpr(before, []), _compat.ClosedJaxpr(body, [])
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, jex.Literal)}
+    return {atom for atom in atoms if not isinstance(atom, _compat.Literal)}
 
 
 def _numbers(variables: Iterable[Any]) -> int:
@@ -79,7 +78,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.
 """Operations whose results for floats are correctly rounded, so that NumPy and XLA agree."""
 
 
-def fold_scalars(block: FlatBlock, known: Mapping[Var, jex.Literal]) -> None:
+def fold_scalars(block: FlatBlock, known: Mapping[Var, _compat.Literal]) -> None:
     """Replaces scalars that depend on no argument by literals, in place, given those around it."""
     # In the gradient of a mean over 4 members, `s = bj_size; d = div 1.0 s; y = mul x d` becomes
     # `y = mul x 0.25`, so that no server step has to compute `d` before the pass.
@@ -95,7 +94,7 @@ def fold_scalars(block: FlatBlock, known: Mapping[Var, jex.Literal]) -> None:
             literals[eqn.outputs[0]] = literal
 
 
-def _scalar(eqn: Eqn) -> jex.Literal | None:
+def _scalar(eqn: Eqn) -> _compat.Literal | None:
     """The result of an equation of literals, if that is simple."""
     values = [
         atom.val for atom in eqn.inputs if not isinstance(atom, Var) and not np.ndim(atom.val)
@@ -105,17 +104,17 @@ def _scalar(eqn: Eqn) -> jex.Literal | None:
     aval = eqn.outputs[0].aval
     name, dtype = eqn.primitive.name, aval.dtype
     if name == "bj_size" and not is_unknown(eqn.params["n"]):
-        return jex.Literal(np.asarray(eqn.params["n"], dtype), aval)
+        return _compat.Literal(np.asarray(eqn.params["n"], dtype), aval)
     # NumPy rounds these as XLA does; narrower floats XLA may compute in float32.
     if dtype not in (np.float32, np.float64):
         return None
     if name == "convert_element_type":
-        return jex.Literal(np.asarray(values[0]).astype(dtype), aval)
+        return _compat.Literal(np.asarray(values[0]).astype(dtype), aval)
     if name not in _ARITHMETIC:
         return None
     with np.errstate(all="ignore"):
         value = _ARITHMETIC[name](*(np.asarray(value, dtype) for value in values))
-    return jex.Literal(np.asarray(value), aval)
+    return _compat.Literal(np.asarray(value), aval)
 
 
 # --- dead code

@@ -13,7 +13,6 @@ import numpy as np
 from jax import tree_util
 
 from beamjax import _compat
-from beamjax import _jex as jex
 from beamjax.interpreters.staging import drjax
 from beamjax.interpreters.staging.arguments import FlatCall
 from beamjax.interpreters.staging.batched_maps import maps_of_members_as_passes
@@ -31,7 +30,7 @@ class Staged:
     """A traced function: a closed jaxpr over flat arguments, and the tree of its results."""
 
     name: str
-    closed: jex.ClosedJaxpr
+    closed: _compat.ClosedJaxpr
     out_tree: Any
     placements: tuple[tuple[str, int], ...]  # names and sizes, of the programs that were called
 

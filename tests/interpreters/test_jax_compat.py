@@ -10,7 +10,7 @@ from collections.abc import Mapping, MutableMapping
 import jax.extend.core
 import pytest
 
-from beamjax import _jex
+from beamjax import _compat
 
 pytestmark = pytest.mark.versions
 
@@ -86,12 +86,12 @@ USED = [
     ("jax.interpreters.mlir:register_lowering", takes(2)),
     ("jax.interpreters.partial_eval:dce_jaxpr", takes(3)),
     ("jax.interpreters.partial_eval:dce_rules", settable),
-    ("beamjax._jex:gensym", takes(0)),
-    ("beamjax._jex:Primitive.get_bind_params", takes(2)),
-    ("beamjax._jex:ClosedJaxpr", has("consts", "jaxpr")),
-    ("beamjax._jex:jaxpr_as_fun", takes(1)),
-    ("beamjax._jex:jaxprs_in_params", takes(1)),
-    ("beamjax._jex:subjaxprs", takes(1)),
+    ("beamjax._compat:gensym", takes(0)),
+    ("beamjax._compat:Primitive.get_bind_params", takes(2)),
+    ("beamjax._compat:ClosedJaxpr", has("consts", "jaxpr")),
+    ("beamjax._compat:jaxpr_as_fun", takes(1)),
+    ("beamjax._compat:jaxprs_in_params", takes(1)),
+    ("beamjax._compat:subjaxprs", takes(1)),
     ("jax._src.pjit:jit_p", has("bind")),
     ("jax._src.random.threefry2x32:threefry2x32_p", has("bind")),
     ("jaxlib.version:__version__", is_a(str)),
@@ -109,6 +109,6 @@ def test_jax_still_has_it(path, check):
 
 def test_names_are_those_of_jax_extend():
     theirs = {name for name in vars(jax.extend.core) if not name.startswith("_")}
-    names = [name for name in vars(_jex) if name in theirs]
+    names = [name for name in vars(_compat) if name in theirs]
     assert {"ClosedJaxpr", "Jaxpr", "Literal", "Primitive", "gensym"} <= {*names}
-    assert [n for n in names if getattr(_jex, n) is not getattr(jax.extend.core, n)] == []
+    assert [n for n in names if getattr(_compat, n) is not getattr(jax.extend.core, n)] == []
