@@ -2,8 +2,9 @@
 
     python -m benchmarks.figures    # prints each figure, and what a page states differently
 
-Each figure is computed from `measured.json`, which holds what was measured, when, and by which
-command. After a new measurement, replace that file, run this, and change the pages that it names.
+Each figure is computed from `measured.json` and `growth.json`, which hold what was measured, when,
+and by which command. After a new measurement, replace these files, run this, and change the pages
+that it names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MEASURED = Path(__file__).with_name("measured.json")
+GROWTH = Path(__file__).with_name("growth.json")
 
 CLAIMS = {
     "README.md": (
@@ -53,6 +55,12 @@ CLAIMS = {
     "docs/howto/weights.md": (
         "300 refits take {refits} times as long",
         "a refit without each client would take {leaving_out} times as long",
+    ),
+    "docs/scaling.md": (
+        "A shard costs {shard_local} ms on `local` and {shard_flink} ms on Flink",
+        "takes {grown} times the memory for 10^6 shards as for 10^3",
+        "{file_sum} ms to sum, most of it in Arrow, and {file_open} ms to open",
+        "{file_memory} kB for each",
     ),
     "docs/howto/replay.md": ("from the first takes {replay} times as long",),
 }
@@ -100,6 +108,33 @@ def figures(measured: Mapping[str, Any]) -> dict[str, str]:
         "refits": _range(times["refits"]),
         "leaving_out": _range(times["leaving out"]),
         "replay": _range(times["replay"]),
+        **growth(measured["growth"]),
+    }
+
+
+def growth(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Figures of what `benchmarks/growth.py` records."""
+    shards, files = (
+        {(r["runner"], r["count"]): r for r in rows if r["job"] == job}
+        for job in ("shards", "files")
+    )
+    least, most = 1_000, 1_000_000
+    runners = dict.fromkeys(runner for runner, _ in shards)
+    local = {count: row for (runner, count), row in files.items() if runner == "local"}
+    few = local.pop(least)
+    kilobytes = [
+        1.024 * 1024 * (row["launcher"] - few["launcher"]) / (n - least) for n, row in local.items()
+    ]
+    return {
+        "shard_local": f"{1e3 * shards['local', most]['seconds'] / most:.2f}",
+        "shard_flink": f"{1e3 * shards['Flink cluster', most]['seconds'] / most:.2f}",
+        "grown": _places(
+            shards[runner, most]["launcher"] / shards[runner, least]["launcher"]
+            for runner in runners
+        ),
+        "file_sum": _places(1e3 * row["seconds"] / n for n, row in local.items()),
+        "file_open": _places(1e3 * row["opening"] / n for n, row in local.items()),
+        "file_memory": _range(kilobytes),
     }
 
 
@@ -118,6 +153,12 @@ def _ratios(cases: Mapping[str, Mapping[str, float]], way: str, base: str) -> It
     return [found[way] / found[base] for found in cases.values() if {way, base} <= found.keys()]
 
 
+def _places(values: Iterable[float]) -> str:
+    """The range of numbers of two places, or the number if they are the same."""
+    ends = sorted(values)
+    return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (ends[0], ends[-1])))
+
+
 def _range(values: Iterable[float]) -> str:
     low, high = min(values), max(values)
     return f"{number(low)} to {number(high)}"
@@ -131,8 +172,16 @@ def number(value: float) -> str:
     return f"{value:.1f}"
 
 
+def load() -> dict[str, Any]:
+    """What was measured."""
+    return {
+        **json.loads(MEASURED.read_text("utf-8")),
+        "growth": json.loads(GROWTH.read_text("utf-8")),
+    }
+
+
 def main() -> int:
-    measured = json.loads(MEASURED.read_text("utf-8"))
+    measured = load()
     for name, text in figures(measured).items():
         print(f"{name:14} {text}")
     faults = missing(measured)

@@ -1,14 +1,16 @@
 """Time and memory against the number of shards: both should be linear, and memory flat.
 
-    python benchmarks/growth.py --jobs shards --counts 1000 10000 100000 1000000
-    python benchmarks/growth.py --jobs files --runner DirectRunner --counts 1000 10000
+    python benchmarks/growth.py --jobs shards keys
+    python benchmarks/growth.py --jobs files --runner DirectRunner --counts 1000 10000 --record
 
 Runs each job with each count, each in a process of its own, and prints seconds, the milliseconds
 that each further one takes compared with the row before, and peaks of anonymous memory, in MiB: of
-this process, of its worker processes, and of servers (Prism, Java).
+this process, of its worker processes, and of servers (Prism, Java). `--record` puts the rows into
+`growth.json`, in place of those of the same jobs, runners and counts; `python -m benchmarks.curves`
+then draws the curves and writes the tables of `docs/scaling.md`.
 
-- `shards`: so many shards of 1,000 members from `from_range`, one sum. The ideal is a loop over a
-  jitted function that adds up with NumPy.
+- `shards`: so many shards of 1,000 members from `from_range`, one sum. Also a loop over a jitted
+  function that adds up with NumPy.
 - `files`: so many files of Parquet with 100 rows each; making the source is timed as well.
 - `partials`: so many shards, each of which is reduced to 10 MB.
 - `placed`: so many shards of 100,000 members, whose results stay in files (`keep="placed"`).
@@ -18,27 +20,30 @@ this process, of its worker processes, and of servers (Prism, Java).
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from figures import GROWTH
 from large_values import RUNNERS, Watch, measured, started
-from memory import anonymous
 
 SHARD, ROWS, WIDE, PLACED, EACH = 1000, 100, 2_500_000, 100_000, 4
 """Members of a shard; rows of a file; floats of a partial; members of a shard of a placed result;
 members of a key."""
 COUNTS = {
-    "shards": (1_000, 10_000, 100_000),
+    "shards": (1_000, 10_000, 100_000, 1_000_000),
     "files": (1_000, 10_000, 100_000),
     "partials": (10, 100, 1_000),
     "placed": (10, 100, 1_000),
     "keys": (10_000, 100_000, 1_000_000),
 }
+Row = dict[str, Any]
+"""What was measured of a job, a runner and a count."""
 Case = Callable[[int, Path, dict[str, Any]], dict[str, float]]
 """Runs a job with a count, in a folder, with these arguments of `run`; returns more to print."""
 
@@ -60,7 +65,7 @@ def shards(count: int, folder: Path, how: dict[str, Any]) -> dict[str, float]:
     return {}
 
 
-def ideal(count: int) -> float:
+def loop(count: int) -> float:
     """Seconds of a loop over a jitted function, without beamjax."""
     import jax
     import jax.numpy as jnp
@@ -175,14 +180,39 @@ def one(job: str, runner: str, count: int) -> dict[str, float]:
         tempfile.TemporaryDirectory(prefix="beamjax-growth-") as name,
         started(runner, Path(name)) as (how, others),
     ):
-        before = anonymous(os.getpid())
         watch, began = Watch(others), time.perf_counter()
         more = JOBS[job](count, Path(name), how)
-        found = {"seconds": time.perf_counter() - began, "before": before, **watch.end(), **more}
+        found = {"seconds": time.perf_counter() - began, **watch.end(), **more}
     if job == "shards" and runner == "local":
-        found["ideal"] = ideal(min(count, 10_000)) * count / min(count, 10_000)
+        found["loop"] = loop(min(count, 10_000)) * count / min(count, 10_000)
     assert bj
     return found
+
+
+def row_of(job: str, runner: str, count: int) -> Row | None:
+    """Runs a job in a process of its own; None if it fails."""
+    date, load = datetime.date.today().isoformat(), f"{os.getloadavg()[0]:.1f}"
+    found = measured(__file__, "--one", job, runner, str(count))
+    if not found:
+        return None
+    digits = {"seconds": 2, "loop": 2, "opening": 2}
+    numbers = ("seconds", "launcher", "workers", "servers", "loop", "opening", "files")
+    return {"job": job, "runner": runner, "count": count, "date": date, "load": load} | {
+        name: round(found[name], digits.get(name)) for name in numbers if name in found
+    }
+
+
+def merged(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
+    """The rows measured before, some of them replaced, in the order of jobs, runners and counts."""
+    by_key = {(row["job"], row["runner"], row["count"]): row for row in (*before, *rows)}
+    jobs, runners = list(JOBS), list(RUNNERS)
+    keys = sorted(by_key, key=lambda key: (jobs.index(key[0]), runners.index(key[1]), key[2]))
+    return [by_key[key] for key in keys]
+
+
+def record(rows: Iterable[Row], path: Path = GROWTH) -> None:
+    lines = map(json.dumps, merged(json.loads(path.read_text("utf-8")), rows))
+    path.write_text("[\n " + ",\n ".join(lines) + "\n]\n", "utf-8")
 
 
 def main() -> None:
@@ -190,6 +220,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--runner", nargs="*", default=["local", "DirectRunner"], choices=RUNNERS)
     parser.add_argument("--counts", nargs="*", type=int)
+    parser.add_argument("--record", action="store_true", help=f"puts the rows into {GROWTH.name}")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.one:
@@ -203,18 +234,19 @@ def main() -> None:
         for runner in flags.runner:
             before = 0, 0.0
             for count in flags.counts or COUNTS[job]:
-                found = measured(__file__, "--one", job, runner, str(count))
-                if not found:
+                row = row_of(job, runner, count)
+                if row is None:
                     print(f"{job:9} {runner:14} {count:9} failed", flush=True)
                     continue
-                seconds = found["seconds"]
-                each = 1e3 * (seconds - before[1]) / (count - before[0])
-                more = [f"{name} {found[name]:.2f}" for name in ("ideal", "opening", "files")
-                        if name in found]  # fmt: skip
-                print(f"{job:9} {runner:14} {count:9} {seconds:8.2f} {each:9.4f} "
-                      f"{found['launcher']:9.0f} {found['workers']:8.0f} {found['servers']:8.0f}  "
+                if flags.record:
+                    record([row])
+                each = 1e3 * (row["seconds"] - before[1]) / (count - before[0])
+                more = [f"{name} {row[name]}" for name in ("loop", "opening", "files")
+                        if name in row]  # fmt: skip
+                print(f"{job:9} {runner:14} {count:9} {row['seconds']:8.2f} {each:9.4f} "
+                      f"{row['launcher']:9} {row['workers']:8} {row['servers']:8}  "
                       f"{', '.join(more)}", flush=True)  # fmt: skip
-                before = count, seconds
+                before = count, row["seconds"]
 
 
 if __name__ == "__main__":

@@ -40,17 +40,23 @@ def write(folder: Path, found: Mapping[str, Any]) -> dict[str, str]:
         "model": (bool(found["model"]["cases"]), _model, found["model"]),
     }
     written = {}
-    with matplotlib.rc_context(STYLE):
-        for name, (is_there, draw, data) in plots.items():
-            if not is_there:
-                continue
-            figure = Figure(figsize=(7.2, 3.4), layout="constrained")
-            draw(figure.subplots(), data)
+    for name, (is_there, draw, data) in plots.items():
+        if is_there:
             written[name] = f"suite-{name}.svg"
-            figure.savefig(
-                folder / written[name], transparent=True, metadata={"Date": None, "Creator": None}
-            )
+            save(folder / written[name], draw, data)
     return written
+
+
+def save(
+    path: Path,
+    draw: Callable[[Axes, Any], None],
+    data: Any,
+    inches: tuple[float, float] = (7.2, 3.4),
+) -> None:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=inches, layout="constrained")
+        draw(figure.subplots(), data)
+        figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def _time(axes: Axes, cases: Mapping[str, Any]) -> None:

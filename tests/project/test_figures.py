@@ -22,7 +22,7 @@ def figures(monkeypatch):
 
 
 def test_pages_state_what_was_measured(figures):
-    measured = json.loads(figures.MEASURED.read_text("utf-8"))
+    measured = figures.load()
     assert figures.missing(measured) == []
     slower = copy.deepcopy(measured)
     for row in slower["suite"]["cases"]["M"]["rows"]:
@@ -37,7 +37,7 @@ def test_pages_state_what_was_measured(figures):
 def test_the_chart_shows_what_was_measured(figures):
     from benchmarks import bars
 
-    measured = json.loads(figures.MEASURED.read_text("utf-8"))
+    measured = figures.load()
     assert bars.PATH.read_text("utf-8") == bars.chart(measured), "python -m benchmarks.bars"
     cases = measured["suite"]["cases"]
     assert bars.CASES.keys() == cases.keys()
@@ -49,6 +49,39 @@ def test_the_chart_shows_what_was_measured(figures):
     }
     drawn = bars.chart(measured).count('height="8"/>')
     assert drawn == len(shown)
+
+
+def test_the_tables_of_growth_show_what_was_measured(figures):
+    from benchmarks import curves
+
+    rows = figures.load()["growth"]
+    text = curves.PAGE.read_text("utf-8")
+    assert text == curves.page(text, rows), "python -m benchmarks.curves"
+    slower = [row | {"seconds": row["seconds"] + 1} for row in rows]
+    assert text != curves.page(text, slower)
+    assert text == curves.page(curves.page(text, slower), rows)
+    with pytest.raises(ValueError, match="found 0 tables"):
+        curves.page("no table", rows)
+
+
+def test_growth_records_rows_in_place_of_those_of_the_same_count(figures, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    import growth
+
+    path = tmp_path / "growth.json"
+    path.write_text(figures.GROWTH.read_text("utf-8"), "utf-8")
+    rows = figures.load()["growth"]
+    assert growth.merged(rows[::-1], []) == rows
+    anew = {"job": "shards", "runner": "DirectRunner", "count": 10_000, "seconds": 3.0}
+    more = {"job": "shards", "runner": "DirectRunner", "count": 20_000, "seconds": 5.0}
+    growth.record([anew, more], path)
+    recorded = json.loads(path.read_text("utf-8"))
+    at = next(i for i, row in enumerate(rows) if row | anew == row | {"seconds": 3.0})
+    assert recorded == [*rows[:at], anew, more, *rows[at + 1 :]]
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 def test_numbers_have_two_digits(figures):
