@@ -16,6 +16,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 
 from beamjax._beam_compat import WORKER_THREAD, control_address, temporary_folder
+from beamjax.bodies.jax_settings import in_thread
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
 from beamjax.pipelines.clusters import flink_cluster, guard, processes
@@ -192,7 +193,7 @@ def run_pipeline(
 def _run_in_memory(pipeline: beam.Pipeline, looks: Sequence[Look], end: Callable[[], None]) -> None:
     spec = spec_of(pipeline.runner)
     with _worker_threads() as ended:
-        outcome = interrupts.in_thread(lambda: pipeline.run().wait_until_finish())
+        outcome = in_thread(lambda: pipeline.run().wait_until_finish())
         try:
             _watch(outcome, [*looks, ended])
         except BaseException:
@@ -232,20 +233,20 @@ def _run_remotely(pipeline: beam.Pipeline, looks: Sequence[Look]) -> None:
 
 def _run_to_its_end(pipeline: beam.Pipeline, result: Any, looks: Sequence[Look]) -> None:
     job = spec_of(pipeline.runner).job(pipeline.options)
-    outcome = interrupts.in_thread(result.wait_until_finish)
+    outcome = in_thread(result.wait_until_finish)
     looks = [*looks, *_looks_by_options(pipeline.options)]
     try:
         _watch(outcome, looks)
         if outcome.exception() and job.goes_on():
             # The job server is gone, but the job goes on without it.
-            outcome = interrupts.in_thread(job.wait)
+            outcome = in_thread(job.wait)
             _watch(outcome, looks)
         if error := outcome.exception():
             raise job.gone() or PipelineError(str(error)) from error
     except BaseException:
         # Workers must not continue after the run has failed. The threads are for runners that do
         # not answer any more.
-        cancels = [interrupts.in_thread(cancel) for cancel in (result.cancel, job.cancel)]
+        cancels = [in_thread(cancel) for cancel in (result.cancel, job.cancel)]
         wait(cancels, _SECONDS_TO_CANCEL)
         raise
 

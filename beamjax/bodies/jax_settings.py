@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
+import os
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
@@ -90,3 +95,32 @@ def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
     except BaseException as error:
         future.set_exception(error)
         del future, function  # the traceback of the error leads to this frame
+
+
+# --- threads
+
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def in_thread(
+    function: Callable[[], _Result], outcome: Future[_Result] | None = None
+) -> Future[_Result]:
+    """Calls a function in a daemon thread, with the settings and context variables of this one."""
+    outcome = Future() if outcome is None else outcome
+    context, call = contextvars.copy_context(), with_settings_of_here(function)
+    try:
+        jobs = _idle.pop()  # saves 0.1 ms, the start of a thread
+    except IndexError:
+        jobs = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(jobs,), name="beamjax job", daemon=True).start()
+    jobs.put(functools.partial(context.run, fulfil, outcome, call))
+    return outcome
+
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        job = jobs.get()
+        job()
+        del job  # else its data would stay in memory until the next one
+        _idle.append(jobs)

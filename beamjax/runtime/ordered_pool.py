@@ -17,10 +17,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from beamjax.bodies.jax_settings import fulfil
+from beamjax.bodies.jax_settings import fulfil, in_thread
 from beamjax.bodies.xla_threads import available_cores
 from beamjax.plan.steps import Cost, Map, Plan
-from beamjax.telemetry.interrupts import in_thread
 
 MAX_THREADS = 64
 """Largest number of threads. More would hold more shards in memory, but save no time."""

@@ -12,11 +12,8 @@ import atexit
 import collections
 import concurrent.futures
 import contextlib
-import contextvars
-import functools
 import math
 import os
-import queue
 import signal
 import sys
 import threading
@@ -26,7 +23,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from beamjax._compat import skip_exit_handlers
-from beamjax.bodies.jax_settings import fulfil, with_settings_of_here
+from beamjax.bodies.jax_settings import fulfil, in_thread
 
 SECONDS_TO_END = 1.5
 """Seconds in which a cancelled job ends. A job whose thread is in native code for longer goes on
@@ -158,40 +155,12 @@ def abandon(outcome: Outcome) -> None:
     _abandoned.append(outcome)
 
 
-# --- threads
-
-_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
-
-
-def _forget_threads() -> None:
-    for known in (_idle, _running, _abandoned):
+def _forget_jobs() -> None:
+    for known in (_running, _abandoned):
         known.clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
-
-
-def in_thread(
-    function: Callable[[], T], outcome: concurrent.futures.Future[T] | None = None
-) -> concurrent.futures.Future[T]:
-    """Calls a function in a daemon thread, with the settings and context variables of this one."""
-    outcome = concurrent.futures.Future() if outcome is None else outcome
-    context, call = contextvars.copy_context(), with_settings_of_here(function)
-    try:
-        jobs = _idle.pop()  # saves 0.1 ms, the start of a thread
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(jobs,), name="beamjax job", daemon=True).start()
-    jobs.put(functools.partial(context.run, fulfil, outcome, call))
-    return outcome
-
-
-def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        job = jobs.get()
-        job()
-        del job  # else its data would stay in memory until the next one
-        _idle.append(jobs)
+os.register_at_fork(after_in_child=_forget_jobs)
 
 
 # --- SIGTERM, with which Kubernetes and systemd end a process

@@ -21,11 +21,11 @@ from typing import TypeVar
 import jax
 
 from beamjax import _compat
+from beamjax.bodies.jax_settings import in_thread
 from beamjax.errors import BeamjaxError, Failure, JobCancelledError, WorkerError
 from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Map, Step
 from beamjax.spans import timed
-from beamjax.telemetry.interrupts import in_thread
 from beamjax.telemetry.working_files import WorkEntry, WorkingFile
 
 SECONDS_TO_STOP = 1.0

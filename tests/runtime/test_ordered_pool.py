@@ -9,6 +9,7 @@ import time
 import jax
 import pytest
 
+from beamjax.bodies import jax_settings
 from beamjax.errors import JobCancelledError
 from beamjax.runtime import ordered_pool
 from beamjax.runtime.ordered_pool import (
@@ -18,7 +19,6 @@ from beamjax.runtime.ordered_pool import (
     device_threads,
     usual_threads,
 )
-from beamjax.telemetry import interrupts
 
 
 def results(jobs, *threads, check=lambda: None):
@@ -72,14 +72,14 @@ def test_threads_serve_one_pool_after_the_other():
         list(results([functools.partial(after, 0, i) for i in range(8)], 3))
     assert threading.active_count() <= before
     # Also if nobody closes the pool, as where a bundle failed.
-    pool, idle = DaemonThreads(2), len(interrupts._idle)
+    pool, idle = DaemonThreads(2), len(jax_settings._idle)
     ends = pool._ends
     del pool
     gc.collect()
     for end in ends:
         end.result(20)
     deadline = time.monotonic() + 20
-    while len(interrupts._idle) < idle + 2:
+    while len(jax_settings._idle) < idle + 2:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
