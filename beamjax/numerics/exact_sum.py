@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from beamjax.errors import WorkerError
-from beamjax.numerics import serialization
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.exact_add import Vectors
 from beamjax.numerics.rounding import (
@@ -29,7 +28,7 @@ from beamjax.numerics.rounding import (
     total_of,
 )
 from beamjax.numerics.side_by_side import in_parts
-from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits
+from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits, pack, unpack
 from beamjax.storage.arrays import Joined
 
 if TYPE_CHECKING:
@@ -188,10 +187,10 @@ class ExactSum(Accumulator):
 
     def _arrays(self) -> list[np.ndarray | Joined]:
         self.compact()
-        return serialization.pack(self._blocks)
+        return pack(self._blocks)
 
     def _restore(self, arrays: list[np.ndarray]) -> None:
-        self._blocks = serialization.unpack(arrays, self._length, LOWEST[self._real])
+        self._blocks = unpack(arrays, self._length, LOWEST[self._real])
 
     def _block(self, number: int) -> Digits:
         block = self._blocks.get(number)

@@ -35,25 +35,6 @@ def hole_of(dtype: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Guard:
-    """How a pass handles members that it can't compute."""
-
-    # The body of a guarded pass takes `(start, members, mask, *broadcasts, *operands)`: the index
-    # of the first member of the shard, the index of the member in each row (the row of a dropped
-    # member is a copy of another row), and a mask of the rows that count. Unless `on_nonfinite` is
-    # "keep", its last result is a mask of the members whose floats are all finite.
-    on_error: str  # "raise" or "drop", for members that can't be read or computed
-    on_nonfinite: str  # "keep", "raise" or "drop", for members whose results hold NaN or infinity
-    reads: bool = False  # whether the last operand is a mask: without what earlier passes dropped
-    emits_mask: bool = False  # whether the last result is the mask without what this pass dropped
-
-    @property
-    def drops(self) -> bool:
-        """Whether the pass may drop members."""
-        return "drop" in (self.on_error, self.on_nonfinite)
-
-
-@dataclass(frozen=True)
 class Dropped:
     """A member that was dropped from a pass and from all later ones."""
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from beamjax.numerics.reducers import accumulator_kind
 from beamjax.options import beam_flags
-from beamjax.plan.buffer_ranges import accumulator_ranges
-from beamjax.plan.steps import FusedBuffer, Map
+from beamjax.plan.steps import FusedBuffer, Map, accumulator_ranges
 
 MERGE_BYTES = 200_000_000
 """Bytes of accumulators that a worker merges in about a second. A group has at least so many."""

@@ -10,12 +10,11 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and friends with numpy.dtype)
 import numpy as np
 
-from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shards, SizeReason
 
 
@@ -186,6 +185,25 @@ class PaddingCheck:
 
 
 @dataclass(frozen=True)
+class Guard:
+    """How a pass handles members that it can't compute."""
+
+    # The body of a guarded pass takes `(start, members, mask, *broadcasts, *operands)`: the index
+    # of the first member of the shard, the index of the member in each row (the row of a dropped
+    # member is a copy of another row), and a mask of the rows that count. Unless `on_nonfinite` is
+    # "keep", its last result is a mask of the members whose floats are all finite.
+    on_error: str  # "raise" or "drop", for members that can't be read or computed
+    on_nonfinite: str  # "keep", "raise" or "drop", for members whose results hold NaN or infinity
+    reads: bool = False  # whether the last operand is a mask: without what earlier passes dropped
+    emits_mask: bool = False  # whether the last result is the mask without what this pass dropped
+
+    @property
+    def drops(self) -> bool:
+        """Whether the pass may drop members."""
+        return "drop" in (self.on_error, self.on_nonfinite)
+
+
+@dataclass(frozen=True)
 class Map:
     """One pass over the members of a placement."""
 
@@ -239,6 +257,36 @@ class Map:
         buffers = (r.result for buffer in self.buffers for r in buffer.reductions)
         combined = (name for combine in self.combines for name in combine.results if name)
         return (*buffers, *combined)
+
+
+RANGE_VALUES = 1 << 20
+"""Largest number of values in a range of a buffer. An exact accumulator of so many float32 values
+takes 16 MiB, and at worst 64 MiB, the limit for Beam elements."""
+
+
+class ValueRange(NamedTuple):
+    """The values [start, stop) of buffer number `buffer` of a step."""
+
+    buffer: int
+    start: int
+    stop: int
+
+    def cut(self, limit: int) -> Iterator[ValueRange]:
+        """Splits this range into ranges of at most `limit` values; an empty one stays one range."""
+        for start in range(self.start, max(self.stop, self.start + 1), limit):
+            yield ValueRange(self.buffer, start, min(start + limit, self.stop))
+
+
+def accumulator_ranges(step: Map) -> tuple[ValueRange, ...]:
+    """The ranges of all buffers of a step, each small enough for an accumulator."""
+    return _ranges(tuple([buffer.size for buffer in step.buffers]), RANGE_VALUES)
+
+
+@functools.lru_cache(maxsize=256)
+def _ranges(sizes: tuple[int, ...], limit: int) -> tuple[ValueRange, ...]:
+    # An empty buffer is one empty range.
+    wholes = [ValueRange(number, 0, size) for number, size in enumerate(sizes)]
+    return tuple(piece for whole in wholes for piece in whole.cut(limit))
 
 
 @dataclass(frozen=True)

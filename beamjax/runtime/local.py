@@ -37,10 +37,9 @@ from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 from beamjax.runtime.values import Reader, Ref, Values, ref_to, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.blocks import BLOCKS
 from beamjax.spans import timed
 from beamjax.storage.buffers import file_array
-from beamjax.storage.shared_cache import block_budget
+from beamjax.storage.shared_cache import BLOCKS, block_budget
 from beamjax.telemetry.monitor import Monitor
 
 

@@ -14,9 +14,8 @@ from beamjax._text import as_cause
 from beamjax.numerics.accumulators import Accumulator
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.reducers import make_accumulator
-from beamjax.plan.buffer_ranges import ValueRange
 from beamjax.plan.shard import Shard, shard_error
-from beamjax.plan.steps import Map, Plan
+from beamjax.plan.steps import Map, Plan, ValueRange
 from beamjax.runtime.failing_members import Computed, read_rest
 from beamjax.runtime.shard_executor import (
     ShardExecutor,

@@ -26,10 +26,17 @@ from beamjax.bodies.xla_threads import clients_of
 from beamjax.errors import WorkerError
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.reducers import ACCUMULATED, PICK
-from beamjax.plan.buffer_ranges import accumulator_ranges
-from beamjax.plan.dropping import Guard
 from beamjax.plan.shard import Shard, shard_error
-from beamjax.plan.steps import Bucketed, Combine, FusedBuffer, Map, PaddingCheck, Plan
+from beamjax.plan.steps import (
+    Bucketed,
+    Combine,
+    FusedBuffer,
+    Guard,
+    Map,
+    PaddingCheck,
+    Plan,
+    accumulator_ranges,
+)
 from beamjax.runtime.failing_members import (
     Call,
     Computed,

@@ -11,10 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from beamjax.sources.source_base import LeafSpec, Which
-from beamjax.storage.shared_cache import Arrays, BlockCache
-
-BLOCKS = BlockCache()
-"""Decoded blocks of this process."""
+from beamjax.storage.shared_cache import Arrays
 
 
 class SourceBlock(NamedTuple):

@@ -277,6 +277,10 @@ class BlockCache:
         self._reads.clear()
 
 
+BLOCKS = BlockCache()
+"""Decoded blocks of this process."""
+
+
 def block_budget(limit: int | None) -> int:
     """Bytes of decoded blocks that a process with this memory limit caches."""
     return 2 * LASTING_BYTES if limit is None else limit // SHARE_OF_BLOCKS

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from beamjax.options import Options
-from beamjax.plan.dropping import Guard
 from beamjax.plan.liveness import used_by_block
 from beamjax.plan.steps import (
     Block,
     Branch,
     Carried,
+    Guard,
     Loop,
     Map,
     Plan,

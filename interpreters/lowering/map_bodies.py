@@ -22,8 +22,7 @@ from beamjax.interpreters.rules.sharding_rules import (
     read,
 )
 from beamjax.numerics.reducers import REDUCERS
-from beamjax.plan.dropping import Guard
-from beamjax.plan.steps import FusedBuffer
+from beamjax.plan.steps import FusedBuffer, Guard
 
 
 def map_body(

@@ -43,10 +43,9 @@ from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.map_shards import ranges as ranges_of
 from beamjax.pipelines.worker.merge import assembled, combined_nodes, receive
 from beamjax.pipelines.worker.worker_errors import own_errors
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
 from beamjax.plan.dropping import decode_lines
 from beamjax.plan.merging import range_width
-from beamjax.plan.steps import Gather, Map, Plan, Server, Step
+from beamjax.plan.steps import Gather, Map, Plan, Server, Step, ValueRange, accumulator_ranges
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.passes import Partials
 from beamjax.runtime.shard_executor import join_shards

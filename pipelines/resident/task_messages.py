@@ -18,7 +18,7 @@ from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import ArrayFormatError
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.tasks import Task
-from beamjax.plan.buffer_ranges import ValueRange
+from beamjax.plan.steps import ValueRange
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
 from beamjax.runtime.values import Part, Ref
 from beamjax.spans import Work

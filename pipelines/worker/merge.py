@@ -23,8 +23,16 @@ from beamjax.pipelines.values.refs import StoreRef, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.tasks import StepFn, Task
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
-from beamjax.plan.steps import Combine, Gather, Map, Plan, ValueType, size_name
+from beamjax.plan.steps import (
+    Combine,
+    Gather,
+    Map,
+    Plan,
+    ValueRange,
+    ValueType,
+    accumulator_ranges,
+    size_name,
+)
 from beamjax.runtime import passes
 from beamjax.runtime.shard_executor import finish_buffer, finish_tree, join_shards
 from beamjax.runtime.values import Part

@@ -36,11 +36,16 @@ from beamjax.plan.steps import Body, Gather, Map, Plan, Server
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.values import Reader
 from beamjax.runtime.worker_environment import Machine
-from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.source_base import open_spec, release
 from beamjax.spans import Spans, transferring
 from beamjax.storage.arrays import encode_arrays
-from beamjax.storage.shared_cache import SharedCache, SingleFlight, block_budget, store_budget
+from beamjax.storage.shared_cache import (
+    BLOCKS,
+    SharedCache,
+    SingleFlight,
+    block_budget,
+    store_budget,
+)
 
 MAX_EXECUTORS = 8
 MAX_PASSES = 64

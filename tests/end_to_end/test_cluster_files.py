@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.numerics import by_key
-from beamjax.plan import buffer_ranges
+from beamjax.plan import steps
 from beamjax.sources.arrays import part_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -84,7 +84,7 @@ def test_reductions_in_many_ranges(runner, monkeypatch):
 
     w = RNG.normal(size=500).astype(np.float32)
     expected = here(reduced, w, X)
-    monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 100)
+    monkeypatch.setattr(steps, "RANGE_VALUES", 100)
     assert_same_bits(on(runner, reduced, w, X), expected)
 
 

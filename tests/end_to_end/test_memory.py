@@ -364,7 +364,7 @@ def test_fewer_threads_are_advised(runner, limit, flags):
 
 
 def test_a_plan_that_just_fits_runs():
-    from beamjax.sources.blocks import BLOCKS
+    from beamjax.storage.shared_cache import BLOCKS
 
     x, w = np.ones((20, 3), np.float32), np.eye(3, dtype=np.float32)
     needed = worker_bytes(total, w, x, local_threads=1, memory="1GiB")

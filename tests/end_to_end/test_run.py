@@ -82,7 +82,7 @@ FILES = {
     "pipelines.values.store.INLINE_BYTES": 0,
     "pipelines.worker.placed_files.FILE_BYTES": 64,
 }
-PIECES = {"plan.buffer_ranges.RANGE_VALUES": 2}
+PIECES = {"plan.steps.RANGE_VALUES": 2}
 GROUPS = {"plan.merging.MERGE_BYTES": 1}
 LARGE = {"interpreters.lowering.shard_size.MAX_SHARD_BYTES": 0}
 APART = {"interpreters.lowering.lower.MASKED_VALUES": 0}

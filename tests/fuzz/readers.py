@@ -51,15 +51,13 @@ from beamjax.pipelines.values.store import _CACHE, Store
 from beamjax.pipelines.values.stored_values import SourceLeaf
 from beamjax.pipelines.worker.tasks import StoredBody, Task
 from beamjax.pipelines.worker.worker_errors import recorded_error
-from beamjax.plan.buffer_ranges import ValueRange
-from beamjax.plan.steps import Body, Map, Plan
+from beamjax.plan.steps import Body, Map, Plan, ValueRange
 from beamjax.runtime import checkpoints
 from beamjax.runtime.materialized_outputs import MaterializedOutputs
 from beamjax.runtime.values import Part, Ref, server
 from beamjax.runtime.worker_environment import Machine
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
 from beamjax.sources.arrays.placed import Placed, encode_part
-from beamjax.sources.blocks import BLOCKS
 from beamjax.sources.derived_sources import ShortSource, grouped
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource, open_spec, spec_of
 from beamjax.sources.streams.chunks import members_of
@@ -67,6 +65,7 @@ from beamjax.sources.streams.spool import spilled
 from beamjax.spans import Span, Work
 from beamjax.storage import arrays, records
 from beamjax.storage.schema import from_plain, to_plain
+from beamjax.storage.shared_cache import BLOCKS
 from beamjax.telemetry.job_folder import JobFolder
 from beamjax.telemetry.progress import Progress, Totals, folded
 

@@ -219,7 +219,7 @@ def test_shards_of_the_size_that_suits_a_member():
 
 
 def test_big_reductions_in_pieces_on_several_workers(monkeypatch):
-    monkeypatch.setattr("beamjax.plan.buffer_ranges.RANGE_VALUES", 5)
+    monkeypatch.setattr("beamjax.plan.steps.RANGE_VALUES", 5)
     flags = ["--direct_running_mode=multi_threading", "--direct_num_workers=2"]
     mean = opened(lambda d: bj.reduce_mean(d["x"]))
     check((mean, (), (), True), (jax.grad(loss), (W,), (), True), tree=data(20), flags=flags)

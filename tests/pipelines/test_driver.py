@@ -16,7 +16,7 @@ from beamjax.pipelines.resident.executor import Resident
 from beamjax.pipelines.resident.resident_job import ResidentJob
 from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.members import MembersSource
-from beamjax.plan.buffer_ranges import RANGE_VALUES
+from beamjax.plan.steps import RANGE_VALUES
 from beamjax.storage import files
 
 N = 21

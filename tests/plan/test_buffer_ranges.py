@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import beamjax as bj
-from beamjax.plan import buffer_ranges
-from beamjax.plan.buffer_ranges import ValueRange, accumulator_ranges
-from beamjax.plan.steps import FusedBuffer, Map
+from beamjax.plan import steps
+from beamjax.plan.steps import FusedBuffer, Map, ValueRange, accumulator_ranges
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 20))
@@ -28,7 +27,7 @@ def test_ranges_of_all_buffers():
 
 @pytest.mark.parametrize("runner", ["local", "DirectRunner"])
 def test_means_leave_out_members_that_are_dropped(runner, monkeypatch):
-    monkeypatch.setattr(buffer_ranges, "RANGE_VALUES", 64)
+    monkeypatch.setattr(steps, "RANGE_VALUES", 64)
     mean = bj.program(m=40)(lambda x: (bj.reduce_mean(x), bj.reduce_max(x)))
     x = np.random.default_rng(2).normal(size=(40, 700)).astype(np.float32)
     gone = [*range(8), 13, 39]

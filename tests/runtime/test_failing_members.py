@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamjax.errors import WorkerError
-from beamjax.plan.dropping import MAX_MESSAGE, Guard
-from beamjax.plan.steps import Map, ValueType
+from beamjax.plan.dropping import MAX_MESSAGE
+from beamjax.plan.steps import Guard, Map, ValueType
 from beamjax.runtime.failing_members import compute_rest, failing, filled, message_of, read_rest
 
 places = st.sets(st.integers(0, 12))

@@ -33,9 +33,9 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError, WorkerError
-from beamjax.sources import blocks
 from beamjax.sources.source_base import open_spec, spec_of, take_members
 from beamjax.storage.schema import to_plain
+from beamjax.storage.shared_cache import BLOCKS
 
 X = TREE["x"]
 OPTIONS = {"shard_size": 8}
@@ -71,7 +71,7 @@ def run(source, **options):
 
 @pytest.fixture(params=FORMATS)
 def form(request):
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     return FORMATS[request.param]
 
 
@@ -144,7 +144,7 @@ def test_what_changes_between_rounds(form, path, how):
             form.write(path, part(TREE, 0, 16))
         elif len(done) == 1:
             rewrite(path)
-        blocks.BLOCKS.clear()  # which would go on with what the file was
+        BLOCKS.clear()  # which would go on with what the file was
 
     refused(SourceError, CHANGED, run_twice, form.read(path), change)
 
@@ -158,7 +158,7 @@ def test_what_changes_before_it_is_read(form, path):
         refused(SourceError, CHANGED, take_members, each, np.array([9, 2]))
     run(form.read(path))
     source = form.read(path)
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     form.write(path, part(TREE, 0, N - 1))
     refused(SourceError, CHANGED, source.read, 0, 1)
     assert len(form.read(path)) == N - 1
@@ -194,7 +194,7 @@ def test_what_nobody_may_read(form, path, monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "open", opened)
     for where in ("pyarrow.parquet.ParquetFile", "pyarrow.memory_map", "zarr.open"):
         monkeypatch.setattr(where, forbid)
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     again = save(form, tmp_path / "again.bin")
     path = again
     error = refused(SourceError, r"Permission denied|may not be read", form.read, again)
@@ -328,7 +328,7 @@ def test_chunks_of_zarr_that_are_others_or_gone(how, tmp_path):
 
 @pytest.fixture(params=TABLES)
 def table(request):
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     return TABLES[request.param]
 
 

@@ -17,15 +17,15 @@ from source_files import TABLES, N, assert_reads, refused, save
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import blocks
 from beamjax.sources.tables import parquet_files
+from beamjax.storage.shared_cache import BLOCKS
 
 DAYS = [dt.datetime(2020, 1, 1), dt.datetime(1969, 12, 31)]
 
 
 @pytest.fixture(params=TABLES)
 def form(request):
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     return TABLES[request.param]
 
 

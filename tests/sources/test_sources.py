@@ -34,13 +34,14 @@ from streams import Numbers, stream
 
 import beamjax as bj
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
-from beamjax.sources import blocks, source_base
+from beamjax.sources import source_base
 from beamjax.sources.array_source import from_arrays
 from beamjax.sources.arrays import npy_writing
 from beamjax.sources.source_base import LeafSpec, members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.source_kinds import buckets_of
 from beamjax.sources.streams.spool import spilled
 from beamjax.storage.dtypes import _DTYPES, dtype_from_name
+from beamjax.storage.shared_cache import BLOCKS
 
 OPTIONS = {"shard_size": 8}
 THREADS = {**OPTIONS, "direct_running_mode": "multi_threading", "direct_num_workers": 2}
@@ -50,7 +51,7 @@ PROCESSES = {**THREADS, "direct_running_mode": "multi_processing"}
 @pytest.fixture(params=SOURCES)
 def given(request, tmp_path):
     """A source, and the arrays that it stands for."""
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     return SOURCES[request.param](tmp_path)
 
 
@@ -406,7 +407,7 @@ def test_specs_with_one_change_are_refused_or_harmless(tmp_path):
         spec = json.loads(json.dumps(spec_of(spilled(source, str(folder / "spilled")))))
         expected = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
         for field, value in [(key, other) for key in spec for other in changed(spec[key])]:
-            blocks.BLOCKS.clear()
+            BLOCKS.clear()
             try:
                 again = open_spec({**spec, field: value})
                 found = [array.tobytes() for array in again.read(0, len(again))]

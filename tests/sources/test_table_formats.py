@@ -17,16 +17,16 @@ from source_files import TABLES, N, assert_reads, refused, save
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import blocks
 from beamjax.sources.arrays.data_files import DataFile
 from beamjax.sources.source_base import open_spec, spec_of
 from beamjax.sources.tables import csv_files
 from beamjax.sources.tables.table_files import TableFile, check_unchanged
+from beamjax.storage.shared_cache import BLOCKS
 
 
 @pytest.fixture(autouse=True)
 def _no_blocks():
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
 
 
 def write_orc(path, table, rows=5):

@@ -28,16 +28,15 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
-from beamjax.sources import blocks
 from beamjax.sources.derived_sources import ShortSource
 from beamjax.sources.source_base import open_spec, spec_of, take_members
 from beamjax.sources.tables import arrow_files, parquet_files
-from beamjax.storage.shared_cache import nbytes
+from beamjax.storage.shared_cache import BLOCKS, nbytes
 
 
 @pytest.fixture(autouse=True)
 def _no_blocks():
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
 
 
 @pytest.fixture(params=TABLES)
@@ -136,11 +135,11 @@ def test_each_batch_is_decoded_once_and_what_is_kept_is_bounded(name, tmp_path, 
     monkeypatch.setattr(type(source), "_decode", counted)
     read_in_threads(source, LONG)
     assert sorted(count) == [0, 1, 2, 3]
-    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 2 * nbytes(source.read(0, 100)))
-    blocks.BLOCKS.clear()
+    monkeypatch.setattr(BLOCKS.passing, "limit", 2 * nbytes(source.read(0, 100)))
+    BLOCKS.clear()
     for start in range(0, 16 * N, N):
         assert_reads(source, LONG, start, start + N)
-    assert len(blocks.BLOCKS.passing._values) == 2
+    assert len(BLOCKS.passing._values) == 2
     assert_reads(source, LONG)
 
 
@@ -333,8 +332,8 @@ def test_big_row_groups_are_read_by_pieces_in_their_order(pieces, tmp_path):
     for start in range(0, 100, 3):
         assert_reads(source, [WORD, X], start, min(start + 3, 100))
     assert pieces == [0, 1]  # The last one has 14 rows, which is not much.
-    assert len(blocks.BLOCKS.passing._values) == 11
-    blocks.BLOCKS.clear()
+    assert len(BLOCKS.passing._values) == 11
+    BLOCKS.clear()
     assert_reads(source, [WORD, X], 5, 8)
     assert_reads(source, [WORD, X])
     assert pieces == [0, 1, 0, 1]
@@ -348,7 +347,7 @@ def test_big_row_groups_are_read_by_pieces_in_their_order(pieces, tmp_path):
 )
 @hypothesis.given(st.integers(1, 100), st.lists(st.integers(0, 100), min_size=8, max_size=8))
 def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     path = tmp_path_factory.mktemp("x") / "x.parquet"
     write_parquet(path, TABLE, rows)
     source = bj.from_parquet(path, ["x", "word"])
@@ -360,7 +359,7 @@ def test_any_range_of_pieces(pieces, tmp_path_factory, rows, ends):
 
 
 def test_threads_read_pieces_here_and_at_a_url(pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks.BLOCKS.passing, "limit", 0)
+    monkeypatch.setattr(BLOCKS.passing, "limit", 0)
     write_parquet(tmp_path / "x.parquet", TABLE, 100)
     source = bj.from_parquet(tmp_path / "x.parquet", "x")
     read_in_threads(source, X)

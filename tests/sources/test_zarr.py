@@ -18,9 +18,9 @@ from source_files import TREE, N, assert_reads, refused
 
 import beamjax as bj
 from beamjax.errors import PlacementError, SourceError, StructureError
-from beamjax.sources import blocks
 from beamjax.sources.arrays import zarr_source
 from beamjax.sources.source_base import open_spec, spec_of, take_members
+from beamjax.storage.shared_cache import BLOCKS
 
 zarr = pytest.importorskip(
     "zarr", reason="ZARR IS NOT TESTED: pip install -e '.[zarr]'", exc_type=ImportError
@@ -32,7 +32,7 @@ FORMATS = (2, 3)
 
 @pytest.fixture(autouse=True)
 def _no_blocks():
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
 
 
 @pytest.fixture(params=FORMATS, ids=lambda number: f"v{number}")
@@ -123,7 +123,7 @@ def test_zip_files_and_urls(tmp_path):
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
 @hypothesis.given(st.integers(1, 30), st.integers(1, 30), st.data())
 def test_any_range_of_any_chunks(tmp_path_factory, size, rows, data):
-    blocks.BLOCKS.clear()
+    BLOCKS.clear()
     value = np.arange(size * 2).reshape(size, 2)
     source = bj.from_zarr(save(tmp_path_factory.mktemp("x") / "x", value, (rows, 2)))
     for _ in range(4):
@@ -147,7 +147,7 @@ def test_chunks_are_decoded_once_and_whole_ones_not_kept(tmp_path, monkeypatch):
     for start in range(93):
         assert_reads(source, np.arange(100), start, start + 7)
     assert sorted(read) == sorted([(10, 40), *((i, i + 10) for i in range(0, 100, 10))])
-    assert len(blocks.BLOCKS.passing._values) == 10
+    assert len(BLOCKS.passing._values) == 10
     assert np.shares_memory(source.read(2, 5)[0], source.read(3, 6)[0])
     # A new source sees chunks that were written anew.
     zarr.open_array(path, mode="r+")[...] = np.arange(100) * 2

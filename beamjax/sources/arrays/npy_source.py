@@ -29,7 +29,7 @@ from beamjax.sources.arrays.data_files import (
     look,
     readable,
 )
-from beamjax.sources.blocks import BLOCKS, SourceBlock, blocks_of, ends_of, read_blocks
+from beamjax.sources.blocks import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,
@@ -56,7 +56,7 @@ from beamjax.sources.source_base import (
 from beamjax.sources.source_kinds import FileSource
 from beamjax.storage.dtypes import FLOAT0
 from beamjax.storage.files import local_path, read
-from beamjax.storage.shared_cache import Arrays, SharedCache
+from beamjax.storage.shared_cache import BLOCKS, Arrays, SharedCache
 
 
 @dataclasses.dataclass(frozen=True)

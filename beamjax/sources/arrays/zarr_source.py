@@ -19,7 +19,7 @@ import numpy as np
 from beamjax.errors import BeamjaxError, PlacementError, SourceError, StructureError
 from beamjax.sources.arrays.cf_packing import Packing, packing_of, packing_text
 from beamjax.sources.arrays.data_files import DataFile, is_url, look, readable
-from beamjax.sources.blocks import BLOCKS, SourceBlock, read_blocks
+from beamjax.sources.blocks import SourceBlock, read_blocks
 from beamjax.sources.leaf_checks import (
     check_sizes,
     checked_dtype,
@@ -43,7 +43,7 @@ from beamjax.sources.source_base import (
     spec_of,
 )
 from beamjax.sources.source_kinds import FileSource
-from beamjax.storage.shared_cache import SharedCache
+from beamjax.storage.shared_cache import BLOCKS, SharedCache
 
 _EXPECTED = "an array or a group of Zarr"
 _SMALL_CHUNK_BYTES = 1 << 16

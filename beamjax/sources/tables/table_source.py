@@ -15,7 +15,7 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.blocks import BLOCKS, SourceBlock, blocks_of, ends_of, read_blocks
+from beamjax.sources.blocks import SourceBlock, blocks_of, ends_of, read_blocks
 from beamjax.sources.source_base import (
     MASK,
     MAX_VALUES,
@@ -41,7 +41,7 @@ from beamjax.sources.tables.orc_files import OrcFormat
 from beamjax.sources.tables.parquet_files import ParquetFormat
 from beamjax.sources.tables.table_files import Format, RowRange, TableFile
 from beamjax.storage.schema import to_plain
-from beamjax.storage.shared_cache import Arrays
+from beamjax.storage.shared_cache import BLOCKS, Arrays
 
 FORMATS: Mapping[str, Format] = {
     "arrow": ArrowFormat(), "csv": CsvFormat(), "orc": OrcFormat(), "parquet": ParquetFormat()
