@@ -16,9 +16,9 @@ from beamjax.bodies.xla_threads import lapack_limit
 from beamjax.options import Options
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Body, Map, Plan
-from beamjax.runtime.failing_members import Computed, partials_of
 from beamjax.runtime.fingerprints import array_fingerprint, body_fingerprint, digest
 from beamjax.runtime.inputs import Inputs
+from beamjax.runtime.shard_executor import Computed, partials_of
 from beamjax.runtime.values import Reader
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.source_base import members_bytes

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,6 @@ from beamjax.sources.padding import padded_rows
 Call = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 """Calls a body. Its arguments are the positions of the members to compute and a mask of those that
 count."""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """The results of a shard."""
-
-    results: list[np.ndarray]  # the placed results, each of shape (count, ...)
-    # A vector for each buffer, then a list of arrays for each combine; None where no member is
-    # left.
-    partials: list[Any]
-    left_out: int = 0  # the number of members that are not in the partials
-    dropped: tuple[Dropped, ...] = ()  # the members that this pass dropped
-
-
-def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
-    """The partials of buffers and combines, from what a body returns after the placed results."""
-    rest = iter(arrays)
-    buffers = [next(rest) for _ in step.buffers]
-    return [*buffers, *([next(rest) for _ in combine.leaves] for combine in step.combines)]
 
 
 def compute_rest(

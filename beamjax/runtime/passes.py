@@ -16,8 +16,8 @@ from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.reducers import make_accumulator
 from beamjax.plan.shard import Shard, shard_error
 from beamjax.plan.steps import Map, Plan, ValueRange
-from beamjax.runtime.failing_members import Computed, read_rest
 from beamjax.runtime.shard_executor import (
+    Computed,
     ShardExecutor,
     finish_buffer,
     finish_tree,
@@ -185,6 +185,8 @@ class ShardPass:
         # Where the step must not drop members, errors are raised.
         if guard is None or guard.on_error != "drop" or not names:
             return self.reader.read(names, start, start + shard.count), {}
+        from beamjax.runtime.failing_members import read_rest  # few steps drop members
+
         types = {name: self.plan.values[name] for name in names}
         read = functools.partial(self.reader.read, names)
         return read_rest(read, types, start, shard.count)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,26 +38,38 @@ from beamjax.plan.steps import (
     Plan,
     accumulator_ranges,
 )
-from beamjax.runtime.failing_members import (
-    Call,
-    Computed,
-    compute_rest,
-    filled,
-    message_of,
-    partials_of,
-)
 from beamjax.runtime.ordered_pool import threads_for
-from beamjax.sources.padding import check_padding, padded_rows, same_values, without_padding
 from beamjax.spans import count
 from beamjax.storage import buffers
 
 if TYPE_CHECKING:
+    from beamjax.plan.dropping import Dropped
     from beamjax.runtime.cached_shards import CachedShards
+    from beamjax.runtime.failing_members import Call
 
 
 MAX_LISTED = 1000
 """Largest number of shards that are stored with the bodies of a pass, as a list of 0.1 MB. More are
 listed in each run."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The results of a shard."""
+
+    results: list[np.ndarray]  # the placed results, each of shape (count, ...)
+    # A vector for each buffer, then a list of arrays for each combine; None where no member is
+    # left.
+    partials: list[Any]
+    left_out: int = 0  # the number of members that are not in the partials
+    dropped: tuple[Dropped, ...] = ()  # the members that this pass dropped
+
+
+def partials_of(step: Map, arrays: Sequence[np.ndarray]) -> list[Any]:
+    """The partials of buffers and combines, from what a body returns after the placed results."""
+    rest = iter(arrays)
+    buffers = [next(rest) for _ in step.buffers]
+    return [*buffers, *([next(rest) for _ in combine.leaves] for combine in step.combines)]
 
 
 class LoadedPass:
@@ -208,15 +221,17 @@ class ShardExecutor:
         """Compares the results of the body with less and with more padding, once for each body."""
         # This finds programs whose results depend on the padding of ragged members, which depends
         # on the other members of a shard.
+        from beamjax.sources import padding  # few programs have ragged members
+
         checked = self._checked
         if checked is None or self.step.body in checked:
             return
         shapes = [array.shape[1:] for array in arrays]
         ragged = [i for i, shape in enumerate(shapes) if shape != check.shapes[i]]
-        less = without_padding(arrays, ragged)
+        less = padding.without_padding(arrays, ragged)
         if less is None:
             return
-        more = [padded_rows(x, shape) for x, shape in zip(less, check.shapes, strict=False)]
+        more = [padding.padded_rows(x, shape) for x, shape in zip(less, check.shapes, strict=False)]
         outs = self._run(shard, full, heads, less)
         function = self.loaded.function(check, full, shard)
         longer = self._called(function, shard, heads, list(map(self._pad, more)))
@@ -224,8 +239,8 @@ class ShardExecutor:
         results = zip(outs[:placed], longer[:placed], strict=True)
         pairs = [(x[: shard.count], y[: shard.count]) for x, y in results if x.shape == y.shape]
         buffers = list(zip(self.step.buffers, check.buffers, strict=True))
-        pairs += same_values(buffers, outs[placed:], longer[placed:])
-        check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
+        pairs += padding.same_values(buffers, outs[placed:], longer[placed:])
+        padding.check_padding(shapes, pairs, [*less, *map(np.asarray, self._broadcasts)])
         checked.add(self.step.body)
 
     def _called(
@@ -273,6 +288,8 @@ class ShardExecutor:
         self, shard: Shard, arrays: list[np.ndarray], lost: Mapping[int, str], guard: Guard
     ) -> Computed:
         """Computes a shard of a step with a guard, which may drop members."""
+        from beamjax.runtime.failing_members import compute_rest, filled  # few steps have a guard
+
         loaded = self.loaded
         kept = arrays.pop() if guard.reads else np.ones(shard.count, np.bool_)
         last: Any = ()
@@ -306,6 +323,8 @@ class ShardExecutor:
 
     def _without_members(self, shard: Shard, call: Call) -> tuple[list[np.ndarray], list[Any]]:
         """The results of a shard of which no member is left."""
+        from beamjax.runtime.failing_members import message_of
+
         step = self.step
         types = [self.loaded.plan.values[name] for name in self.loaded.body_results]
         results = [np.zeros((shard.count, *x.shape), np.dtype(x.dtype)) for x in types]

@@ -16,9 +16,9 @@ import numpy as np
 from beamjax.errors import SourceError
 from beamjax.plan.steps import ValueType
 from beamjax.sources.canonical import check_members
-from beamjax.sources.padding import count_padding, mask_of
-from beamjax.sources.source_base import Source
+from beamjax.sources.source_base import MASK, LeafSpec, Source
 from beamjax.sources.source_kinds import key_of
+from beamjax.spans import count
 
 
 class Held(Protocol):
@@ -278,7 +278,7 @@ class Reader:
         for i, mask in self._masks.items() if self.sources else ():
             used = [self.where[name][1] for name in names if self.where.get(name, (-1,))[0] == i]
             if used:
-                count_padding(self.sources[i].leaves, arrays[i], used, mask)
+                _count_padding(self.sources[i].leaves, arrays[i], used, mask)
         return read
 
     def stamps(self, names: Sequence[str], start: int, stop: int) -> list[str] | None:
@@ -298,5 +298,23 @@ class Reader:
     @functools.cached_property
     def _masks(self) -> dict[int, int]:
         """The leaf that marks rows, as opposed to padding, by the index of its source."""
-        masks = {i: mask_of(source) for i, source in enumerate(self.sources)}
+        masks = {i: _mask_of(source) for i, source in enumerate(self.sources)}
         return {i: mask for i, mask in masks.items() if mask is not None}
+
+
+def _count_padding(
+    leaves: Sequence[LeafSpec], arrays: Sequence[np.ndarray], used: Sequence[int], mask: int
+) -> None:
+    """Counts the padding of ragged members that this thread has read."""
+    rows = arrays[mask]
+    short = rows.size - int(np.count_nonzero(rows))
+    for number in used:
+        if leaves[number].ragged and short:
+            count("bytes_padding", arrays[number].nbytes * short // rows.size)
+
+
+def _mask_of(source: Source) -> int | None:
+    """The number of the mask among the leaves; None if members are not ragged."""
+    path = f"[{MASK!r}]"
+    masks = (i for i, leaf in enumerate(source.leaves) if leaf.path == path and leaf.ragged)
+    return next(masks, None)

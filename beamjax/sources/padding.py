@@ -6,12 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from beamjax._text import human_bytes
 from beamjax.errors import StructureError
 from beamjax.plan.steps import FusedBuffer
-from beamjax.sources.source_base import MASK, LeafSpec, Source, Which
-from beamjax.sources.source_kinds import RaggedMembers, buckets_of
-from beamjax.spans import count
 
 MORE_PADDING = 2
 """The check pads members to this multiple of the longest one. A mean over the padding then halves,
@@ -123,72 +119,3 @@ def _far(left: np.ndarray, right: np.ndarray, operand: float) -> bool:
 
 def _some(array: np.ndarray) -> str:
     return np.array2string(array.ravel()[:4], precision=4, separator=", ")
-
-
-# --- the share of padding in the bytes that are read
-
-SCANNED_MEMBERS = 1 << 20
-"""Members whose lengths are read at a time."""
-SAMPLED_SHARDS = 64
-"""Number of shards that are sampled to estimate the padding of all."""
-
-
-def count_padding(
-    leaves: Sequence[LeafSpec], arrays: Sequence[np.ndarray], used: Sequence[int], mask: int
-) -> None:
-    """Counts the padding of ragged members that this thread has read."""
-    rows = arrays[mask]
-    short = rows.size - int(np.count_nonzero(rows))
-    for number in used:
-        if leaves[number].ragged and short:
-            count("bytes_padding", arrays[number].nbytes * short // rows.size)
-
-
-def mask_of(source: Source) -> int | None:
-    """The number of the mask among the leaves; None if members are not ragged."""
-    path = f"[{MASK!r}]"
-    masks = (i for i, leaf in enumerate(source.leaves) if leaf.path == path and leaf.ragged)
-    return next(masks, None)
-
-
-def bucket_shares(source: Source, shard_size: int) -> np.ndarray | None:
-    """Estimates the share of the members that are padded to each bucket."""
-    n, buckets = len(source), np.array(buckets_of(source))
-    counts = np.zeros(len(buckets))
-    starts = range(0, n, shard_size)
-    for k in np.unique(np.linspace(0, len(starts) - 1, SAMPLED_SHARDS).astype(int)):
-        lengths = _rows_of(source, slice(starts[k], min(starts[k] + shard_size, n)))
-        if lengths is None:
-            return None
-        counts[np.searchsorted(buckets, lengths.max())] += len(lengths)
-    return counts / counts.sum()
-
-
-def _rows_of(source: Source, which: Which) -> np.ndarray | None:
-    return source.rows_of(which) if isinstance(source, RaggedMembers) else None
-
-
-def padding_text(source: Source, shard_size: int, short: bool) -> str:
-    """The bytes that a pass over ragged members reads, and the share of padding; "" if unknown."""
-    n, buckets = len(source), np.array(buckets_of(source))
-    shards = np.zeros(len(buckets), np.int64)
-    rows = padded = 0
-    step = max(1, SCANNED_MEMBERS // shard_size) * shard_size
-    for start in range(0, n, step):
-        lengths = _rows_of(source, slice(start, min(start + step, n)))
-        if lengths is None:
-            return ""
-        firsts = np.arange(0, len(lengths), shard_size)
-        longest = np.maximum.reduceat(lengths, firsts)
-        chosen = np.searchsorted(buckets, longest) if short else np.full(len(firsts), -1)
-        rows += int(lengths.sum())
-        padded += int((buckets[chosen] * np.diff([*firsts, len(lengths)])).sum())
-        np.add.at(shards, chosen, 1)
-    ragged = [leaf for leaf in source.leaves if leaf.ragged]
-    row = sum(leaf.nbytes // leaf.shape[0] for leaf in ragged if leaf.shape[0])
-    share = 1 - rows / padded if padded else 0.0
-    padded_to = ", ".join(f"{m} of {b}" for m, b in zip(shards, buckets.tolist(), strict=True) if m)
-    return (
-        f"A pass reads {human_bytes(padded * row)} of them, {share:.1%} of which is padding, for "
-        f"{human_bytes(rows * row)} of data; shards and the rows they are padded to: {padded_to}."
-    )

@@ -12,7 +12,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
+import numpy as np
 
+from beamjax._text import human_bytes
 from beamjax.bodies.load import raw_array
 from beamjax.errors import BeamjaxError
 from beamjax.interpreters.lowering.shard_size import MAX_SHARD_BYTES, power_of_two
@@ -31,7 +33,7 @@ from beamjax.plan.steps import (
     Vectorization,
     walk,
 )
-from beamjax.sources.padding import MORE_PADDING, bucket_shares, padding_text
+from beamjax.sources.padding import MORE_PADDING
 from beamjax.sources.source_kinds import RaggedMembers
 
 Planner = Callable[[Sequence[Argument], Mapping[str, int] | None], Plan]
@@ -153,7 +155,7 @@ def _mean_costs(
     sizes = [longest.shard_sizes[longest.values[x].placement or ""] for x in placed if x]
     # The cost of a member is the average over buckets, by the share of shards that each gets. For a
     # source that does not know its lengths, it is that of the bucket of usual lengths.
-    shares = bucket_shares(source, min(sizes)) if sizes else None
+    shares = _bucket_shares(source, min(sizes)) if sizes else None
     if shares is None:
         pairs = zip(source.buckets, plans, strict=True)
         return next((p.costs for rows, p in pairs if rows >= source.usual_rows), longest.costs)
@@ -300,5 +302,52 @@ def padding_notes(plan: Plan, arguments: Sequence[Argument]) -> tuple[str, ...]:
         if spec.placed is None or not _leaf(argument).ragged:
             continue
         size = plan.shard_sizes[plan.values[spec.placed].placement or ""]
-        texts[id(source)] = padding_text(source, size, spec.short)
+        texts[id(source)] = _padding_text(source, size, spec.short)
     return tuple(filter(None, texts.values()))
+
+
+# --- the share of padding in the bytes that are read
+
+SCANNED_MEMBERS = 1 << 20
+"""Members whose lengths are read at a time."""
+SAMPLED_SHARDS = 64
+"""Number of shards that are sampled to estimate the padding of all."""
+
+
+def _bucket_shares(source: RaggedMembers, shard_size: int) -> np.ndarray | None:
+    """Estimates the share of the members that are padded to each bucket."""
+    n, buckets = len(source), np.array(source.buckets)
+    counts = np.zeros(len(buckets))
+    starts = range(0, n, shard_size)
+    for k in np.unique(np.linspace(0, len(starts) - 1, SAMPLED_SHARDS).astype(int)):
+        lengths = source.rows_of(slice(starts[k], min(starts[k] + shard_size, n)))
+        if lengths is None:
+            return None
+        counts[np.searchsorted(buckets, lengths.max())] += len(lengths)
+    return counts / counts.sum()
+
+
+def _padding_text(source: RaggedMembers, shard_size: int, short: bool) -> str:
+    """The bytes that a pass over ragged members reads, and the share of padding; "" if unknown."""
+    n, buckets = len(source), np.array(source.buckets)
+    shards = np.zeros(len(buckets), np.int64)
+    rows = padded = 0
+    step = max(1, SCANNED_MEMBERS // shard_size) * shard_size
+    for start in range(0, n, step):
+        lengths = source.rows_of(slice(start, min(start + step, n)))
+        if lengths is None:
+            return ""
+        firsts = np.arange(0, len(lengths), shard_size)
+        longest = np.maximum.reduceat(lengths, firsts)
+        chosen = np.searchsorted(buckets, longest) if short else np.full(len(firsts), -1)
+        rows += int(lengths.sum())
+        padded += int((buckets[chosen] * np.diff([*firsts, len(lengths)])).sum())
+        np.add.at(shards, chosen, 1)
+    ragged = [leaf for leaf in source.leaves if leaf.ragged]
+    row = sum(leaf.nbytes // leaf.shape[0] for leaf in ragged if leaf.shape[0])
+    share = 1 - rows / padded if padded else 0.0
+    padded_to = ", ".join(f"{m} of {b}" for m, b in zip(shards, buckets.tolist(), strict=True) if m)
+    return (
+        f"A pass reads {human_bytes(padded * row)} of them, {share:.1%} of which is padding, for "
+        f"{human_bytes(rows * row)} of data; shards and the rows they are padded to: {padded_to}."
+    )

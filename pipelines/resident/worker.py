@@ -15,13 +15,12 @@ from beamjax.pipelines.resident.mailbox import WorkerEnd, join
 from beamjax.pipelines.resident.task_messages import Pass, Piece, Program, Reply, Result, WorkerTask
 from beamjax.pipelines.values.elements import Element, stored_part
 from beamjax.pipelines.values.stored_values import opened
-from beamjax.pipelines.worker.map_shards import Bundle, compute_server
+from beamjax.pipelines.worker.map_shards import Bundle, compute_server, letters_of
 from beamjax.pipelines.worker.merge import finished, nodes_of, receive, send
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.placed_files import PlacedFiles
 from beamjax.pipelines.worker.tasks import begin
 from beamjax.pipelines.worker.worker_errors import record_error
-from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Plan
 from beamjax.runtime import passes
@@ -104,7 +103,7 @@ class _PreparedPass:
             begin(self.task, self.spans)
         x64 = self.task.plan.x64
         self.reader = Reader.of(opened(current.operands, self.store, x64, sources), x64)
-        self.letters = DeadLetters(self.task.settings.drop_limit)
+        self.letters = letters_of(self.task)
 
     def run(self, elements: Sequence[Any]) -> Result:
         """Computes the elements of a task."""
@@ -139,6 +138,8 @@ class _PreparedPass:
                     if name in written:
                         written[name].add(done.shard.start, members, self.spans)
                 if done.computed.dropped:
+                    from beamjax.plan.dropping import encode_lines  # few passes drop members
+
                     dropped.append(encode_lines(done.computed.dropped))
         except BaseException:
             bundle.cancel()

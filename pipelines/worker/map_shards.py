@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import apache_beam as beam
 import numpy as np
@@ -19,13 +19,15 @@ from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.merge import nodes_of, send
 from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn, Task, TaskFn, executors
-from beamjax.plan.dropping import DeadLetters, encode_lines
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server
 from beamjax.runtime.ordered_pool import DaemonThreads, OrderedJobs, device_threads
 from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.values import Reader
 from beamjax.spans import Spans, timed
+
+if TYPE_CHECKING:
+    from beamjax.plan.dropping import DeadLetters
 
 PARTIALS = "partials"
 DROPPED = "dropped"
@@ -55,6 +57,16 @@ class Ranges(StepFn):
         yield from ranges(self.count, self.width)
 
 
+def letters_of(task: Task[Any]) -> DeadLetters | None:
+    """Counts the members that this worker drops from a pass; None for a step that drops none."""
+    step = task.step
+    if not isinstance(step, Map) or step.guard is None:
+        return None
+    from beamjax.plan.dropping import DeadLetters  # few passes drop members
+
+    return DeadLetters(task.settings.drop_limit)
+
+
 class Bundle:
     """The shards of a pass that a worker computes and reduces together, on all of its devices."""
 
@@ -63,14 +75,14 @@ class Bundle:
         task: Task[Map],
         reader: Reader,
         refs: Mapping[str, StoreRef],
-        letters: DeadLetters,
+        letters: DeadLetters | None,
         spans: WorkerSpans,
     ):
         with timed(spans, task.step.name, "transfer"):
             executed = executors(task, refs)
         self.task = task
         self.spans = spans
-        self.letters = letters
+        self.letters = letters  # see `letters_of`
         first, reduction = executed[0], task.settings.reduction
         self.partials = Partials(task.step, reduction, first.loaded.ranges, first.trees())
         self._pass = ShardPass(task.plan, task.step, executed, reader, self.partials, spans)
@@ -95,7 +107,7 @@ class Bundle:
     def _added(self, done: Done) -> Done:
         self._pass.add(done)
         self.spans.tick()
-        if done.computed.dropped:
+        if self.letters is not None and done.computed.dropped:
             self.letters.add(done.computed.dropped, self.task.plan.sizes)
         return done
 
@@ -145,7 +157,7 @@ class MapShards(TaskFn):
         """Starts JAX and opens the sources."""
         super().setup()
         self.reader = self.sources.open()
-        self.letters = DeadLetters(self.task.settings.drop_limit)
+        self.letters = letters_of(self.task)
 
     def start_bundle(self) -> None:
         """Resets the state of a bundle, also after a bundle that failed."""
@@ -198,6 +210,8 @@ class MapShards(TaskFn):
         values = {name: done.operands[name] for name in self.carried}
         values |= dict(zip(self.task.step.results, done.computed.results, strict=True))
         if done.computed.dropped:
+            from beamjax.plan.dropping import encode_lines  # few passes drop members
+
             yield beam.pvalue.TaggedOutput(DROPPED, encode_lines(done.computed.dropped))
         if values:
             block = block_of(done.shard.start, done.shard.count, values)
