@@ -12,8 +12,8 @@ from beamjax.pipelines.values.members import MembersSource
 from beamjax.pipelines.values.refs import SUFFIX
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.values.stored_values import leaf_spec
-from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.placed_files import PlacedFiles
+from beamjax.pipelines.worker.reporting import WorkerSpans
 from beamjax.pipelines.worker.tasks import PROVENANCE, SourceSpecs, StepFn
 from beamjax.plan.dropping import Dropped, decode_file, encode_file
 from beamjax.plan.shard import Shards

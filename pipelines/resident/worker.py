@@ -17,10 +17,9 @@ from beamjax.pipelines.values.elements import Element, stored_part
 from beamjax.pipelines.values.stored_values import opened
 from beamjax.pipelines.worker.map_shards import Bundle, compute_server, letters_of
 from beamjax.pipelines.worker.merge import finished, nodes_of, receive, send
-from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.placed_files import PlacedFiles
+from beamjax.pipelines.worker.reporting import WorkerSpans, record_error
 from beamjax.pipelines.worker.tasks import begin
-from beamjax.pipelines.worker.worker_errors import record_error
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Plan
 from beamjax.runtime import passes

@@ -6,102 +6,33 @@ Each worker process on this machine has a file in the store that says what its t
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
-import faulthandler
 import os
 import re
 import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from beamjax.errors import BeamjaxError, Failure, WorkerError
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.worker_errors import OFTEN, RepeatedError, record_error
+from beamjax.pipelines.worker.reporting import CRASH, forget_watchdog, watchdog_here
+from beamjax.pipelines.worker.worker_errors import OFTEN, RepeatedError
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
 from beamjax.storage import files, trust
 from beamjax.telemetry import process_ids, working_files
-from beamjax.telemetry.watchdog import Watchdog, placed_error
+from beamjax.telemetry.watchdog import placed_error
 from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
 
-MAX_WATCHDOGS = 64
-"""Runs whose watchdogs a process holds. A pool of workers serves many runs."""
 MAX_TRACE = 16_000
 """Largest number of bytes that are read of the stack trace of a crash."""
 _TRACE_LINES = 8
-_CRASH = "crash-"
-
-_watchdogs: collections.OrderedDict[str, Watchdog] = collections.OrderedDict()
-_lock = threading.Lock()
-
-
-# --- on workers
-
-
-def watchdog_of(store: Store, here: bool, limit: float | None) -> Watchdog:
-    """The watchdog of this process for the run with this store."""
-    # A pool of workers serves several runs at a time, and each has its own limit of time.
-    with _lock:
-        if store.root not in _watchdogs:
-            _watchdogs[store.root] = _make_watchdog(store, here, limit)
-            if len(_watchdogs) > MAX_WATCHDOGS:
-                _watchdogs.popitem(last=False)
-        return _watchdogs[store.root]
-
-
-def _make_watchdog(store: Store, here: bool, limit: float | None) -> Watchdog:
-    # The launching process sees its own watchdog. Any other process also writes a file to the
-    # store, and ends itself if its work takes too long.
-    if here:
-        return Watchdog(limit=limit, on_late=lambda error: record_error(store, error))
-    folder = None if files.is_url(store.root) else store.root
-
-    def end_process(error: BeamjaxError) -> None:
-        record_error(store, error)
-        # A thread that hangs in native code can't be stopped. The runner notices the dead worker,
-        # and some runners retry.
-        os._exit(1)
-
-    watchdog = Watchdog(limit=limit, folder=folder, on_late=end_process)
-    if watchdog.has_file:
-        _trace_crashes(store.root)
-    return watchdog
-
-
-@atexit.register
-def _leave() -> None:
-    """Records a normal end, so that this process does not count as lost."""
-    for watchdog in list(_watchdogs.values()):
-        watchdog.leave()
-
-
-_trace: Any = None  # the open file of `faulthandler`
-
-
-def _trace_crashes(folder: str) -> None:
-    """Makes Python write its stack to the folder of the latest run if native code crashes."""
-    global _trace
-    if faulthandler.is_enabled() and _trace is None:
-        return  # the user has enabled it, for a file of their own
-    with contextlib.suppress(OSError):
-        path = os.path.join(folder, f"{_CRASH}{os.getpid()}")
-        former, _trace = _trace, open(path, "w")  # noqa: SIM115
-        faulthandler.enable(_trace)
-        if former is not None:
-            former.close()
-
-
-# --- in the launching process
 
 
 def begin_pipeline(store: Store, here: bool) -> None:
     """Asks workers to record what they do, and removes the files of dead workers."""
-    with _lock:
-        _watchdogs.pop(store.root, None)
+    forget_watchdog(store)
     # Workers that are threads of this process need no files.
     if not here and not files.is_url(store.root):
         working_files.invite(store.root)
@@ -112,7 +43,7 @@ def begin_pipeline(store: Store, here: bool) -> None:
 
 def end_pipeline(store: Store) -> None:
     """Stops threads of this process that still work after a pipeline has ended."""
-    watchdog = _watchdogs.get(store.root)
+    watchdog = watchdog_here(store)
     if watchdog is not None:
         watchdog.give_up()
 
@@ -152,7 +83,7 @@ class Look:
 
     def __call__(self) -> BeamjaxError | None:
         """The error of the workers, if there is one."""
-        watchdog = _watchdogs.get(self.store.root)
+        watchdog = watchdog_here(self.store)
         if watchdog is not None and watchdog.late is not None:
             return watchdog.late
         repeated = self._repeated()
@@ -208,7 +139,7 @@ def _processes(store: Store) -> list[tuple[str, WorkingProcess]]:
 
 def _read_trace(store: Store, working: WorkingProcess) -> str:
     """The stack that Python wrote when a process crashed; "" if there is none."""
-    path = os.path.join(store.root, f"{_CRASH}{working.process['pid']}")
+    path = os.path.join(store.root, f"{CRASH}{working.process['pid']}")
     with contextlib.suppress(OSError), open(trust.open_regular(path), "rb") as file:
         return file.read(MAX_TRACE).decode(errors="replace")
     return ""

@@ -17,7 +17,7 @@ from beamjax.bodies.load import run_server
 from beamjax.pipelines.values.elements import Element, block_of, cut, stored_part, whole
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.worker.merge import nodes_of, send
-from beamjax.pipelines.worker.metrics import WorkerSpans
+from beamjax.pipelines.worker.reporting import WorkerSpans
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn, Task, TaskFn, executors
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Server

@@ -21,7 +21,7 @@ from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Element, ref_of, stored_part
 from beamjax.pipelines.values.refs import StoreRef, file_name, unique_key
 from beamjax.pipelines.values.store import Store, memory_store_of
-from beamjax.pipelines.worker.metrics import WorkerSpans
+from beamjax.pipelines.worker.reporting import WorkerSpans
 from beamjax.pipelines.worker.tasks import StepFn, Task
 from beamjax.plan.steps import (
     Combine,

@@ -28,10 +28,8 @@ from beamjax.pipelines.values import store as stores
 from beamjax.pipelines.values.elements import Element
 from beamjax.pipelines.values.refs import SUFFIX, StoreRef, content_key
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker.lost_workers import watchdog_of
-from beamjax.pipelines.worker.metrics import WorkerSpans
 from beamjax.pipelines.worker.orphans import unless_orphaned
-from beamjax.pipelines.worker.worker_errors import recorded
+from beamjax.pipelines.worker.reporting import WorkerSpans, recorded, watchdog_of
 from beamjax.plan.steps import Body, Gather, Map, Plan, Server
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor, put_broadcast
 from beamjax.runtime.values import Reader

@@ -1,71 +1,29 @@
-"""Passes errors of workers to the launching process, on runners that lose the types of errors.
+"""Raises errors of workers in the launching process, on runners that lose the types of errors.
 
-A worker writes a record of an error to the store before it raises it. If the pipeline fails, the
-launching process looks for such records, and raises the first error, whatever the runner reports.
+A worker writes a record of an error to the store before it raises it (`reporting`). If the pipeline
+fails, the launching process looks for such records, and raises the first error, whatever the runner
+reports.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-import inspect
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from beamjax import errors
 from beamjax._text import as_cause, cut
-from beamjax.errors import BeamjaxError, JobCancelledError, WorkerError
+from beamjax.errors import BeamjaxError, WorkerError
 from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.reporting import ERROR
 from beamjax.storage import files, records
 
-_STEM = "error-"
 _SECONDS_BETWEEN_LOOKS = 10.0
 OFTEN = 3
 """Failures of one shard after which the run ends, even if the runner would retry."""
-
-
-def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method of a DoFn, generator or not, leave records of its errors in the store."""
-
-    @functools.wraps(method)
-    def generating(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        try:
-            yield from method(self, *args, **kwargs)
-        except Exception as error:
-            _record_for(self, error)
-            raise
-
-    @functools.wraps(method)
-    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            _record_for(self, error)
-            raise
-
-    return generating if inspect.isgeneratorfunction(method) else calling
-
-
-def _record_for(fn: Any, error: Exception) -> None:
-    with contextlib.suppress(Exception):  # the runner may discard the DoFn
-        fn.spans.report()
-    task = getattr(fn, "task", None)
-    store = getattr(fn, "store", None) or getattr(task, "store", None)
-    if store is not None and not isinstance(error, JobCancelledError):
-        record_error(store, error, getattr(task or fn, "step", None))
-
-
-def record_error(store: Store, error: Exception, step: Any = None) -> None:
-    """Writes a record of an error, which the caller then raises."""
-    # The step is for errors that do not name theirs.
-    record = records.error_record(error, getattr(step, "name", ""))
-    with contextlib.suppress(Exception):  # a full disk must not hide the error itself
-        store.write(f"{_STEM}{uuid.uuid4().hex}{records.SUFFIX}", records.encode(record))
 
 
 def recorded_error(store: Store) -> BeamjaxError | None:
@@ -99,7 +57,7 @@ class RepeatedError:
 def _names(store: Store) -> list[str]:
     with contextlib.suppress(Exception):
         names = files.names(store.root)
-        return [name for name in names if name.startswith(_STEM) and name.endswith(records.SUFFIX)]
+        return [name for name in names if name.startswith(ERROR) and name.endswith(records.SUFFIX)]
     return []
 
 

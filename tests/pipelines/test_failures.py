@@ -16,12 +16,12 @@ from beamjax._beam_compat import WORKER_THREAD
 from beamjax.errors import ArrayFormatError, Failure, JobCancelledError, SourceError, WorkerError
 from beamjax.pipelines import launch as waiting
 from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker.reporting import record_error
 from beamjax.pipelines.worker.tasks import StepFn
 from beamjax.pipelines.worker.worker_errors import (
     PipelineError,
     RepeatedError,
     own_errors,
-    record_error,
     recorded_error,
     transform_errors,
 )

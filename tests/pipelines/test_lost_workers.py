@@ -20,15 +20,15 @@ from beamjax.pipelines.worker.lost_workers import (
     end_pipeline,
     end_workers,
     lost_worker,
-    watchdog_of,
 )
+from beamjax.pipelines.worker.reporting import watchdog_of
 from beamjax.plan.steps import Map
 
 STEP = Map("map_0", "clients", "key", (), (), (), (), functions=("f",))
 
 WORKER = """
 import ctypes, os, signal, sys, threading, time
-from beamjax.pipelines.worker.lost_workers import watchdog_of
+from beamjax.pipelines.worker.reporting import watchdog_of
 from beamjax.spans import Spans, timed
 from beamjax.pipelines.values.store import Store
 from beamjax.plan.steps import Map
