@@ -36,7 +36,7 @@ from beamjax.spans import Work
 from beamjax.storage import files, records, temporary, trust
 from beamjax.storage.arrays import decode_arrays, encode_arrays
 from beamjax.storage.schema import from_plain, to_plain
-from beamjax.telemetry import process_ids, worker_records
+from beamjax.telemetry import signs_of_life, worker_records
 from beamjax.telemetry.progress import Progress
 
 FORMAT = 1
@@ -55,7 +55,7 @@ class JobRecord:
 
     name: str  # of the program
     runner: str
-    process: Mapping[str, Any]  # the launching process, as `process_ids.this_process` says it
+    process: Mapping[str, Any]  # the launching process, as `signs_of_life.this_process` says it
     time: float  # of the start, in seconds since the epoch
     format: int = FORMAT  # of the layout of the folder
     run: str = ""  # identifies this run among those that have used the folder
@@ -139,7 +139,7 @@ class JobFolder:
                 "this process and all workers can write and read"
             ) from error
         self.run = uuid.uuid4().hex
-        record = JobRecord(name, runner, process_ids.this_process(), time.time(), run=self.run)
+        record = JobRecord(name, runner, signs_of_life.this_process(), time.time(), run=self.run)
         self.write("job", to_plain(record))
         self.write_state("running")
 
@@ -192,7 +192,7 @@ class JobFolder:
 
     def _launcher_lives(self) -> bool:
         record = self.describe()
-        alive = process_ids.is_alive(record.process)
+        alive = signs_of_life.is_alive(record.process)
         if alive is not None:
             return alive
         progress = self.read("progress") or {}

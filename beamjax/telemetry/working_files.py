@@ -19,7 +19,7 @@ from beamjax.errors import ArrayFormatError
 from beamjax.storage import trust
 from beamjax.storage.buffers import allocate
 from beamjax.storage.schema import from_plain, parse_json
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import signs_of_life
 
 PREFIX = "working-"
 SLOTS = 64
@@ -86,7 +86,7 @@ class WorkingFile:
 class WorkingProcess:
     """The contents of the file of a process."""
 
-    process: dict[str, Any]  # as `process_ids.this_process` describes it
+    process: dict[str, Any]  # as `signs_of_life.this_process` describes it
     left: bool  # the process ended normally
     entries: tuple[WorkEntry, ...]  # in the order in which they began
 
@@ -129,7 +129,7 @@ def _read_slot(data: bytes, path: str) -> WorkEntry | None:
 def invite(folder: str) -> None:
     """Marks a folder, so that workers on this machine write their files into it."""
     with contextlib.suppress(OSError), open(os.path.join(folder, _MARK), "w") as file:
-        json.dump(_machine(process_ids.this_process()), file)
+        json.dump(_machine(signs_of_life.this_process()), file)
 
 
 def _machine(process: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _machine(process: dict[str, Any]) -> dict[str, Any]:
 
 def _make(folder: str) -> mmap.mmap:
     """Creates the mapped file of this process in a folder with the mark of `invite`."""
-    process = process_ids.this_process()
+    process = signs_of_life.this_process()
     with open(os.path.join(folder, _MARK)) as file:
         if file.read(_HEADER_BYTES) != json.dumps(_machine(process)):
             raise OSError(f"{folder}: made on another machine")

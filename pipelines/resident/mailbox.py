@@ -42,10 +42,10 @@ from beamjax.pipelines.resident.task_messages import (
     signed,
     verified,
 )
-from beamjax.pipelines.worker.heartbeats import BEAT_SECONDS, Heart, Pulse
 from beamjax.pipelines.worker.orphans import LAUNCHER, STOP, LauncherWatch, read, write
 from beamjax.storage import files
 from beamjax.storage.patience import retried
+from beamjax.telemetry.signs_of_life import BEAT_SECONDS, Heart, Pulse
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
 """Pairs of seconds: until this time since the last message, the folder is polled at this interval.

@@ -21,7 +21,7 @@ from beamjax.pipelines.worker.worker_errors import OFTEN, RepeatedError
 from beamjax.plan.shard import Shard
 from beamjax.plan.steps import Map, Step
 from beamjax.storage import files, trust
-from beamjax.telemetry import process_ids, working_files
+from beamjax.telemetry import signs_of_life, working_files
 from beamjax.telemetry.watchdog import placed_error
 from beamjax.telemetry.working_files import WorkEntry, WorkingProcess
 
@@ -101,7 +101,7 @@ def end_workers(store: Store) -> None:
     """Kills the worker processes with files in the store that descend from this process."""
     for _, working in _processes(store):
         pid = working.process["pid"]
-        if process_ids.is_alive(working.process) and process_ids.descends(pid):
+        if signs_of_life.is_alive(working.process) and signs_of_life.descends(pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -110,7 +110,7 @@ def _dead(store: Store) -> list[tuple[str, WorkingProcess]]:
     return [
         (path, working)
         for path, working in _processes(store)
-        if process_ids.is_alive(working.process) is False
+        if signs_of_life.is_alive(working.process) is False
     ]
 
 

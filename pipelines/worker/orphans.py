@@ -20,10 +20,10 @@ from typing import Any
 
 from beamjax.errors import WorkerError
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import heartbeats
-from beamjax.pipelines.worker.heartbeats import Heart, Pulse
 from beamjax.storage import files, trust
 from beamjax.storage.patience import patiently
+from beamjax.telemetry import signs_of_life
+from beamjax.telemetry.signs_of_life import Heart, Pulse
 
 LAUNCHER, STOP = "launcher", "stop"
 
@@ -107,7 +107,7 @@ class _Watcher:
         folder = self._launcher.folder
         try:
             while not (self._launcher.is_orphaned() or self._launcher.look_for(STOP)):
-                time.sleep(heartbeats.seconds_at(folder))
+                time.sleep(signs_of_life.seconds_at(folder))
             # Before this worker stops to compute: a launcher that lives must see it. At a URL, the
             # file of a launcher that lives is never missing.
             if not files.is_url(folder):

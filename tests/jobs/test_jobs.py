@@ -37,7 +37,7 @@ from beamjax.jobs.job import JobState
 from beamjax.pipelines.clusters.processes import wait_until
 from beamjax.storage import files, records
 from beamjax.storage.schema import to_plain
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import signs_of_life
 from beamjax.telemetry.job_folder import JobFolder
 
 N = 40
@@ -511,7 +511,7 @@ def test_the_handler_of_sigterm_is_given_back(other_process, tmp_path):
 
 
 def test_processes_are_told_apart(tmp_path):
-    here = process_ids.this_process()
+    here = signs_of_life.this_process()
     for change, alive in (
         ({}, True),
         ({"started": "1"}, False),
@@ -521,11 +521,11 @@ def test_processes_are_told_apart(tmp_path):
         ({"host": "another"}, True),  # Hosts may have the same name, and change it.
         ({"boot": here["boot"].split()[0] + " pid:[1]"}, None),  # A container on this machine.
     ):
-        assert process_ids.is_alive(here | change) is alive, change
+        assert signs_of_life.is_alive(here | change) is alive, change
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    assert wait_until(lambda: process_ids.started(child.pid) is None, 60)  # It is a zombie.
+    assert wait_until(lambda: signs_of_life.started(child.pid) is None, 60)  # It is a zombie.
     dead = here | {"pid": child.pid}
-    assert process_ids.is_alive(dead) is False
+    assert signs_of_life.is_alive(dead) is False
     folder = JobFolder(str(tmp_path))
     folder.begin("f", "local")
     folder.write("job", to_plain(dataclasses.replace(folder.describe(), process=dead)))

@@ -8,9 +8,9 @@ import url_files  # noqa: F401 - makes bjtest:// known
 import beamjax as bj
 from beamjax.pipelines.clusters import processes
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import heartbeats, orphans
+from beamjax.pipelines.worker import orphans
 from beamjax.pipelines.worker.tasks import StepFn
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import signs_of_life
 
 
 class Doubles(StepFn):
@@ -36,9 +36,9 @@ class Notes(StepFn):
 @pytest.fixture(params=["path", "url"])
 def store(request, tmp_path, monkeypatch):
     """A store, whose launcher seems to be on another host."""
-    monkeypatch.setattr(process_ids, "is_alive", lambda process: None)
+    monkeypatch.setattr(signs_of_life, "is_alive", lambda process: None)
     for name in ("BEAT_SECONDS", "REMOTE_BEAT_SECONDS"):
-        monkeypatch.setattr(heartbeats, name, 0.02)
+        monkeypatch.setattr(signs_of_life, name, 0.02)
     monkeypatch.setattr(orphans, "LOST_SECONDS", 3.0)
     return Store(str(tmp_path) if request.param == "path" else f"bjtest:/{tmp_path}")
 
@@ -47,8 +47,8 @@ def store(request, tmp_path, monkeypatch):
 def dies(monkeypatch):
     """Ends the heartbeats."""
     found = []
-    beat = heartbeats.Heart._beat
-    monkeypatch.setattr(heartbeats.Heart, "_beat", lambda heart: None if found else beat(heart))
+    beat = signs_of_life.Heart._beat
+    monkeypatch.setattr(signs_of_life.Heart, "_beat", lambda heart: None if found else beat(heart))
     return lambda: found.append(1)
 
 

@@ -17,7 +17,7 @@ import pytest
 import beamjax as bj
 from beamjax.pipelines.clusters import guard, processes
 from beamjax.pipelines.clusters.flink_rest import FlinkRest
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import signs_of_life
 
 LAUNCHER = """
 import os, signal, sys
@@ -156,7 +156,7 @@ def test_workers_that_start_end_with_their_launcher():
     finally:
         launcher.kill()
         launcher.wait()
-    assert processes.wait_until(lambda: not any(map(process_ids.started, workers)), 60)
+    assert processes.wait_until(lambda: not any(map(signs_of_life.started, workers)), 60)
 
 
 def _below(launcher):

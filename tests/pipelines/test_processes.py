@@ -11,7 +11,7 @@ import pytest
 
 from beamjax.errors import OptionsError
 from beamjax.pipelines.clusters import guard, job_servers, processes
-from beamjax.telemetry import process_ids
+from beamjax.telemetry import signs_of_life
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
 PARENT = """
@@ -71,7 +71,7 @@ def test_what_a_process_starts_ends_with_it(tmp_path):
     assert processes.wait_until(lambda: "here" in server.log.read_text(), 20)
     child = int(server.log.read_text().split()[0])
     processes.stop(server)
-    assert processes.wait_until(lambda: not process_ids.started(child), 10)
+    assert processes.wait_until(lambda: not signs_of_life.started(child), 10)
 
 
 def test_logs_and_ports(tmp_path):
@@ -112,13 +112,13 @@ def test_a_guarded_server_ends_with_its_launcher(tmp_path, who):
     (folder / "log").touch()
     launcher, of_guard, server = guarded(tmp_path, str(folder))
     try:
-        assert process_ids.started(server)
+        assert signs_of_life.started(server)
         if who == "launcher":
             launcher.process.kill()
             launcher.process.wait()
         else:
             os.kill(of_guard, signal.SIGTERM)
-        assert processes.wait_until(lambda: not process_ids.started(server), 10)
+        assert processes.wait_until(lambda: not signs_of_life.started(server), 10)
         assert processes.wait_until(lambda: not folder.exists(), 10)
     finally:
         processes.stop(launcher)

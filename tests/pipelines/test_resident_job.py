@@ -16,8 +16,8 @@ from beamjax.pipelines.runners import runner_table
 from beamjax.pipelines.runners.flink import Flink
 from beamjax.pipelines.runners.prism import Prism
 from beamjax.pipelines.values.store import Store
-from beamjax.pipelines.worker import heartbeats, orphans
-from beamjax.telemetry import process_ids
+from beamjax.pipelines.worker import orphans
+from beamjax.telemetry import signs_of_life
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_pass_can_be_cancelled_while_replies_arrive(clock):
 
 
 def test_heartbeats_go_on_after_one_that_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(signs_of_life, "BEAT_SECONDS", 0.02)
     (tmp_path / "rounds").mkdir()
     launcher = mailbox.FileMailbox(str(tmp_path / "rounds"), b"secret")
     try:
@@ -196,7 +196,7 @@ time.sleep(600)
 
 
 def test_a_worker_ends_with_its_launcher(monkeypatch, tmp_path):
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(signs_of_life, "BEAT_SECONDS", 0.1)
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -227,11 +227,11 @@ def elsewhere(monkeypatch):
         found.now += seconds
 
     times = SimpleNamespace(monotonic=lambda: found.now, sleep=sleep)
-    monkeypatch.setattr(heartbeats, "time", times)
+    monkeypatch.setattr(signs_of_life, "time", times)
     monkeypatch.setattr(mailbox, "time", times)
     monkeypatch.setattr(orphans, "time", times)
-    monkeypatch.setattr(heartbeats.Heart, "_keep_beating", lambda self: None)
-    monkeypatch.setattr(process_ids, "is_alive", lambda process: None)
+    monkeypatch.setattr(signs_of_life.Heart, "_keep_beating", lambda self: None)
+    monkeypatch.setattr(signs_of_life, "is_alive", lambda process: None)
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamjax.telemetry import process_ids, working_files
+from beamjax.telemetry import signs_of_life, working_files
 from beamjax.telemetry.working_files import (
     DOING,
     PREFIX,
@@ -50,7 +50,7 @@ def test_an_entry_is_there_until_it_ends(folder):
             file.end(slot)
     found = read(folder)
     assert (found.entries, found.left) == ((), False)
-    assert found.process == process_ids.this_process()
+    assert found.process == signs_of_life.this_process()
     file.leave()
     assert read(folder).left
 
@@ -102,7 +102,7 @@ def test_files_that_nobody_here_wants(folder, tmp_path):
 
 
 def whole(process=None, slots=b""):
-    process = process_ids.this_process() if process is None else process
+    process = signs_of_life.this_process() if process is None else process
     head = json.dumps(process).encode().ljust(working_files._HEADER_BYTES, b"\0")
     return (head + slots).ljust(working_files._FILE_BYTES, b"\0")
 
@@ -113,9 +113,9 @@ def test_bytes_that_are_no_such_file(tmp_path):
     assert read_file(str(path)) is not None
     for data in (
         b"", b"{}", whole()[:-1], whole() + b"\0", whole([]), whole({}), whole("[" * 1000),
-        whole({**process_ids.this_process(), "pid": "1"}),
-        whole({**process_ids.this_process(), "pid": True}),
-        whole({**process_ids.this_process(), "started": None}),
+        whole({**signs_of_life.this_process(), "pid": "1"}),
+        whole({**signs_of_life.this_process(), "pid": True}),
+        whole({**signs_of_life.this_process(), "started": None}),
         *(byte * working_files._FILE_BYTES for byte in (b"[", b"\xff", b"\0")),
     ):  # fmt: skip
         path.write_bytes(data)

@@ -1,20 +1,81 @@
-"""Heartbeats: files that a process rewrites, so that processes on other hosts see that it lives.
+"""Whether other processes are alive: by their pids, or on other hosts by their heartbeats.
 
-Readers compare the content with what they saw before. They use no clock of another host, and no
-pid: hosts may have the same name, and containers of one host have pids of their own.
+Heartbeats are a file that a process rewrites. Readers compare the content with what they saw
+before. They use no clock of another host, and no pid: hosts may have the same name, and containers
+of one host have pids of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import os
+import socket
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from beamjax.storage import files
 from beamjax.storage.schema import parse_json
-from beamjax.telemetry import process_ids
+
+
+def this_process() -> dict[str, Any]:
+    """A record that identifies this process: where its pid means something, its pid and start."""
+    # The name of the host is for messages only: several hosts may have the same.
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot": _place(), "pid": pid, "started": started(pid)}
+
+
+def is_alive(process: Mapping[str, Any]) -> bool | None:
+    """Whether the process of a record is alive; None if its pid means nothing in this process."""
+    if process.get("boot") != _place():  # another machine or container, or before a reboot
+        return None
+    pid = process.get("pid")
+    if type(pid) is not int or pid < 1:
+        return False
+    start = started(pid)
+    return start is not None and process.get("started") == start
+
+
+def descends(pid: int) -> bool:
+    """Whether a process descends from this one."""
+    try:
+        return any(parent.pid == os.getpid() for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
+
+
+def started(pid: int) -> str | None:
+    """When a process started, as text to compare; None if there is no such process, or a zombie."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return None
+        if not psutil.LINUX:
+            return str(process.create_time())
+        # In ticks since the boot: psutil's time changes when the clock of the machine is set.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[19]  # the name in parentheses may contain any text
+    except (psutil.Error, OSError):
+        return None
+
+
+@functools.cache
+def _place() -> str:
+    """The boot of this machine and the namespace of its pids; its name if there is no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+# --- heartbeats
 
 BEAT_SECONDS, REMOTE_BEAT_SECONDS = 2.0, 4.0
 """Seconds between two heartbeats in a local folder, and at a URL, where each costs a request."""
@@ -56,7 +117,7 @@ class Heart:
 
     def _beat(self) -> None:
         self._beats += 1
-        record = {"beats": self._beats, "process": process_ids.this_process()}
+        record = {"beats": self._beats, "process": this_process()}
         files.write(self.path, json.dumps(record).encode(), make=False)
 
 
@@ -75,7 +136,7 @@ class Pulse:
     @property
     def needs_looks(self) -> bool:
         """Whether only heartbeats tell, as this process does not see the pids of the other one."""
-        return process_ids.is_alive(self.process) is None
+        return is_alive(self.process) is None
 
     def look(self, seen: object) -> None:
         """Records what the file is now: its content, or whatever changes with it."""
@@ -88,5 +149,5 @@ class Pulse:
 
     def is_dead(self, seconds: float) -> bool:
         """Whether the process has ended, or was silent for so long while this one looked."""
-        alive = process_ids.is_alive(self.process)
+        alive = is_alive(self.process)
         return self._silence > seconds if alive is None else not alive
