@@ -35,7 +35,7 @@ from beamjax.runtime.values import Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.source_base import live_spec, register, spec_of
 from beamjax.sources.streams.chunks import Streams
-from beamjax.storage import patience
+from beamjax.storage import files
 from beamjax.storage.shared_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
 
@@ -171,7 +171,7 @@ def run_store(connection: Connection, job_folder: str | None = None) -> Iterator
     patient: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if parent is not None and not connection.shared:
         remove_orphans(parent)
-        patient = patience.patient()
+        patient = files.patient()
     with (
         patient,
         temporary_store(connection.options, job_folder) as store,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from beamjax.errors import WorkerError
-from beamjax.numerics.accumulators import Accumulator
+from beamjax.numerics.accumulators import Accumulator, in_parts
 from beamjax.numerics.exact_add import Vectors
 from beamjax.numerics.rounding import (
     DIVISOR_LIMIT,
@@ -27,7 +27,6 @@ from beamjax.numerics.rounding import (
     round_pair,
     total_of,
 )
-from beamjax.numerics.side_by_side import in_parts
 from beamjax.numerics.superaccumulator import BLOCK, LOWEST, Digits, pack, unpack
 from beamjax.storage.arrays import Joined
 

@@ -44,7 +44,6 @@ from beamjax.pipelines.resident.task_messages import (
 )
 from beamjax.pipelines.worker.orphans import LAUNCHER, STOP, LauncherWatch, read, write
 from beamjax.storage import files
-from beamjax.storage.patience import retried
 from beamjax.telemetry.signs_of_life import BEAT_SECONDS, Heart, Pulse
 
 PAUSES = ((0.02, 0.0003), (0.5, 0.001), (10.0, 0.005), (float("inf"), 0.025))
@@ -400,7 +399,7 @@ class FileWorker(WorkerEnd):
         name = f"reply-{self.name}-{self._next}"
         content = signed(self.secret, name, encode(reply))
         # The result may have taken minutes, and only this worker has it.
-        retried(write, self.folder, name, content)
+        files.retried(write, self.folder, name, content)
         self._next += 1
 
 

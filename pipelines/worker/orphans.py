@@ -21,7 +21,6 @@ from typing import Any
 from beamjax.errors import WorkerError
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files, trust
-from beamjax.storage.patience import patiently
 from beamjax.telemetry import signs_of_life
 from beamjax.telemetry.signs_of_life import Heart, Pulse
 
@@ -192,7 +191,7 @@ def write(folder: str, name: str, data: bytes) -> None:
     files.write(files.join(folder, name), data, make=False)
 
 
-@patiently
+@files.patiently
 def read(folder: str, name: str) -> bytes | None:
     """The content of a file; None if it does not exist."""
     path = files.join(folder, name)

@@ -10,10 +10,10 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from beamjax.numerics import accumulators
 from beamjax.numerics import exact_add as exact_adds
-from beamjax.numerics import side_by_side
+from beamjax.numerics.accumulators import LONG, in_parts
 from beamjax.numerics.exact_add import PROBED, add_exactly
-from beamjax.numerics.side_by_side import LONG, in_parts
 
 FINITE = st.floats(-(2.0**127), 2.0**127, width=32)
 WHOLE = st.integers(-(2**24), 2**24)
@@ -163,13 +163,13 @@ def test_no_library_with_flags(monkeypatch):
 def test_every_part_is_worked_on_once(count, values, threads):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "_threads", lambda: threads)
+        patch.setattr(accumulators, "_threads", lambda: threads)
         in_parts(count, values, lambda first, last: seen.extend(range(first, last)))
     assert sorted(seen) == list(range(count))
 
 
 def test_only_long_vectors_are_on_several_threads(monkeypatch):
-    monkeypatch.setattr(side_by_side, "_threads", lambda: 2)
+    monkeypatch.setattr(accumulators, "_threads", lambda: 2)
     together = threading.Barrier(2, timeout=60)
     in_parts(2, LONG, lambda first, last: together.wait())
     seen = []
@@ -179,7 +179,7 @@ def test_only_long_vectors_are_on_several_threads(monkeypatch):
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_errors_of_any_thread_are_raised(monkeypatch, bad):
-    monkeypatch.setattr(side_by_side, "_threads", lambda: 4)
+    monkeypatch.setattr(accumulators, "_threads", lambda: 4)
     done = []
 
     def work(first, last):

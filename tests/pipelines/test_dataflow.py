@@ -36,7 +36,7 @@ from beamjax.pipelines.dry_run import DryStore
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.map_shards import MapShards
 from beamjax.pipelines.worker.tasks import ServerFn
-from beamjax.storage import patience, remote_files
+from beamjax.storage import files, remote_files
 
 with_dataflow = pytest.mark.dataflow
 
@@ -176,7 +176,7 @@ def test_the_error_of_a_run_is_not_hidden_by_one_of_its_end(bucket, monkeypatch)
 
     monkeypatch.setattr(InMemory, "pipe_file", fail)
     monkeypatch.setattr(InMemory, "ls", fail)
-    monkeypatch.setattr(patience, "SECONDS", 0.5)
+    monkeypatch.setattr(files, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(SourceError, match=r"cannot write .*no connection") as caught:
         bj.run(regression, W, X, runner=DataflowRunner(), options=FAKE)
     assert ["cannot remove stored values" in note for note in caught.value.__notes__] == [True]

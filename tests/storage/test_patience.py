@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from beamjax.storage import files, patience
+from beamjax.storage import files
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes on while `patience` waits."""
+    """A clock that goes on while `files` waits."""
     found = SimpleNamespace(now=1000.0)
 
     def sleep(seconds):
         found.now += seconds
 
     times = SimpleNamespace(monotonic=lambda: found.now, sleep=sleep)
-    monkeypatch.setattr(patience, "time", times)
-    monkeypatch.setattr(patience, "_failed", float("-inf"))
+    monkeypatch.setattr(files, "time", times)
+    monkeypatch.setattr(files, "_failed", float("-inf"))
     return found
 
 
@@ -34,14 +34,14 @@ def broken(monkeypatch, clock, number, seconds):
     monkeypatch.setattr(files, "_write_local", failing)
 
 
-@pytest.mark.parametrize("number", patience.MOMENTARY)
+@pytest.mark.parametrize("number", files.MOMENTARY)
 def test_a_moment_is_waited_for(number, clock, monkeypatch, tmp_path):
     broken(monkeypatch, clock, number, 20)
     path = str(tmp_path / "x")
     with pytest.raises(OSError, match="out of order"):
         files.write(path, b"1")  # no run needs the folder
     assert clock.now == 1000
-    with patience.patient():
+    with files.patient():
         files.write(path, b"1")
     assert 1020 <= clock.now < 1021
     assert files.read(path) == b"1"
@@ -50,7 +50,7 @@ def test_a_moment_is_waited_for(number, clock, monkeypatch, tmp_path):
 def test_more_than_a_moment_is_an_error(clock, monkeypatch, tmp_path):
     broken(monkeypatch, clock, errno.EROFS, 1e6)
     path = str(tmp_path / "x")
-    with patience.patient():
+    with files.patient():
         with pytest.raises(OSError, match=r"out of order, also after 30 s of attempts.*x"):
             files.write(path, b"1")
         assert 1030 <= clock.now < 1031
@@ -60,7 +60,7 @@ def test_more_than_a_moment_is_an_error(clock, monkeypatch, tmp_path):
 
 
 def test_other_errors_are_raised_at_once(clock, tmp_path):
-    with patience.patient():
+    with files.patient():
         with pytest.raises(FileNotFoundError):
             files.read(str(tmp_path / "none"))
         assert files.names(str(tmp_path / "none")) == []
