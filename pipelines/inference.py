@@ -25,8 +25,13 @@ from beamjax.interpreters.staging.flatten import host_call
 from beamjax.options import parse_options
 from beamjax.sources.source_base import Count, Positive
 from beamjax.storage import files
-from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import (
+    decode_arrays,
+    dtype_from_name,
+    dtype_name,
+    encode_arrays,
+    plain_array,
+)
 from beamjax.storage.schema import from_plain
 from beamjax.storage.treedefs import tree_from_json, tree_to_json
 

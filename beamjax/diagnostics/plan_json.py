@@ -53,7 +53,7 @@ from beamjax.plan.steps import (
 from beamjax.runtime.cached_shards import count_cached, uncached_reason
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.ordered_pool import chosen_threads
-from beamjax.storage.dtypes import dtype_name
+from beamjax.storage.arrays import dtype_name
 from beamjax.storage.schema import to_plain
 
 Json = dict[str, Any]

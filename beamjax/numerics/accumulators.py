@@ -22,8 +22,7 @@ import numpy as np
 from beamjax.errors import ArrayFormatError, StructureError, WorkerError
 from beamjax.numerics.ordered_tree import DyadicTree
 from beamjax.numerics.rounding import round_pair
-from beamjax.storage.arrays import Joined, encode_arrays
-from beamjax.storage.dtypes import dtype_name
+from beamjax.storage.arrays import Joined, dtype_name, encode_arrays
 
 if TYPE_CHECKING:
     from beamjax.numerics.reducers import Reducer

@@ -27,8 +27,7 @@ from beamjax.numerics.accumulators import (
     lowest_value,
 )
 from beamjax.numerics.exact_sum import ExactSum
-from beamjax.storage.arrays import Buffer, decode_arrays
-from beamjax.storage.dtypes import dtype_from_name
+from beamjax.storage.arrays import Buffer, decode_arrays, dtype_from_name
 
 # Primitives, derivatives, weights, reductions by key and the rules of JAX's own reductions follow
 # from `REDUCTIONS`, at the end.

@@ -21,7 +21,7 @@ from beamjax.ops.leaves import as_placed
 from beamjax.ops.placements import Size, resolve
 from beamjax.ops.primitives import default_promotion, map_members
 from beamjax.ops.weights import MemberWeights, scope_of_operator, weights_for
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from beamjax.numerics.by_key import ByKey

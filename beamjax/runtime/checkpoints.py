@@ -20,8 +20,7 @@ from beamjax.bodies.provenance import UNKNOWN, Provenance
 from beamjax.errors import ArrayFormatError
 from beamjax.plan.liveness import Position
 from beamjax.runtime.values import Part, Ref, Values
-from beamjax.storage.arrays import Buffer, decode_arrays, encode_arrays
-from beamjax.storage.dtypes import dtype_from_name
+from beamjax.storage.arrays import Buffer, decode_arrays, dtype_from_name, encode_arrays
 
 KIND = "beamjax checkpoint"
 FORMAT = 2

@@ -10,7 +10,7 @@ import numpy as np
 
 from beamjax.errors import PlacementError, StructureError
 from beamjax.sources.source_base import LeafSpec, PyTreeDef
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import dtype_from_name, dtype_name
 
 
 def leaf_name(name: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from beamjax.errors import StructureError
 from beamjax.sources.source_base import LeafSpec
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import dtype_from_name, dtype_name
 
 _NUMBERS = (bool, int, float, complex)
 _WIDER = {"b": "b", "i": "iufVc", "u": "iufVc", "f": "fVc", "c": "c"}

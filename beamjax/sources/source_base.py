@@ -25,7 +25,7 @@ import numpy as np
 
 from beamjax.errors import PlacementError, SourceError
 from beamjax.storage import schema
-from beamjax.storage.dtypes import dtype_name
+from beamjax.storage.arrays import dtype_name
 
 PyTreeDef: TypeAlias = Any
 """`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""

@@ -30,7 +30,7 @@ from beamjax.sources.derived_sources import ZippedSource
 from beamjax.sources.source_base import LeafSpec, Source
 from beamjax.sources.tables.keyed_table import KeyedTable
 from beamjax.storage import temporary
-from beamjax.storage.dtypes import dtype_from_name
+from beamjax.storage.arrays import dtype_from_name
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from beamjax.sources.arrays.data_files import FileHashes
 from beamjax.sources.derived_sources import RowsSource
 from beamjax.sources.source_base import LeafSpec
 from beamjax.storage import files
-from beamjax.storage.arrays import decode_arrays, encode_arrays, plain_array
-from beamjax.storage.dtypes import dtype_name
+from beamjax.storage.arrays import decode_arrays, dtype_name, encode_arrays, plain_array
 
 ROWS = 1024
 """Most small entries of a stacked result in one array. A full array is written once, while the last

@@ -15,7 +15,7 @@ import numpy as np
 
 from beamjax.errors import ArrayFormatError
 from beamjax.storage import arrays as wire
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import dtype_from_name, dtype_name
 
 SUFFIX = ".arrays"
 _SAFE_NAME = re.compile(r"[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays")

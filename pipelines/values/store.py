@@ -35,7 +35,7 @@ from beamjax.spans import transferring
 from beamjax.storage import arrays as wire
 from beamjax.storage import buffers
 from beamjax.storage import files as file_io
-from beamjax.storage.dtypes import dtype_from_name, dtype_name
+from beamjax.storage.arrays import dtype_from_name, dtype_name
 from beamjax.storage.shared_cache import SharedCache, nbytes
 from beamjax.telemetry.worker_records import Reports
 

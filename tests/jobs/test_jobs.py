@@ -159,7 +159,7 @@ def test_a_job_without_a_handle_removes_its_folder_at_its_end(empty_tmp, gate):
 @pytest.mark.parametrize("how", ["handle", "folder"])
 def test_a_job_is_cancelled_between_two_shards(runner, how, gate, monkeypatch):
     by_workers = (runner, how) == ("DirectRunner", "folder")  # They see the folder first.
-    for module in ("telemetry.worker_records", "pipelines.worker.metrics"):
+    for module in ("telemetry.worker_records", "pipelines.worker.reporting"):
         monkeypatch.setattr(f"beamjax.{module}.EVERY_SECONDS", 0.0)
     monkeypatch.setattr("beamjax.jobs.recording.LOOK_SECONDS", 60.0 if by_workers else 0.02)
     with bj.launch(gate.program, X, runner=runner, options={"shard_size": 8}) as job:

@@ -28,7 +28,7 @@ from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.run_stores import clear_store, new_store
 from beamjax.pipelines.values.store import Store
 from beamjax.storage import files
-from beamjax.storage.dtypes import _DTYPES, dtype_name
+from beamjax.storage.arrays import _DTYPES, dtype_name
 
 DTYPES = list(_DTYPES.values())
 ZEROS = np.zeros(20_000)

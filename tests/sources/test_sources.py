@@ -40,7 +40,7 @@ from beamjax.sources.arrays import npy_writing
 from beamjax.sources.source_base import LeafSpec, members_bytes, open_spec, spec_of, take_members
 from beamjax.sources.source_kinds import buckets_of
 from beamjax.sources.streams.spool import spilled
-from beamjax.storage.dtypes import _DTYPES, dtype_from_name
+from beamjax.storage.arrays import _DTYPES, dtype_from_name
 from beamjax.storage.shared_cache import BLOCKS
 
 OPTIONS = {"shard_size": 8}

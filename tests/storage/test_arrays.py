@@ -23,7 +23,7 @@ from beamjax.errors import ArrayFormatError, BeamjaxError, StructureError
 from beamjax.runtime.shard_executor import ShardExecutor
 from beamjax.sources.arrays.npy_source import map_file
 from beamjax.storage import arrays, buffers
-from beamjax.storage.dtypes import _DTYPES, dtype_from_name, dtype_name
+from beamjax.storage.arrays import _DTYPES, dtype_from_name, dtype_name
 
 DTYPES = list(_DTYPES.values())
 SHAPES = [(), (1,), (0,), (7,), (3, 0, 2), (2, 3, 4), (1,) * 32]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from beamjax.errors import StructureError
-from beamjax.storage.dtypes import dtype_from_name
+from beamjax.storage.arrays import dtype_from_name
 
 _FILLS = ("_FillValue", "missing_value")
 

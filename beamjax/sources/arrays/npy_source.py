@@ -54,7 +54,7 @@ from beamjax.sources.source_base import (
     spec_of,
 )
 from beamjax.sources.source_kinds import FileSource
-from beamjax.storage.dtypes import FLOAT0
+from beamjax.storage.arrays import FLOAT0
 from beamjax.storage.files import local_path, read
 from beamjax.storage.shared_cache import BLOCKS, Arrays, SharedCache
 

@@ -18,7 +18,7 @@ from beamjax.sources.arrays.npy_source import (
     written_source,
 )
 from beamjax.sources.source_base import LeafSpec, Source
-from beamjax.storage.dtypes import FLOAT0
+from beamjax.storage.arrays import FLOAT0
 
 BLOCK_BYTES = 1 << 22
 """Bytes of members that are read at a time."""

@@ -12,7 +12,7 @@ from beamjax.errors import BeamjaxError, SourceError
 from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.sources.canonical import check_chunk, check_members
 from beamjax.sources.source_base import Source, StreamSource
-from beamjax.storage.dtypes import dtype_name
+from beamjax.storage.arrays import dtype_name
 
 Arrays = list[np.ndarray]
 """Arrays of consecutive members, one for each leaf of a source, or for each requested leaf."""
