@@ -209,7 +209,7 @@ def scaled(own):
 
 def test_explain_tells_the_padding_of_a_pass(monkeypatch):
     # More than one range of lengths.
-    monkeypatch.setattr("beamjax.sources.padding.SCANNED_MEMBERS", 8)
+    monkeypatch.setattr("beamjax.interpreters.lowering.buckets.SCANNED_MEMBERS", 8)
     text = lambda program, source: str(bj.explain(program, source, options=SHARDS))
     shards = [FEW[:8], FEW[8:]]
     nbytes = sum(len(s) * b for s, b in zip(shards, [16, 32], strict=True))
