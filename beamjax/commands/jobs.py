@@ -83,8 +83,6 @@ def _holds_job(folder: str) -> bool:
 
 def _summary(folder: JobFolder, progress: Progress) -> dict[str, Any]:
     """A summary of a job, without its result, as JSON values."""
-    from beamjax.telemetry.progress import in_words
-
     record = folder.describe()
     state, error = folder.state()
     started = datetime.datetime.fromtimestamp(record.time).astimezone()
@@ -95,7 +93,7 @@ def _summary(folder: JobFolder, progress: Progress) -> dict[str, Any]:
         "runner": record.runner,
         "started": started.isoformat(sep=" ", timespec="seconds"),
         "process": dict(record.process),
-        "done": in_words(progress) if progress.done.members or progress.step else "-",
+        "done": str(progress) if progress.done.members or progress.step else "-",
         "progress": progress.to_json(),
         "error": error and {"type": error.get("type"), "message": error.get("message")},
     }

@@ -7,11 +7,13 @@ import importlib
 import io
 import sys
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from beamjax.options import Options
 from beamjax.telemetry.messages import SOON_SECONDS
-from beamjax.telemetry.progress import Progress, Totals, in_words
+
+if TYPE_CHECKING:
+    from beamjax.telemetry.progress import Progress, Totals
 
 LINE_SECONDS = 10.0
 """Seconds between two lines of progress."""
@@ -45,7 +47,7 @@ def display_for(options: Options, launched: bool) -> Display | None:
 
 def say(name: str, progress: Progress) -> None:
     """Prints that a run goes on. Without a folder, what other processes have done is not known."""
-    words = in_words(progress) if progress.done.shards else "running"
+    words = str(progress) if progress.done.shards else "running"
     with contextlib.suppress(Exception):  # stderr may be closed
         print(f"beamjax: {name}, {progress.seconds:.0f} s: {words}", file=sys.stderr, flush=True)
 
@@ -76,7 +78,7 @@ class Lines:
             self._print(self._progress)
 
     def _print(self, progress: Progress) -> None:
-        print(f"beamjax: {in_words(progress)}", file=sys.stderr, flush=True)
+        print(f"beamjax: {progress}", file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -97,7 +99,7 @@ class Bar:
             self._task,
             completed=progress.done.shards,
             total=progress.shards or None,
-            words=in_words(progress),
+            words=str(progress),
         )
         self._show()
 

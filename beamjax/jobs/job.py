@@ -30,12 +30,12 @@ from beamjax.storage import files, temporary, trust
 from beamjax.telemetry import interrupts
 from beamjax.telemetry.messages import SELDOM_SECONDS
 from beamjax.telemetry.monitor import Monitor
-from beamjax.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from beamjax.jobs.recording import Recording
     from beamjax.jobs.report import Report
     from beamjax.telemetry.job_folder import JobFolder
+    from beamjax.telemetry.progress import Progress
 
 # Most runs have no folder, so what reads and writes folders is imported where it is needed.
 

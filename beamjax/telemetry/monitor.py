@@ -17,10 +17,10 @@ from beamjax.errors import JobCancelledError
 from beamjax.plan.dropping import DeadLetters, Dropped
 from beamjax.plan.steps import Plan, Step
 from beamjax.spans import MAX_SPANS, Span, Spans, Thinned, Work, add_sums
-from beamjax.telemetry.progress import Progress, Sums, Totals, expected, folded
 
 if TYPE_CHECKING:
     from beamjax.telemetry.job_folder import JobFolder
+    from beamjax.telemetry.progress import Progress, Sums
     from beamjax.telemetry.worker_records import Reports
 
 _log = logging.getLogger("beamjax")
@@ -134,6 +134,8 @@ class Monitor:
         self.tick()
 
     def _fold(self, name: str) -> None:
+        from beamjax.telemetry.progress import folded
+
         works = self._read(name)
         with self._lock:
             self._pipeline = None
@@ -172,6 +174,8 @@ class Monitor:
 
     @functools.cached_property
     def _expected(self) -> Progress:
+        from beamjax.telemetry.progress import expected
+
         return expected(self._plan, self._plan.steps)
 
     @property
@@ -183,6 +187,8 @@ class Monitor:
 
     def progress(self) -> Progress:
         """The progress of the job."""
+        from beamjax.telemetry.progress import Totals, expected, folded  # if somebody asks
+
         with self._lock:
             name = self._pipeline
         others = self._read(name)

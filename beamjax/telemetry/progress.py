@@ -121,11 +121,15 @@ class Progress:
     steps: Mapping[str, Totals] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<Progress {in_words(self)}>"
+        return f"<Progress {self}>"
+
+    def __str__(self) -> str:
+        # One line: the step, the share that is done, the speed, and the shares of time.
+        return f"{self.step or 'starting'}: {details(self)}"
 
     def _repr_html_(self) -> str:
         done = "" if self.fraction is None else f' value="{self.fraction:.3f}"'
-        return f"<progress{done}></progress> {html.escape(in_words(self))}"
+        return f"<progress{done}></progress> {html.escape(str(self))}"
 
     @property
     def members_per_second(self) -> float:
@@ -244,11 +248,6 @@ def _counted(shards: Shards, ranges: Iterable[Range]) -> dict[str, float]:
         counts["shards"] += stop - start
         counts["retries"] += (times - 1) * (stop - start)
     return counts
-
-
-def in_words(progress: Progress) -> str:
-    """One line: the step, the share that is done, the speed, and the shares of time."""
-    return f"{progress.step or 'starting'}: {details(progress)}"
 
 
 def details(progress: Progress) -> str:
