@@ -20,21 +20,18 @@ from jax.tree_util import PyTreeDef
 from beamjax.errors import ArrayFormatError, BeamjaxError, OptionsError, SourceError
 from beamjax.options import Options
 from beamjax.plan.steps import Plan
-from beamjax.sources.arrays.data_files import is_url
-from beamjax.sources.arrays.npy_source import stored_dtype
-from beamjax.sources.arrays.placed import MANIFEST, Placed, encode_part
-from beamjax.sources.source_base import (
-    LeafSpec,
-    class_name,
-    open_spec,
-    spec_of,
-)
-from beamjax.storage import temporary, trust
+from beamjax.sources.source_base import LeafSpec, class_name, open_spec, spec_of
+from beamjax.storage import files, temporary, trust
 from beamjax.storage.buffers import allocate
+from beamjax.storage.files import is_url
 from beamjax.storage.schema import parse_json
 
 if TYPE_CHECKING:
     from beamjax.sources.arrays.part_files import PartFiles
+    from beamjax.sources.arrays.placed import Placed
+
+# All runs have a `MaterializedOutputs`, but few keep results in files, so what writes and reads
+# these is imported where it is needed.
 
 VERSION = 1
 _PART = re.compile(r"part-[0-9a-f]{8}-\d+-\d+\.npy")
@@ -55,6 +52,8 @@ class MaterializedOutputs:
 
     def write(self, name: str, start: int, members: np.ndarray) -> None:
         """Writes members of a value, beginning with member `start`, to a file of their own."""
+        from beamjax.sources.arrays.placed import Placed, encode_part
+
         file = Placed.file_name(self.stem, start, len(members))
         _write(self.folders[name], file, encode_part(members))
 
@@ -63,6 +62,9 @@ class MaterializedOutputs:
         folder = self.folders.get(name)
         if folder is None or is_url(folder) or 0 in shape:
             return None
+        from beamjax.sources.arrays.npy_source import stored_dtype
+        from beamjax.sources.arrays.placed import Placed
+
         path = os.path.join(folder, Placed.file_name(self.stem, 0, shape[0]))
         with _writing(path, math.prod(shape) * dtype.itemsize):
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -74,7 +76,7 @@ class MaterializedOutputs:
 
     def find(self, plan: Plan, name: str) -> Placed:
         """The handle to a value whose files are all written."""
-        from beamjax.storage import files
+        from beamjax.sources.arrays.placed import Placed
 
         value = plan.values[name]
         n = plan.sizes[value.placement or ""]
@@ -88,7 +90,7 @@ class MaterializedOutputs:
     def finish(self, placed: Placed) -> Placed:
         """Writes the list of the files of a value, with which other processes can open it."""
         record = {"version": VERSION, **spec_of(placed)}
-        _write(placed.folder, MANIFEST, json.dumps(record, indent=1).encode())
+        _write(placed.folder, placed.manifest, json.dumps(record, indent=1).encode())
         with contextlib.suppress(Exception):
             _remove_others(placed)
         if not self.persistent:
@@ -150,13 +152,13 @@ def materialized_outputs(
 
 def refuse_results(folders: Iterable[str], options: Options) -> None:
     """Refuses folders with results of another run, unless they may be overwritten."""
-    from beamjax.sources.tables.keyed_table import KeyedTable  # for few results
-    from beamjax.storage import files
+    from beamjax.sources.arrays.placed import Placed
+    from beamjax.sources.tables.keyed_table import KeyedTable
 
     if options.overwrite or options.results_folder is None:
         return  # a temporary folder is new, and that of a job has been claimed
     for folder in folders:
-        names = (MANIFEST, KeyedTable.manifest)
+        names = (Placed.manifest, KeyedTable.manifest)
         if any(files.exists(files.join(folder, name)) for name in names):
             raise OptionsError(
                 f"results_folder: found a result of another run in {folder}, expected a folder of "
@@ -166,8 +168,6 @@ def refuse_results(folders: Iterable[str], options: Options) -> None:
 
 
 def _write(folder: str, name: str, data: bytes) -> None:
-    from beamjax.storage import files  # imports Beam only for URLs
-
     path = f"{folder}/{name}"
     with _writing(path, len(data)):
         files.write(path, data)
@@ -200,9 +200,9 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
       ArrayFormatError: the list of files is damaged.
       OptionsError: another user can write to the folder.
     """
-    from beamjax.sources.arrays.part_files import CollectedMembers  # for few results
+    from beamjax.sources.arrays.part_files import CollectedMembers
+    from beamjax.sources.arrays.placed import Placed
     from beamjax.sources.tables.keyed_table import KeyedTable
-    from beamjax.storage import files
 
     where = files.local_path(os.fspath(folder))
     where = where if is_url(where) else os.path.abspath(where)
@@ -210,7 +210,7 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
     for kind in (KeyedTable, CollectedMembers):
         if not is_url(where) and os.path.exists(os.path.join(where, kind.manifest)):
             return kind.open(where)
-    path = f"{where}/{MANIFEST}"
+    path = f"{where}/{Placed.manifest}"
     try:
         record = parse_json(files.read(path), path)
     except ArrayFormatError:
@@ -231,6 +231,8 @@ def open_placed(folder: str | os.PathLike[str]) -> Placed | PartFiles:
 
 
 def _remove(spec: dict[str, Any]) -> None:
+    from beamjax.sources.arrays.placed import Placed
+
     with contextlib.suppress(Exception):
         placed = Placed.from_spec(spec)
         placed.remove()
@@ -240,20 +242,17 @@ def _remove(spec: dict[str, Any]) -> None:
 
 def _remove_others(placed: Placed) -> None:
     """Removes files of earlier runs, which were replaced or killed."""
-    from beamjax.storage import files
-
     own = set(placed.files)
     gone = [n for n in files.names(placed.folder) if _PART.fullmatch(n) and n not in own]
     files.remove_files(placed.folder, gone)
 
 
 def _clear(folder: str, stem: str) -> None:
-    from beamjax.storage import files
-
     gone = [name for name in files.names(folder) if name.startswith(stem)]
     with contextlib.suppress(BeamjaxError):
-        if getattr(open_placed(folder), "stem", "") == stem:
-            gone.append(MANIFEST)
+        placed = open_placed(folder)
+        if getattr(placed, "stem", "") == stem:
+            gone.append(placed.manifest)
     files.remove_files(folder, gone)
     if not is_url(folder):
         os.rmdir(folder)

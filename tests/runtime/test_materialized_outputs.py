@@ -18,7 +18,7 @@ from helpers import assert_same_bits
 
 import beamjax as bj
 from beamjax.errors import ArrayFormatError, OptionsError, SourceError, WorkerError
-from beamjax.sources.arrays.placed import MANIFEST
+from beamjax.sources.arrays.placed import Placed
 
 N = 50
 X = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
@@ -54,7 +54,7 @@ def test_results_are_those_of_a_run_in_memory(way, tmp_path):
     assert sorted(os.listdir(tmp_path / "r")) == ["0-scaled", "0-score"]
     for leaf in placed.values():
         assert isinstance(leaf, bj.Placed)
-        assert sorted(os.listdir(leaf.folder)) == sorted([*leaf.files, MANIFEST])
+        assert sorted(os.listdir(leaf.folder)) == sorted([*leaf.files, Placed.manifest])
         stored = [np.load(Path(leaf.folder, name)) for name in leaf.files]
         assert sum(map(len, stored)) == N
 
@@ -253,12 +253,12 @@ def test_damaged_folders(tmp_path):
     with pytest.raises(SourceError, match=r"placed\.json: cannot read"):
         bj.open_placed(tmp_path)
     for text in ("", "[]", '{"version": 7}', '{"version": 1}', '{"version": 1, "folder": 3}'):
-        (tmp_path / MANIFEST).write_text(text)
+        (tmp_path / Placed.manifest).write_text(text)
         with pytest.raises((SourceError, ArrayFormatError), match="found"):
             bj.open_placed(tmp_path)
     placed, _ = run(embed, W, X, results_folder=tmp_path / "r")
     score = placed["score"]
-    manifest = Path(score.folder, MANIFEST)
+    manifest = Path(score.folder, Placed.manifest)
     whole = manifest.read_text()
     manifest.write_text(json.dumps(json.loads(whole) | {"parts": []}))
     with pytest.raises(SourceError, match="found member 0 in no file"):

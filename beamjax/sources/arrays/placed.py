@@ -33,8 +33,6 @@ from beamjax.sources.source_base import (
 from beamjax.sources.source_kinds import FileSource
 from beamjax.storage import files, trust
 
-MANIFEST = "placed.json"
-
 
 class MemberFiles(ByIndex, FileSource):
     """One placed value in files that are named after the members in them."""
@@ -164,6 +162,7 @@ class Placed(MemberFiles):
     """
 
     suffix = ".npy"
+    manifest = "placed.json"
 
     def load(self, path: str) -> np.ndarray:
         if not data_files.is_url(path):
@@ -235,7 +234,7 @@ class Placed(MemberFiles):
         """Removes the files, and the folder if nothing else is in it."""
         for name in self.files:
             unmap(os.path.join(self.folder, name))
-        files.remove_files(self.folder, [*self.files, MANIFEST])
+        files.remove_files(self.folder, [*self.files, self.manifest])
         if not data_files.is_url(self.folder):
             with contextlib.suppress(OSError):
                 os.rmdir(self.folder)
