@@ -114,7 +114,7 @@ def _here(xla_threads: int, lapack: int | None) -> Provenance:
     versions = ", ".join(f"{name} {version}" for name, version in _compat.versions().items())
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        scipy = importlib.metadata.version("scipy")
+        scipy = _scipy_version()
         threads = f"XLA threads {xla_threads}, LAPACK threads {lapack or 'as in the process'}"
         machine = f"{_processor()}; {threads}; scipy {scipy}"
     else:
@@ -122,6 +122,12 @@ def _here(xla_threads: int, lapack: int | None) -> Provenance:
     flags = _flags()
     kind = "; ".join(filter(None, (machine, versions, flags)))
     return Provenance({kind[:MAX_TEXT]: (socket.gethostname()[:MAX_TEXT],)})
+
+
+def _scipy_version() -> str:
+    # `importlib.metadata.version` imports Python's email package to parse all fields.
+    fields = importlib.metadata.distribution("scipy").read_text("METADATA") or ""
+    return fields.partition("\nVersion: ")[2].partition("\n")[0]
 
 
 _NO_MATTER = re.compile(r"--xla_(force_host_platform_device_count|dump_\w+)(=|$)")

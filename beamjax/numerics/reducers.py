@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,7 @@ Weighted = Callable[[jax.Array, jax.Array, Any], jax.Array]
 """A function of a member's value, its weight, and the identity of the reduction."""
 
 
-@dataclass(frozen=True)
-class Derivative:
+class Derivative(NamedTuple):
     """The derivative of a reduction that is not linear."""
 
     # The tangent of the result is the sum over the members of their tangents times `factor`.
@@ -66,8 +65,17 @@ class ReductionKind:
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         """The dtype that the `jnp` function gives for operands of `dtype`."""
+        # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
+        dtype = np.dtype(dtype)
+        if self.name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):
+            dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
+        x64 = _compat.config.jax_enable_x64
+        return np.dtype(_result_type(self.function, dtype, False, x64).dtype)
+
+    def result_type(self, dtype: np.dtype, weak_type: bool = False) -> jax.ShapeDtypeStruct:
+        """The type that the `jnp` function gives for one number of each member."""
         # It depends on whether 64-bit numbers are enabled at the moment of the call.
-        return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
+        return _result_type(self.function, dtype, weak_type, _compat.config.jax_enable_x64)
 
     @functools.cached_property
     def function(self) -> Callable[..., jax.Array]:
@@ -255,13 +263,13 @@ def _complex_extreme(
 
 
 @functools.cache
-def _result_dtype(function: Callable[..., jax.Array], dtype: np.dtype, x64: bool) -> np.dtype:
-    """The result dtype of a function over axis 0; `x64` is in the key of the cache."""
-    # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
-    if function in (jnp.sum, jnp.prod) and dtype.name in ("int2", "int4", "uint2", "uint4"):
-        dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
-    operand = jax.ShapeDtypeStruct((1,), dtype)
-    return np.dtype(jax.eval_shape(functools.partial(function, axis=0), operand).dtype)
+def _result_type(
+    function: Callable[..., jax.Array], dtype: np.dtype, weak_type: bool, x64: bool
+) -> jax.ShapeDtypeStruct:
+    """The result type of a function over axis 0; `x64` is in the key of the cache."""
+    operand = jax.ShapeDtypeStruct((1,), dtype, weak_type=weak_type)
+    result: jax.ShapeDtypeStruct = jax.eval_shape(functools.partial(function, axis=0), operand)
+    return result
 
 
 # --- derivatives

@@ -253,8 +253,7 @@ def _define_reduction(op: str) -> None:
     primitive, function = REDUCE_PRIMITIVES[op], REDUCTIONS[op].function
 
     def abstract_eval(x: Any, *, placement: str) -> Any:
-        members = jax.ShapeDtypeStruct((1,), x.dtype, weak_type=x.weak_type)
-        result = jax.eval_shape(lambda v: function(v, axis=0), members)
+        result = REDUCTIONS[op].result_type(x.dtype, x.weak_type)
         return sharding.reduced_aval(x, result.dtype, result.weak_type)
 
     def reduce_array(x: jax.Array, *, placement: str) -> jax.Array:
