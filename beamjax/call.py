@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
@@ -199,7 +199,7 @@ def _with_number(argument: Argument, n: int) -> Argument:
     aval = argument.aval
     if not any(map(is_unknown, getattr(aval, "shape", ()))):
         return argument
-    return replace(argument, aval=jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype))
+    return argument._replace(aval=jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype))
 
 
 def stream_note(call: FlatCall, number: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -180,7 +179,7 @@ def explain(
 def _as_array(argument: Argument) -> Argument:
     """Returns an abstract argument without its value, so that it is placed as an array."""
     abstract = isinstance(argument.value, jax.ShapeDtypeStruct)
-    return dataclasses.replace(argument, value=None) if abstract else argument
+    return argument._replace(value=None) if abstract else argument
 
 
 def _stage_text(call: FlatCall, stage: str, options: Options) -> str:

@@ -36,8 +36,7 @@ WORKSPACE = 3
 """Bytes of such copies and buffers for each byte of the operands, by a rule of thumb."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes that a computation holds at once."""
 
     peak: float = 0  # the most bytes of values, besides arguments, while an operation runs

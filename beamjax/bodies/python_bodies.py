@@ -225,7 +225,7 @@ def _abstract(argument: Any) -> Any:
     aval = argument.aval
     weak = getattr(aval, "weak_type", False)
     aval = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
-    return replace(argument, aval=aval, value=aval if argument.comes_by_shards else None)
+    return argument._replace(aval=aval, value=aval if argument.comes_by_shards else None)
 
 
 _MAX_RESTAGED = 8

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from beamjax.options import Options, beam_flags
 from beamjax.runtime.ordered_pool import computing_threads
 
 
-@dataclass(frozen=True)
-class Workers:
+class Workers(NamedTuple):
     """The worker processes of a run."""
 
     threads: int = 1  # of a worker process, that process bundles; 1 without Beam
@@ -54,7 +53,7 @@ class Workers:
         """Yields the same workers with fewer threads, the largest number first."""
         for count in range(self.all_threads - 1, 0, -1):
             single = self.threads == 1
-            yield replace(self, computing=count) if single else replace(self, threads=count)
+            yield self._replace(computing=count) if single else self._replace(threads=count)
 
     def text(self) -> str:
         """Returns the workers in words."""

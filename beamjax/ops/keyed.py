@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +126,7 @@ def _of_unknown_keys(
     return Keyed(keys, tree_util.tree_unflatten(tree, values), op, list(map(dtype_name, dtypes)))
 
 
-@dataclass(frozen=True)
-class MembersByKey:
+class MembersByKey(NamedTuple):
     """The members of a placement, which lie along `mesh`, with their keys."""
 
     # A placed array (n,); None if there is only one key.

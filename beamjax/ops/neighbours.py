@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +161,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Around:
+class _Around(NamedTuple):
     """The neighbours of the n members of a placement, which lie along `mesh`; see `neighbours`."""
 
     placement: str

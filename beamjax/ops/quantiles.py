@@ -8,7 +8,7 @@ exact, so the value is the member that sorting would select.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -397,7 +397,7 @@ def _with_derivative(members: MembersByKey, x: jax.Array, values: jax.Array) -> 
             return [jnp.where(equals(key, values, x), t.astype(wide)[None], 0)]
 
         # Two maps, since only the second one is linear in the tangents. A pass computes both.
-        keyed, name = replace(members, keys=keys), "quantile_derivative"
+        keyed, name = members._replace(keys=keys), "quantile_derivative"
         index, equal = keyed.mapped(name, row, [values], [x])
         (shares,) = keyed.mapped(name, share, [values], [x, tangents[0]])
         none = jnp.zeros(values.shape, wide)

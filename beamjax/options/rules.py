@@ -6,8 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from beamjax.storage import files
 
@@ -18,8 +17,7 @@ MULTIPLE = 8
 row in the batch."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule for the values of one option."""
 
     expected: str  # what is expected, in words, for messages

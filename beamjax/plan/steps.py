@@ -51,8 +51,7 @@ class Cost:
         return self.flops + self.extra
 
 
-@dataclass(frozen=True)
-class Vectorization:
+class Vectorization(NamedTuple):
     """How a pass computes the members of a shard."""
 
     kind: str = "vmap"  # all at once; "batches", some at a time; or "loop", sequentially
@@ -65,8 +64,7 @@ class Vectorization:
 VMAP = Vectorization()
 
 
-@dataclass(frozen=True)
-class ValueType:
+class ValueType(NamedTuple):
     """The type of one value."""
 
     # Steps exchange raw NumPy data, for typed PRNG keys the key data, so code that runs a plan only
@@ -87,8 +85,7 @@ class ValueType:
         return f"{kind}[{dims}]" + (f"@{self.placement}" if self.placement else "")
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A placed value whose members are groups of rows of an input: `x.reshape(n, rows, ...)`."""
 
     placed: str
@@ -119,8 +116,7 @@ class Output:
     axis: int = 0  # of the members in the result, for a placed value
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """One reduction: the `size` values from `offset` on in a fused reduction buffer."""
 
     result: str
@@ -130,8 +126,7 @@ class Reduction:
     size: int
 
 
-@dataclass(frozen=True)
-class FusedBuffer:
+class FusedBuffer(NamedTuple):
     """Reductions of a pass that share an accumulator: a shard gives one flat vector for them."""
 
     kind: str  # of the accumulator: "sum", "max", ...
@@ -165,8 +160,7 @@ class Server:
     reason: str = ""  # why it holds a `map_fn`, if it does
 
 
-@dataclass(frozen=True)
-class Bucketed:
+class Bucketed(NamedTuple):
     """Bodies of a pass for shards whose ragged members fit in a shorter bucket."""
 
     shapes: tuple[tuple[int, ...], ...]  # of one member of each operand
@@ -174,8 +168,7 @@ class Bucketed:
     short_body: str | None = None
 
 
-@dataclass(frozen=True)
-class PaddingCheck:
+class PaddingCheck(NamedTuple):
     """Bodies of a pass for members with more padding, which must give the same results."""
 
     shapes: tuple[tuple[int, ...], ...]  # of one member of each operand
@@ -184,8 +177,7 @@ class PaddingCheck:
     buffers: tuple[FusedBuffer, ...]  # sizes may differ, if they depend on the padding
 
 
-@dataclass(frozen=True)
-class Guard:
+class Guard(NamedTuple):
     """How a pass handles members that it can't compute."""
 
     # The body of a guarded pass takes `(start, members, mask, *broadcasts, *operands)`: the index
@@ -333,8 +325,7 @@ class Block:
     outputs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Carried:
+class Carried(NamedTuple):
     """A carried value of a loop: a server value in all rounds, or a placed one in all rounds."""
 
     init: str  # before the first round
@@ -342,8 +333,7 @@ class Carried:
     result: str  # after the last round
 
 
-@dataclass(frozen=True)
-class Sliced:
+class Sliced(NamedTuple):
     """A value of which each round of a loop reads one entry (`xs` of `lax.scan`)."""
 
     # Entries lie along axis 0 of a server value, and along axis 0 of each member of a placed one.

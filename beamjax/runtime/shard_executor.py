@@ -6,8 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,8 +52,7 @@ MAX_LISTED = 1000
 listed in each run."""
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """The results of a shard."""
 
     results: list[np.ndarray]  # the placed results, each of shape (count, ...)

@@ -11,8 +11,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -118,8 +117,7 @@ def plain_array(array: Any, where: str = "array") -> np.ndarray:
     return array
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(NamedTuple):
     """Flat arrays of one native dtype, which `encode_arrays` writes as one concatenated array."""
 
     parts: Sequence[np.ndarray]

@@ -214,7 +214,7 @@ def _leaf(argument: Argument) -> Any:
 def _of_length(argument: Argument, rows: int) -> Argument:
     """The argument as if its members had this many rows."""
     n, _, *rest = argument.aval.shape
-    return replace(argument, aval=jax.ShapeDtypeStruct((n, rows, *rest), argument.aval.dtype))
+    return argument._replace(aval=jax.ShapeDtypeStruct((n, rows, *rest), argument.aval.dtype))
 
 
 def _obstacle(plan: Plan, mine: Sequence[int]) -> str:
@@ -270,7 +270,7 @@ def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
     """Steps (or parts of them) with `change` applied to all passes."""
     if isinstance(tree, Map):
         return change(tree)
-    if isinstance(tree, tuple):
+    if type(tree) is tuple:
         return tuple(_changed(part, change) for part in tree)
     if isinstance(tree, Loop | Branch | Block):
         parts = {field.name: _changed(getattr(tree, field.name), change) for field in fields(tree)}

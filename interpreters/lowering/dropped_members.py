@@ -84,7 +84,7 @@ class _Adding:
             step,
             operands=step.operands if before is None else (*step.operands, before),
             results=(*step.results, after),
-            guard=step.guard and replace(step.guard, reads=before is not None, emits_mask=True),
+            guard=step.guard and step.guard._replace(reads=before is not None, emits_mask=True),
         )
 
     def first_passes(self, step: Step, masks: Masks) -> list[Map]:
@@ -167,7 +167,7 @@ def _without_unread(steps: Sequence[Step], read: set[str]) -> tuple[Step, ...]:
         match step:
             case Map(guard=Guard(emits_mask=True) as guard) if step.results[-1] not in read:
                 pruned.append(
-                    replace(step, results=step.results[:-1], guard=replace(guard, emits_mask=False))
+                    replace(step, results=step.results[:-1], guard=guard._replace(emits_mask=False))
                 )
             case Loop():
                 condition = step.condition and _with_steps(step.condition, read)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -167,7 +166,7 @@ class _Lowering:
         """A pass that computes nothing, for the mask of all members."""
         name, size = self.name(f"members_{placement}"), self.sizes[placement]
         key = self.export(name, lambda members: lambda *heads: [], size, self.heads(size), [])
-        guard = self.guard and replace(self.guard, on_nonfinite="keep")
+        guard = self.guard and self.guard._replace(on_nonfinite="keep")
         return Map(name, placement, key, (), (), (), (), guard=guard, short_body=key)
 
     # ------------------------------------------------------------------------------- values

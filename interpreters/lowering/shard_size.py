@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from beamjax._text import human_bytes
 from beamjax.bodies.held_bytes import SHARED, Held, Operations, Value
@@ -57,16 +56,14 @@ FEWEST_GROUPS = 4
 """Fewest groups of files of a placement. With fewer, a changed file would be most of the data."""
 
 
-@dataclass(frozen=True)
-class ShardSize:
+class ShardSize(NamedTuple):
     """How many members a shard has, and the rules that decided it."""
 
     members: int
     reasons: tuple[SizeReason, ...]
 
 
-@dataclass(frozen=True)
-class PassSize:
+class PassSize(NamedTuple):
     """What a pass holds and computes, as far as the size of shards depends on it."""
 
     moved: float  # bytes that it reads and returns per member

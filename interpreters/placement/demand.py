@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from beamjax.interpreters.placement.places import MemberAxis
 from beamjax.interpreters.program import (
@@ -85,8 +85,7 @@ def find_demand(
     return demand, finder.needs.keys() - demand.keys()
 
 
-@dataclass(frozen=True)
-class _Need:
+class _Need(NamedTuple):
     """Where the members of a value are; `whole` if an operator needs it as a server value."""
 
     along: MemberAxis

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from beamjax.interpreters.program import Atom, Eqn, FlatBlock, FlatProgram, MemberEqn, Var
 from beamjax.interpreters.rules.sharding_rules import MemberwiseRule, ReductionRule
 
 
-@dataclass(frozen=True)
-class MemberAxis:
+class MemberAxis(NamedTuple):
     """The members of `placement` lie along `axis`."""
 
     placement: str
@@ -28,16 +28,14 @@ Place = MemberAxis | None
 """The place of a value; None is the server."""
 
 
-@dataclass(frozen=True)
-class Border:
+class Border(NamedTuple):
     """The places of the inputs and outputs of a loop or a branch."""
 
     inputs: tuple[Place, ...]
     outputs: tuple[tuple[Place, ...], ...]  # For each of its blocks.
 
 
-@dataclass(frozen=True)
-class FileGroups:
+class FileGroups(NamedTuple):
     """How the files of a placement are grouped: shards do not cross the border of a group."""
 
     # The average number of files in a group. The hash of a file's name says whether it is the first

@@ -7,8 +7,7 @@ function is traced, and its equations are placed like those of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,8 +24,7 @@ from beamjax.interpreters.staging.flatten import flatten
 from beamjax.ops.primitives import default_promotion
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """Another way to compute the results of an equation: a function of the values of `atoms`."""
 
     function: Callable[..., Sequence[Any]]

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import lax
 
@@ -44,8 +43,7 @@ Split = Mapping[tuple[Atom, int | None], Any]
 """Members of rows, by the value with their rows and its axis; other values at None."""
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Members of several rows, along an axis of the value with these rows."""
 
     members: Var  # The value with members; it has the elements of that with the rows.

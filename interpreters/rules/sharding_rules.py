@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -160,8 +160,7 @@ Rule = Callable[[Eqn, Axes, Any], MemberwiseRule | ReductionRule | None]
 """Takes an equation, the axes of its operands and the number of members; None if it has no rule."""
 
 
-@dataclass(frozen=True)
-class ExpansionMembers:
+class ExpansionMembers(NamedTuple):
     """The members that an expansion is for."""
 
     placement: str  # The name in the program.
@@ -174,8 +173,7 @@ Expand = Callable[[Eqn, Axes, ExpansionMembers], Callable[..., Sequence[Any]] | 
 the operands with the same results, all of whose equations have rules; None if there is none."""
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """What is known of the equations of a primitive."""
 
     # Which axes run over the same indices; see `rules.factors`.
@@ -212,7 +210,7 @@ def _answer(kind: str, *names: str, **more: Any) -> Callable[[Function], Functio
     def register(function: Function) -> Function:
         changes: dict[str, Any] = {kind: function, **more}
         for name in names:
-            TABLE[name] = replace(TABLE.get(name, NO_ANSWERS), **changes)
+            TABLE[name] = TABLE.get(name, NO_ANSWERS)._replace(**changes)
         return function
 
     return register

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,8 +18,7 @@ from beamjax.interpreters.dimensions import is_unknown, members_of_streams
 from beamjax.sources.source_base import LeafSpec, Source, StreamSource
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One flat argument."""
 
     path: str  # in the user's arguments, e.g. `params['w']`
@@ -249,8 +248,8 @@ def of_members(argument: Argument, source: Source, n: Any) -> Argument:
         aval = jax.ShapeDtypeStruct(shape, dtype)
     if not is_unknown(n) and n == 0:
         # There is nothing to read: the source is the array of its members.
-        return replace(argument, aval=aval, value=_no_members(spec, dtype), leaf=0)
-    return replace(argument, aval=aval, value=source)
+        return argument._replace(aval=aval, value=_no_members(spec, dtype), leaf=0)
+    return argument._replace(aval=aval, value=source)
 
 
 def _no_members(spec: LeafSpec, dtype: Any) -> Any:

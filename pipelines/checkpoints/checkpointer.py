@@ -249,7 +249,7 @@ class Checkpointer:
                 values.append(self._restored(value, entry))
                 whole.written.append(value)
                 continue
-            several = replace(entry, shape=(*value.shape[:1], *entry.shape))
+            several = entry._replace(shape=(*value.shape[:1], *entry.shape))
             if several.shape[0] > done - len(values):
                 raise ArrayFormatError(f"{name}: found rows {value.shape} for {done} rounds")
             rows = self._restored(value, several).array()
@@ -435,7 +435,7 @@ def _pieces(ref: StoreRef) -> Data:
 
 def _entry_type(value: ValueType) -> ValueType:
     """The type of an entry of a stacked result."""
-    return replace(value, shape=value.shape[1:])
+    return value._replace(shape=value.shape[1:])
 
 
 def _fits(rows: tuple[int, ...], entry: tuple[int, ...], rest: tuple[int, ...]) -> bool:

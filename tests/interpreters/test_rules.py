@@ -3,8 +3,6 @@
 The rows are in `rule_rows`: small programs, and what the plan should make of each.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +111,7 @@ def test_every_rule_fires(monkeypatch):
                 noting[kind] = noted(label, found)
                 names.add(label)
         names.update([name] if answers.factors else [])
-        monkeypatch.setitem(TABLE, name, dataclasses.replace(answers, **noting))
+        monkeypatch.setitem(TABLE, name, answers._replace(**noting))
     names = {name for name in names if not name.startswith("bj_")}
     monkeypatch.setattr(
         factors, "_of_label", lambda eqn, *args: noted(eqn.primitive.name, of_label)(eqn, *args)

@@ -1,7 +1,6 @@
 """How many members make a shard."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -317,7 +316,7 @@ def test_the_rule_that_decided_holds(each, n):
 
 @given(PASSES, COUNTS, st.floats(1, 1e3), st.sampled_from(["moved", "peak", "looped"]))
 def test_members_of_more_bytes_come_in_smaller_shards(each, n, factor, name):
-    more = replace(each, **{name: factor * getattr(each, name)})
+    more = each._replace(**{name: factor * getattr(each, name)})
     assert more.at_once <= each.at_once
     # Up to padding: shards of equal sizes are whole batches.
     sizes = [shard_size._shard_size([passed], n).members for passed in (more, each)]
@@ -326,7 +325,7 @@ def test_members_of_more_bytes_come_in_smaller_shards(each, n, factor, name):
 
 @given(PASSES, st.floats(1, 1e3))
 def test_members_of_more_work_come_in_smaller_shards(each, factor):
-    more = replace(each, cost=each.cost.times(factor))
+    more = each._replace(cost=each.cost.times(factor))
     sizes = [shard_size._shard_size([passed], 2**40).members for passed in (more, each)]
     assert sizes[0] <= sizes[1]
 
