@@ -34,8 +34,8 @@ from beamjax.plan.steps import Output, Plan
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.local import LoadedPlan, evaluate
 from beamjax.runtime.materialized_outputs import NOTHING, MaterializedOutputs
-from beamjax.sources.arrays.placed import Placed
 from beamjax.sources.canonical import warn_of_changes
+from beamjax.sources.source_base import Source
 from beamjax.storage import buffers, temporary
 from beamjax.telemetry.monitor import Monitor
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from beamjax.pipelines.session_workers import SessionWorkers
 
-Values: TypeAlias = Mapping[str, np.ndarray | Placed]
+Values: TypeAlias = Mapping[str, np.ndarray | Source]
 """The outputs of a plan by name; a `Placed` for each output that stays in files."""
 
 
@@ -304,9 +304,9 @@ def _execute(call: Call, monitor: Monitor) -> Values:
     if options.checkpoint is None:
         return evaluate(plan, inputs, options, monitor, None, results, derived[key])
     from beamjax.pipelines.checkpoints.checkpointer import Checkpointer
-    from beamjax.pipelines.checkpoints.folder import folder_of
+    from beamjax.pipelines.checkpoints.folder import held
 
-    with folder_of(options):
+    with held(options.checkpoint):
         checkpointer = Checkpointer(plan, inputs, options, inputs.refs)
         return evaluate(plan, inputs, options, monitor, checkpointer, results, derived[key])
 
@@ -318,7 +318,7 @@ def collect(call: Call, values: Values) -> Any:
     leaves = []
     for output, aval in zip(plan.outputs, staged.closed.out_avals, strict=True):
         leaf = _output(plan, output, values, inputs)
-        if getattr(aval, "weak_type", False) and not isinstance(leaf, Placed):
+        if getattr(aval, "weak_type", False) and not isinstance(leaf, Source):
             leaf = with_weak_type(leaf, plan.x64)
         leaves.append(leaf)
     result = jax.tree_util.tree_unflatten(staged.out_tree, leaves)
@@ -345,7 +345,7 @@ def _output(plan: Plan, output: Output, values: Values, inputs: Inputs) -> Any:
             assert constant is not None
             return constant if constant.dtype == jax.dtypes.float0 else jax.numpy.asarray(constant)
         array, spec = values[output.value], plan.values[output.value]
-        if isinstance(array, Placed):
+        if isinstance(array, Source):
             return array
         if spec.placement is not None:
             array = np.moveaxis(array, 0, output.axis)

@@ -18,11 +18,11 @@ from beamjax.pipelines.run import (
     as_one_pipeline,
     graph_inputs,
     is_one_pipeline,
-    source_specs,
     stored_bodies,
 )
 from beamjax.pipelines.runners.connect import connect
 from beamjax.pipelines.values.store import Store
+from beamjax.pipelines.worker_inputs import source_specs
 from beamjax.plan.steps import Gather, Map, Plan, Server, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.storage import files, temporary

@@ -19,7 +19,7 @@ from beamjax._beam_compat import WORKER_THREAD, control_address, temporary_folde
 from beamjax.bodies.jax_settings import in_thread
 from beamjax.errors import BeamjaxError, OptionsError, WorkerError
 from beamjax.options import Options
-from beamjax.pipelines.clusters import flink_cluster, guard, processes
+from beamjax.pipelines.clusters import guard, processes
 from beamjax.pipelines.clusters.flags import ClusterOptions
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.build import Outputs
@@ -263,6 +263,8 @@ def _looks_by_options(flags: PipelineOptions) -> Iterator[Look]:
         )
 
     def lost_cluster() -> BeamjaxError | None:
+        from beamjax.pipelines.clusters import flink_cluster
+
         folder = options.flink_cluster
         if flink_cluster.read(folder) is not None:
             return None

@@ -13,28 +13,18 @@ import numpy as np
 
 from beamjax.errors import SourceError
 from beamjax.options import Options
-from beamjax.pipelines.checkpoints.checkpointer import Checkpointer
-from beamjax.pipelines.checkpoints.folder import folder_of, work_folder
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.launch import Launcher
-from beamjax.pipelines.resident.executor import Resident
-from beamjax.pipelines.resident.resident_job import ResidentJob, remove_orphans, resident_job
 from beamjax.pipelines.runners.connect import Connection, connect
-from beamjax.pipelines.values.members import Uploads, in_files
-from beamjax.pipelines.values.refs import Here
 from beamjax.pipelines.values.run_stores import new_store, remove_store
 from beamjax.pipelines.values.store import Store, close_memory_store, open_memory_store
-from beamjax.pipelines.values.stored_values import Stored
-from beamjax.pipelines.worker import lost_workers
 from beamjax.pipelines.worker.tasks import SourceSpecs, StoredBodies, caching_for
+from beamjax.pipelines.worker_inputs import source_specs
 from beamjax.plan.steps import Output, Plan
-from beamjax.runtime.driver import Driver, Schedule, starts_anew
+from beamjax.runtime.driver import Schedule
 from beamjax.runtime.inputs import Inputs
 from beamjax.runtime.materialized_outputs import HANDED_BYTES, NOTHING, MaterializedOutputs
-from beamjax.runtime.values import Part, Ref, Values, server
 from beamjax.sources.arrays.placed import Placed
-from beamjax.sources.source_base import live_spec, register, spec_of
-from beamjax.sources.streams.chunks import Streams
 from beamjax.storage import files
 from beamjax.storage.shared_cache import store_budget
 from beamjax.telemetry.monitor import Monitor
@@ -53,13 +43,17 @@ def run_plan(
     connection = connect(runner, options)
     monitor = monitor or Monitor(plan)
     folder = monitor.folder.path if monitor.folder else None
-    with folder_of(connection.options), run_store(connection, folder) as store:
+    with checkpoints_of(connection.options), run_store(connection, folder) as store:
         bodies = stored_bodies(plan, store, connection.shared)
         # With checkpoints, which link files of the store, placed results are first written to the
         # store, and from there to the files of results at the end. Otherwise directly.
         direct = NOTHING if options.checkpoint else results
         launcher = Launcher(connection, store, monitor, bodies, direct)
         if not is_one_pipeline(plan, connection):
+            # Most plans are one pipeline.
+            from beamjax.pipelines.resident.drive import drive, values_for
+            from beamjax.pipelines.resident.resident_job import resident_job
+
             values = values_for(inputs, store, connection.shared)
             with resident_job(connection, store) as job:
                 return drive(Schedule(plan), inputs, values, launcher, job, results)
@@ -94,51 +88,13 @@ def graph_inputs(inputs: Inputs, sources: SourceSpecs, store: Store) -> build.Gr
     return build.GraphInputs(static, sources)
 
 
-def drive(
-    schedule: Schedule,
-    inputs: Inputs,
-    values: Values,
-    launcher: Launcher,
-    job: ResidentJob,
-    results: MaterializedOutputs = NOTHING,
-) -> dict[str, np.ndarray | Placed]:
-    """Runs a plan on resident workers; see `run_plan`. `values` are those of `values_for`."""
-    store, monitor, options = launcher.store, launcher.monitor, launcher.connection.options
-    checkpointer = None
-    if options.checkpoint is not None:
-        checkpointer = Checkpointer(schedule.plan, inputs, options, values)
-    if options.dead_letters is not None:
-        monitor.letters.begin(anew=starts_anew(checkpointer))
-    lost_workers.begin_pipeline(store, launcher.connection.shared)
-    resident = Resident(schedule.plan, launcher, job, results)
-    outputs = Driver(schedule, values, resident, monitor, checkpointer).run()
-    return {name: resident.result(name, value) for name, value in outputs.items()}
+def checkpoints_of(options: Options) -> contextlib.AbstractContextManager[None]:
+    """A context in which the run has exclusive use of its folder of checkpoints, if any."""
+    if options.checkpoint is None:
+        return contextlib.nullcontext()
+    from beamjax.pipelines.checkpoints.folder import held
 
-
-def values_for(
-    inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
-) -> dict[str, Ref]:
-    """The inputs of a plan by name, of which workers can read the placed ones."""
-    if shared and not inputs.plan.picks_rows:  # which are read a shard at a time from a source
-        return {name: _here(ref, store) for name, ref in inputs.refs.items()}
-    reader = inputs.reader() if shared else source_specs(inputs, store, shared, known).open()
-    served = {name: server(array) for name, array in inputs.server().items()}
-    return served | inputs.placed(reader)
-
-
-def _here(ref: Ref, store: Store) -> Ref:
-    """An input, of which workers of this process read the members in place."""
-    if ref.n is None or not isinstance(ref.data, np.ndarray):
-        return ref
-    return replace(ref, parts=(Part(0, ref.n, Stored(store, Here(ref.data))),))
-
-
-def stream_specs(streams: Streams, shared: bool) -> SourceSpecs:
-    """Sources of unknown length as plain data."""
-    if not shared:
-        return SourceSpecs(tuple(map(spec_of, streams.sources)), streams.where, streams.x64)
-    tokens = tuple(map(register, streams.sources))
-    return SourceSpecs(tuple(map(live_spec, tokens)), streams.where, streams.x64, tokens)
+    return held(options.checkpoint)
 
 
 @contextlib.contextmanager
@@ -147,6 +103,8 @@ def temporary_store(options: Options, job_folder: str | None = None) -> Iterator
     parent = options.work_folder
     if parent is None and options.checkpoint is not None:
         # In the file system of the checkpoints, which link files of the store.
+        from beamjax.pipelines.checkpoints.folder import work_folder
+
         parent = work_folder(options.checkpoint)
     store = new_store(parent or job_folder)
     remove = functools.partial(remove_store, store)
@@ -170,6 +128,8 @@ def run_store(connection: Connection, job_folder: str | None = None) -> Iterator
     parent = connection.options.work_folder
     patient: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if parent is not None and not connection.shared:
+        from beamjax.pipelines.resident.resident_job import remove_orphans
+
         remove_orphans(parent)
         patient = files.patient()
     with (
@@ -194,20 +154,6 @@ def in_memory(store: Store, connection: Connection) -> Iterator[None]:
         yield
     finally:
         close_memory_store(store.root)
-
-
-def source_specs(
-    inputs: Inputs, store: Store, shared: bool, known: Uploads | None = None
-) -> SourceSpecs:
-    """Placed inputs as plain data."""
-    reader = inputs.reader()
-    if shared:
-        tokens = tuple(map(register, reader.sources))
-        return SourceSpecs(tuple(map(live_spec, tokens)), reader.where, reader.x64, tokens)
-    # Arrays are written to the store, as workers don't share the memory of this process; `known`
-    # are uploads of earlier runs there.
-    specs = [in_files(x, store, reader.x64, i, known) for i, x in enumerate(reader.sources)]
-    return SourceSpecs(tuple(specs), reader.where, reader.x64)
 
 
 def stored_bodies(plan: Plan, store: Store, shared: bool) -> StoredBodies:

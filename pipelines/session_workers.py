@@ -13,8 +13,9 @@ import numpy as np
 from beamjax.errors import JobCancelledError, OptionsError
 from beamjax.options import Options
 from beamjax.pipelines.launch import Launcher
+from beamjax.pipelines.resident.drive import drive, values_for
 from beamjax.pipelines.resident.resident_job import resident_job
-from beamjax.pipelines.run import drive, run_store, stored_bodies, values_for
+from beamjax.pipelines.run import run_store, stored_bodies
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.members import Uploads, remove_upload
 from beamjax.pipelines.values.store import Store

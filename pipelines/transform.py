@@ -20,13 +20,14 @@ from beamjax.ops.placements import MAX_MEMBERS
 from beamjax.options import Options
 from beamjax.pipelines.graph import build
 from beamjax.pipelines.graph.streaming import count_members
-from beamjax.pipelines.run import source_specs, stored_bodies, stream_specs
+from beamjax.pipelines.run import stored_bodies
 from beamjax.pipelines.runners.connect import Connection, connection_of
 from beamjax.pipelines.values.elements import Element, block_of, whole
 from beamjax.pipelines.values.refs import StoreRef
 from beamjax.pipelines.values.run_stores import new_store, remove_store
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.tasks import StepFn
+from beamjax.pipelines.worker_inputs import source_specs, stream_specs
 from beamjax.plan.steps import Loop, Output, Plan, walk
 from beamjax.runtime.inputs import Inputs
 from beamjax.storage import temporary

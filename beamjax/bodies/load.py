@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
-from jax.experimental import serialize_executable
 
 from beamjax import _compat
 from beamjax._text import as_cause, described
@@ -120,6 +119,8 @@ def loaded_elsewhere(call: Any, args: Sequence[Any], device: Any) -> Callable[..
 
 def _moved(compiled: Any, device: Any) -> Callable[..., Any] | None:
     """A compiled function on another device; None if XLA can't serialize it."""
+    from jax.experimental import serialize_executable  # for several threads
+
     try:
         code, ins, outs = serialize_executable.serialize(compiled)
         moved: Callable[..., Any] = serialize_executable.deserialize_and_load(

@@ -7,6 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -36,11 +37,13 @@ from beamjax.runtime.ordered_pool import (
 from beamjax.runtime.passes import Done, Partials, ShardPass
 from beamjax.runtime.shard_executor import LoadedPass, ShardExecutor
 from beamjax.runtime.values import Reader, Ref, Values, ref_to, server
-from beamjax.sources.arrays.placed import Placed
 from beamjax.spans import timed
 from beamjax.storage.buffers import file_array
 from beamjax.storage.shared_cache import BLOCKS, block_budget
 from beamjax.telemetry.monitor import Monitor
+
+if TYPE_CHECKING:
+    from beamjax.sources.arrays.placed import Placed
 
 
 class LoadedPlan:

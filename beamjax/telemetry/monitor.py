@@ -134,22 +134,26 @@ class Monitor:
         self.tick()
 
     def _fold(self, name: str) -> None:
-        from beamjax.telemetry.progress import folded
-
         works = self._read(name)
         with self._lock:
             self._pipeline = None
-            self._workers.update(works)
-            began = [work.began for work in works.values() if work.began is not None]
-            sums = folded(works.values(), self._plan)
-            last = _last_step(works.values())
-            self.spans.add(Work(sums, step=last, began=min(began, default=None)))
-            if self._trace is not None:
-                spans = [(worker, span) for worker, work in works.items() for span in work.spans]
-                for entry in sorted(spans, key=lambda entry: entry[1].start):
-                    self._trace.add(entry)
+            if works:
+                self._add(works)
         if works and self.folder is not None:
             self.folder.forget_workers(name)
+
+    def _add(self, works: Mapping[str, Work]) -> None:
+        from beamjax.telemetry.progress import folded
+
+        self._workers.update(works)
+        began = [work.began for work in works.values() if work.began is not None]
+        sums = folded(works.values(), self._plan)
+        last = _last_step(works.values())
+        self.spans.add(Work(sums, step=last, began=min(began, default=None)))
+        if self._trace is not None:
+            spans = [(worker, span) for worker, work in works.items() for span in work.spans]
+            for entry in sorted(spans, key=lambda entry: entry[1].start):
+                self._trace.add(entry)
 
     def _read(self, pipeline: str | None) -> dict[str, Work]:
         """The work in a pipeline that runs, by worker; those that worked last come last."""

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from beamjax.storage import files
 from beamjax.storage.schema import parse_json
 
@@ -44,6 +42,8 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 
 def descends(pid: int) -> bool:
     """Whether a process descends from this one."""
+    import psutil
+
     try:
         return any(parent.pid == os.getpid() for parent in psutil.Process(pid).parents())
     except psutil.Error:
@@ -52,6 +52,8 @@ def descends(pid: int) -> bool:
 
 def started(pid: int) -> str | None:
     """When a process started, as text to compare; None if there is no such process, or a zombie."""
+    import psutil  # Most runs ask for no process.
+
     try:
         process = psutil.Process(pid)
         if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from beamjax.errors import ArrayFormatError, CheckpointError
-from beamjax.options import Options
 from beamjax.runtime import checkpoints
 from beamjax.runtime.checkpoints import Checkpoint
 from beamjax.storage import files as file_io
@@ -34,11 +33,6 @@ _OURS = re.compile(
     r"\d{8,18}\.checkpoint|[0-9a-f]{40}[A-Za-z0-9_-]*\.arrays|[A-Za-z0-9_-]+-\d+-\d+\.members"
     r"|tmp\w{8}\.tmp|[\w.-]+\.[0-9a-f]{32}\.tmp"
 )
-
-
-def folder_of(options: Options) -> contextlib.AbstractContextManager[None]:
-    """A context in which the run has exclusive use of its folder of checkpoints, if any."""
-    return held(options.checkpoint) if options.checkpoint else contextlib.nullcontext()
 
 
 def work_folder(folder: str) -> str:

@@ -19,11 +19,12 @@ from beamjax import _compat
 from beamjax.errors import ArrayFormatError, SourceError
 from beamjax.options import Options
 from beamjax.pipelines.launch import new_pipeline, run_steps
-from beamjax.pipelines.run import stream_specs, temporary_store
+from beamjax.pipelines.run import temporary_store
 from beamjax.pipelines.runners.connect import Connection, connect
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker.placed_files import FILE_BYTES
 from beamjax.pipelines.worker.tasks import SourceSpecs, StepFn
+from beamjax.pipelines.worker_inputs import stream_specs
 from beamjax.sources.array_source import ArraySource
 from beamjax.sources.arrays.npy_source import ArrayFile, NpySource
 from beamjax.sources.arrays.placed import encode_part

@@ -56,7 +56,7 @@ LOST = WorkerError("a worker is gone")
 )
 def test_a_pipeline_ends_fails_or_is_cancelled(end, flags, look, raised, monkeypatch):
     monkeypatch.setattr(waiting, "_LONGEST_PAUSE", 0.05)
-    monkeypatch.setattr(waiting.flink_cluster, "read", lambda folder: None)
+    monkeypatch.setattr("beamjax.pipelines.clusters.flink_cluster.read", lambda folder: None)
     pipeline = Running(end)
     pipeline.options = PipelineOptions(flags)
     looks = [] if look is None else [look]

@@ -24,11 +24,11 @@ from beamjax.pipelines.graph.collect_results import (
     find_placed,
     read_served,
 )
-from beamjax.pipelines.run import source_specs
 from beamjax.pipelines.tables.stored_streams import spooled
 from beamjax.pipelines.values.elements import Element, block_of, stored_part
 from beamjax.pipelines.values.store import Store
 from beamjax.pipelines.worker import placed_files
+from beamjax.pipelines.worker_inputs import source_specs
 from beamjax.plan.steps import Input, Plan, ValueType
 from beamjax.runtime.inputs import Inputs
 from beamjax.sources.arrays.npy_source import _MAPPED, ArrayFile, NpySource
