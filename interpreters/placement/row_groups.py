@@ -215,7 +215,7 @@ class _RowGroups:
             for eqn, rule in self.eqns.items():
                 operands = zip(eqn.inputs, rule.in_axes, strict=True)
                 args = [read(env, a) if axis is None else split[a, axis] for a, axis in operands]
-                outs = by_rows_p.bind(*args, eqn=eqn, rule=rule, rows=self.rows)
+                outs = by_rows_p.bind(*args, equation=eqn, rule=rule, rows=self.rows)
                 split.update(zip(results_of(eqn, rule), outs, strict=True))
             return results(split)
 

@@ -30,13 +30,13 @@ from beamjax.interpreters.rules.sharding_rules import (
 )
 
 by_rows_p = _compat.Primitive("by_rows")
-"""Applies the equation `eqn`, whose rule for rows is `rule`, to members of `rows` rows each."""
+"""Applies `equation`, whose rule for rows is `rule`, to members of `rows` rows each."""
 by_rows_p.multiple_results = True
 
 
 def operation_of(eqn: Eqn) -> Eqn:
     """The equation that is applied to rows; other equations are returned as they are."""
-    return eqn.params["eqn"] if eqn.primitive is by_rows_p else eqn
+    return eqn.params["equation"] if eqn.primitive is by_rows_p else eqn
 
 
 def merged(x: jax.Array, axis: int | None) -> jax.Array:
@@ -58,7 +58,7 @@ def _split(x: jax.Array, axis: int | None, rows: int) -> jax.Array:
 
 @rule("by_rows")
 def _by_rows(eqn: Eqn, axes: Axes, n: Any) -> MemberwiseRule | ReductionRule:
-    inner, rows = eqn.params["eqn"], eqn.params["rows"]
+    inner, rows = eqn.params["equation"], eqn.params["rows"]
     of_rows: MemberwiseRule | ReductionRule = eqn.params["rule"]
 
     def operands(args: Sequence[Any]) -> list[Any]:
@@ -96,16 +96,16 @@ def results_of(eqn: Eqn, rule: MemberwiseRule | ReductionRule) -> list[tuple[Var
     return list(zip(eqn.outputs, axes, strict=True))
 
 
-def _at_once(*operands: Any, eqn: Eqn, rule: Any, rows: int) -> list[jax.Array]:
-    outs = bind(eqn, list(map(merged, operands, rule.in_axes)))
-    pairs = zip(outs, results_of(eqn, rule), strict=True)
+def _at_once(*operands: Any, equation: Eqn, rule: Any, rows: int) -> list[jax.Array]:
+    outs = bind(equation, list(map(merged, operands, rule.in_axes)))
+    pairs = zip(outs, results_of(equation, rule), strict=True)
     return [_split(x, axis, rows) for x, (_, axis) in pairs]
 
 
-def _abstract_eval(*avals: Any, eqn: Eqn, rule: Any, rows: int) -> list[Any]:
+def _abstract_eval(*avals: Any, equation: Eqn, rule: Any, rows: int) -> list[Any]:
     return [
         var.aval if axis is None else var.aval.update(shape=split_shape(var.aval.shape, axis, rows))
-        for var, axis in results_of(eqn, rule)
+        for var, axis in results_of(equation, rule)
     ]
 
 

@@ -45,3 +45,14 @@ def test_rows_are_computed_as_members_are(runner, loop, guard):
     args = bj.from_arrays(X), bj.from_arrays(ROWS), np.int32(5)
     found = bj.run(of_rows, *args, runner=runner, options=options)
     assert_same_bits(found, jax.jit(of_rows)(X, ROWS, np.int32(5)))
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+def test_rows_that_no_member_has_are_computed_on_the_server_too(runner):
+    @bj.program(clients=N)
+    def created():
+        v = jnp.arange(2.0 * N * B).reshape(N, B, 2)
+        return bj.reduce_sum(v, placement="clients"), v
+
+    found = bj.run(created, runner=runner, options={"shard_size": 16})
+    assert_same_bits(found, jax.jit(created)())
