@@ -28,9 +28,11 @@ from source_files import (
 
 import beamjax as bj
 from beamjax.errors import SourceError, StructureError
+from beamjax.sources.arrays.data_files import find_files_in_folders
 from beamjax.sources.derived_sources import ShortSource
 from beamjax.sources.source_base import open_spec, spec_of, take_members
-from beamjax.sources.tables import arrow_files, parquet_files
+from beamjax.sources.tables import arrow_files, parquet_files, table_opening
+from beamjax.sources.tables.table_source import FORMATS
 from beamjax.storage.shared_cache import BLOCKS, nbytes
 
 
@@ -309,6 +311,41 @@ def test_each_file_is_opened_once_where_the_cache_holds_few_footers(tmp_path, mo
     monkeypatch.setattr(pq.ParquetFile, "__init__", opening)
     assert_reads(source, [np.concatenate([X, X, X])])
     assert len(opened) == len(set(opened)) == 3
+
+
+def test_footers_are_cached_unless_they_are_as_fast_to_read_again(tmp_path):
+    cached = parquet_files._FOOTERS
+    wide = pa.table({f"c{i}": np.arange(N) for i in range(100)})
+    for table, group, count in ((TABLE, len(TABLE), 0), (TABLE, 10, 1), (wide, len(wide), 1)):
+        cached.clear()
+        write_parquet(tmp_path / "x.parquet", table, group)
+        source = bj.from_parquet(tmp_path / "x.parquet", table.column_names[0])
+        assert len(cached._values) == count
+        source.read(0, 2)
+        assert len(cached._values) == count
+
+
+@pytest.mark.parametrize("folder", ["", "day={}/"])
+def test_files_share_what_they_have_in_common(tmp_path, folder):
+    count = 9 * table_opening._FOOTERS_AT_ONCE  # several for each call of a thread
+    for number in range(count):
+        path = tmp_path / f"{folder.format(number % 2)}{number:04}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        columns = {"x": pa.array([number], pa.int32())}
+        if number == 40:
+            columns["more"] = pa.array([0.5], pa.float32())
+        pq.write_table(pa.table(columns), path)
+    listed = find_files_in_folders(str(tmp_path), "from_parquet", (".parquet",))
+    heads = table_opening._heads(FORMATS["parquet"], listed)
+    assert [head.file.path for head, _ in heads] == [path for path, _ in listed]
+    other = [number for number, (_, schema) in enumerate(heads) if "more" in schema.names]
+    assert [listed[number][0][-12:] for number in other] == ["0040.parquet"]
+    assert len({id(schema) for _, schema in heads}) == 3
+    if folder:
+        assert len({id(head.folders) for head, _ in heads}) == 2
+        assert all(schema.names[-1] == "day" for _, schema in heads)
+    numbers = [int(path[-12:-8]) for path, _ in listed]
+    assert bj.from_parquet(tmp_path, "x").read(0, count)[0].tolist() == numbers
 
 
 @pytest.fixture

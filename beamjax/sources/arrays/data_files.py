@@ -38,7 +38,7 @@ change. FAT has the coarsest times, of two seconds."""
 _SEEN = "the launcher and all workers see under this path"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class DataFile:
     """A file as it was when a source was made from it."""
 

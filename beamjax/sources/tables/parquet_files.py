@@ -219,6 +219,9 @@ def _int96_columns(schema: Any) -> frozenset[str]:
 
 FOOTER_RATIO = 12
 """Bytes of memory for each byte of a serialized footer, at most."""
+SMALL_FOOTER = 1 << 12
+"""Bytes of the footer of a local file with one row group that is not cached. To read it again with
+its row group takes as long as to find it in the cache, and a cached one takes 5 kB at least."""
 _FOOTERS: SharedCache[_Footer] = SharedCache(
     2**27, lambda footer: FOOTER_RATIO * footer.metadata.serialized_size + VALUE_BYTES
 )
@@ -243,5 +246,7 @@ def _with_footer(file: DataFile) -> Iterator[tuple[_Footer, Any]]:
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         schema = checked_schema(parquet.schema_arrow)
         footer = _Footer(metadata, checked_rows(rows), schema, _int96_columns(metadata.schema))
-        _FOOTERS.put(file, footer)
+        small = len(rows) < 2 and metadata.serialized_size < SMALL_FOOTER
+        if not small or is_url(file.path):
+            _FOOTERS.put(file, footer)
         yield footer, parquet

@@ -12,7 +12,7 @@ from beamjax.sources.source_base import MAX_VALUES, Count
 from beamjax.sources.tables.arrow_types import check_columns
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TableFile:
     """A file of a table."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import urllib.parse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -29,6 +29,8 @@ from beamjax.sources.tables.table_source import FORMATS, MAX_LIST, Column, Table
 
 _FOOTERS_AT_ONCE = 16
 """Threads that read footers: most of the time is spent waiting for URLs."""
+_MOST_PATHS = 64
+"""Files that a thread opens one after the other, at most."""
 
 _MISSING = "__HIVE_DEFAULT_PARTITION__"
 
@@ -223,21 +225,39 @@ def _from_files(
 
 def _heads(reader: Format, listed: Sequence[tuple[str, str]]) -> Heads:
     """The files and their schemas, which include the columns in names of folders."""
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        heads = list(pool.map(reader.head, [path for path, _ in listed]))
+    heads = list(_opened(reader, [path for path, _ in listed]))
     schemas = reader.common([schema for _, schema in heads])
-    values = [_folder_values(folders) for _, folders in listed]
-    known = {name for schema in schemas for name in schema.names}
-    fields = _typed_fields(values, known)
+    distinct = {id(schema): schema for schema in schemas}
+    known = {name for schema in distinct.values() for name in schema.names}
+    values = {folders: _folder_values(folders) for folders in dict.fromkeys(f for _, f in listed)}
+    fields = _typed_fields(list(values.values()), known)
     if not fields:
         return [(file, schema) for (file, _), schema in zip(heads, schemas, strict=True)]
-    joined = []
-    for (file, _), schema, texts in zip(heads, schemas, values, strict=True):
-        for field in fields:
-            schema = schema.append(field)
-        folders = {field.name: texts[field.name] for field in fields}
-        joined.append((dataclasses.replace(file, folders=folders), schema))
-    return joined
+    names = [field.name for field in fields]
+    texts = {folders: {name: of[name] for name in names} for folders, of in values.items()}
+    joined = {key: _with_fields(schema, fields) for key, schema in distinct.items()}
+    return [
+        (dataclasses.replace(file, folders=texts[folders]), joined[id(schema)])
+        for (file, _), schema, (_, folders) in zip(heads, schemas, listed, strict=True)
+    ]
+
+
+def _opened(reader: Format, paths: Sequence[str]) -> Iterator[tuple[TableFile, Any]]:
+    """The files and their schemas; files in a row share equal ones, which are large."""
+    size = min(max(len(paths) // _FOOTERS_AT_ONCE // 4, 1), _MOST_PATHS)
+    parts = [paths[start : start + size] for start in range(0, len(paths), size)]
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        last = None
+        for heads in pool.map(lambda part: list(map(reader.head, part)), parts):
+            for file, schema in heads:
+                last = last if last is not None and last.equals(schema) else schema
+                yield file, last
+
+
+def _with_fields(schema: Any, fields: Sequence[Any]) -> Any:
+    for field in fields:
+        schema = schema.append(field)
+    return schema
 
 
 def _padded_columns(
@@ -279,7 +299,7 @@ def _row_types(
     types = {name: row_type(schema, name, first, conversion) for name in names}
     for file, other in others:
         path = file.file.path
-        if other.equals(schema):
+        if other is schema or other.equals(schema):
             continue
         extra = [] if columns is not None else sorted(set(column_names(other)) - set(names))
         if extra:
