@@ -63,9 +63,9 @@ def test_a_program_reads_only_the_columns_that_it_uses(runner, tmp_path, monkeyp
     pq.write_table(table, tmp_path / "x.parquet", row_group_size=5)
     read, original = [], pq.ParquetFile.read_row_group
 
-    def noted(self, number, columns):
+    def noted(self, number, columns, **options):
         read.append(columns)
-        return original(self, number, columns)
+        return original(self, number, columns, **options)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
     source = bj.from_parquet(tmp_path / "x.parquet")

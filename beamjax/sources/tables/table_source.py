@@ -211,7 +211,7 @@ class TableSource(HoldsLeaves, ByIndex, FileSource, RaggedMembers):
 
     def _place(self, block: SourceBlock) -> tuple[TableFile, int]:
         """The file of a block, and the number of its batch there."""
-        file = int(np.searchsorted(self._numbers, block.number, side="right")) - 1
+        file = int(self._numbers.searchsorted(block.number, "right")) - 1
         return self._files[file], block.number - int(self._numbers[file])
 
     def _batch(self, block: SourceBlock, skipped: int = 0) -> Batch:
