@@ -326,8 +326,18 @@ def test_footers_are_cached_unless_they_are_as_fast_to_read_again(tmp_path):
         assert len(cached._values) == count
 
 
+@pytest.mark.parametrize("late", [0.0, 100.0])
 @pytest.mark.parametrize("folder", ["", "day={}/"])
-def test_files_share_what_they_have_in_common(tmp_path, folder):
+def test_files_share_what_they_have_in_common(tmp_path, folder, late, monkeypatch):
+    monkeypatch.setattr(table_opening, "_LATE_SECONDS", late)
+    monkeypatch.setattr(table_opening, "_FILE_SECONDS", 0.0)
+    threads, head = set(), parquet_files.ParquetFormat.head
+
+    def noted(self, path):
+        threads.add(threading.current_thread())
+        return head(self, path)
+
+    monkeypatch.setattr(parquet_files.ParquetFormat, "head", noted)
     count = 9 * table_opening._FOOTERS_AT_ONCE  # several for each call of a thread
     for number in range(count):
         path = tmp_path / f"{folder.format(number % 2)}{number:04}.parquet"
@@ -338,12 +348,13 @@ def test_files_share_what_they_have_in_common(tmp_path, folder):
         pq.write_table(pa.table(columns), path)
     listed = find_files_in_folders(str(tmp_path), "from_parquet", (".parquet",))
     heads = table_opening._heads(FORMATS["parquet"], listed)
-    assert [head.file.path for head, _ in heads] == [path for path, _ in listed]
+    assert [file.file.path for file, _ in heads] == [path for path, _ in listed]
+    assert (threads == {threading.current_thread()}) == bool(late)
     other = [number for number, (_, schema) in enumerate(heads) if "more" in schema.names]
     assert [listed[number][0][-12:] for number in other] == ["0040.parquet"]
     assert len({id(schema) for _, schema in heads}) == 3
     if folder:
-        assert len({id(head.folders) for head, _ in heads}) == 2
+        assert len({id(file.folders) for file, _ in heads}) == 2
         assert all(schema.names[-1] == "day" for _, schema in heads)
     numbers = [int(path[-12:-8]) for path, _ in listed]
     assert bj.from_parquet(tmp_path, "x").read(0, count)[0].tolist() == numbers
