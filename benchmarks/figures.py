@@ -61,6 +61,7 @@ CLAIMS = {
         "takes {grown} times the memory for 10^6 shards as for 10^3",
         "{file_sum} ms to sum, most of it in Arrow, and {file_open} ms to open",
         "{file_memory} kB for each",
+        "{files_memory} GB in the launching process, and {files_seconds} s to open and sum them",
     ),
     "docs/howto/replay.md": ("from the first takes {replay} times as long",),
 }
@@ -121,7 +122,7 @@ def growth(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     least, most = 1_000, 1_000_000
     runners = dict.fromkeys(runner for runner, _ in shards)
     local = {count: row for (runner, count), row in files.items() if runner == "local"}
-    few = local.pop(least)
+    few, many = local.pop(least), max(local)
     kilobytes = [
         1.024 * 1024 * (row["launcher"] - few["launcher"]) / (n - least) for n, row in local.items()
     ]
@@ -135,6 +136,8 @@ def growth(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         "file_sum": _places(1e3 * row["seconds"] / n for n, row in local.items()),
         "file_open": _places(1e3 * row["opening"] / n for n, row in local.items()),
         "file_memory": _range(kilobytes),
+        "files_memory": f"{local[many]['launcher'] / 1024:.1f}",
+        "files_seconds": number(local[many]["opening"] + local[many]["seconds"]),
     }
 
 
