@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 MILLISECONDS = (0.3, 1.0, 3.0, 10.0)
-THREADS, REPEATS = 2, 3
+THREADS, REPEATS = 2, 2
 MEMBERS, WIDTH = 8, 1024
 """Members of a shard, and floats of a member."""
-RUN_SECONDS = 2.0
+RUN_SECONDS = 10.0
 """Time of the bodies of a run in one thread."""
 COPIED_SHARD_BYTES, COPIED_SHARDS = 2**20, 256
 
