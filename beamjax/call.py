@@ -39,7 +39,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A call with its plan."""
 

@@ -43,7 +43,7 @@ from beamjax.storage.shared_cache import register
 from beamjax.telemetry.messages import announced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """The results of all passes for one program and one set of argument types."""
 

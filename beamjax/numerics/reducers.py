@@ -50,7 +50,7 @@ class Derivative(NamedTuple):
     divides: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ReductionKind:
     """A reduction over the members of a placement."""
 
@@ -83,7 +83,7 @@ class ReductionKind:
         return getattr(jnp, self.name, None) or getattr(jax.nn, self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Choice(ReductionKind):
     """The index of the first member with the "max" or the "min", where NaN is both."""
 
@@ -94,7 +94,7 @@ class Choice(ReductionKind):
         return (y > x if self.extreme == "max" else y < x) | ((y != y) & (x == x))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Reducer(ReductionKind):
     """A reduction that an accumulator does, by a function of two values."""
 
@@ -184,7 +184,7 @@ class Reducer(ReductionKind):
         return accumulator.total(lo, hi, result)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Fold(ReductionKind):
     """A reduction by a state: a list of arrays for some consecutive members."""
 

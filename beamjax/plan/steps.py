@@ -92,8 +92,7 @@ class View(NamedTuple):
     rows: int  # consecutive ones of the input, per member
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One flat input of the program: an argument, or a closed-over constant."""
 
     # Steps may read it as a server value, as a placed value, as views, or not at all.
@@ -105,8 +104,7 @@ class Input:
     short: bool = False  # whether its shards are padded only to a bucket, see `Bucketed`
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One flat output: a value of the plan, an input that is returned as it is, or a constant."""
 
     # One of these three is set.
@@ -135,8 +133,7 @@ class FusedBuffer(NamedTuple):
     reductions: tuple[Reduction, ...]
 
 
-@dataclass(frozen=True)
-class Combine:
+class Combine(NamedTuple):
     """A reduction by an associative function, which need not be commutative."""
 
     # The body takes `(*inputs, *left, *right)`: server values and the partials (lists of arrays) of

@@ -42,7 +42,7 @@ def plan_fingerprint(plan: Plan, options: Options) -> Fingerprint:
     # It includes where functions on the host are called, but not what these functions do.
     bodies = {key: body_fingerprint(body) for key, body in plan.bodies.items()}
     types = {name: str(value) for name, value in sorted(plan.values.items())}
-    inputs = [dataclasses.replace(value, path="") for value in plan.inputs]
+    inputs = [value._replace(path="") for value in plan.inputs]
     steps = _plain((plan.steps, plan.outputs, inputs), bodies)
     sizes = {f"the size of placement {name!r}": str(n) for name, n in plan.sizes.items()}
     shards = {f"the shard size of {name!r}": str(n) for name, n in plan.shard_sizes.items()}

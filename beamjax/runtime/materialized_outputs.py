@@ -39,7 +39,7 @@ HANDED_BYTES = 1 << 24
 """Largest placed value, in bytes, that passes exchange in memory; larger ones go through files."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaterializedOutputs:
     """The placed results of a run that go to files."""
 

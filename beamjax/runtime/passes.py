@@ -106,7 +106,7 @@ def merged(left: Accumulator | None, right: Accumulator) -> Accumulator:
     return left
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Done:
     """A shard, its results, and its operands unless the results were cached."""
 

@@ -233,7 +233,7 @@ Values: TypeAlias = Mapping[str, Ref]
 """Values by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reader:
     """Reads placed inputs, each source once for all its leaves."""
 

@@ -203,7 +203,7 @@ def _together(plan: Plan, others: Sequence[Plan], mine: Sequence[int]) -> Plan |
     steps = _changed(
         plan.steps, lambda step: replace(step, bucketed=tuple(bucketed.get(step.name, ())))
     )
-    inputs = tuple(replace(x, short=True) if i in mine else x for i, x in enumerate(plan.inputs))
+    inputs = tuple(x._replace(short=True) if i in mine else x for i, x in enumerate(plan.inputs))
     return replace(plan, steps=steps, inputs=inputs, bodies=bodies)
 
 
@@ -236,8 +236,8 @@ def _pairs(plan: Plan, other: Plan, names: Sequence[str | None]) -> list[tuple[M
         or plan.inputs != other.inputs
         or _changed(plan.steps, _without_body) != _changed(other.steps, _without_body)
         or not _same_arrays(plan.constants, other.constants)
-        or [replace(out, constant=None) for out in plan.outputs]
-        != [replace(out, constant=None) for out in other.outputs]
+        or [out._replace(constant=None) for out in plan.outputs]
+        != [out._replace(constant=None) for out in other.outputs]
         or not _same_arrays(
             [out.constant for out in plan.outputs], [out.constant for out in other.outputs]
         )

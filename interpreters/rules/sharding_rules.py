@@ -24,7 +24,7 @@ Axes = Sequence[int | None]
 """For each operand of an equation, the axis of the members; None for a server value."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedShard:
     """The shard that an equation is emitted for."""
 
@@ -115,7 +115,7 @@ def all_members(n: int) -> TracedShard:
 Emit = Callable[[Eqn, Sequence[Any], TracedShard], list[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemberwiseRule:
     """An equation that acts on each member; `emit(eqn, args, shard)` evaluates it for one shard."""
 
@@ -126,7 +126,7 @@ class MemberwiseRule:
     by_shard: bool = field(default=False, kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReductionRule:
     """An equation that reduces over the members to one result."""
 
@@ -141,7 +141,7 @@ class ReductionRule:
     by_shard: bool = field(default=False, kw_only=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FunctionReductionRule(ReductionRule):
     """A reduction by a function, `reducer`, of partials that are lists of arrays."""
 

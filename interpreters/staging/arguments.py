@@ -47,7 +47,7 @@ class Argument(NamedTuple):
         return isinstance(self.value, Source | jax.ShapeDtypeStruct)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FlatCall:
     """A call of a function of programs, with its arguments flattened."""
 

@@ -25,7 +25,7 @@ from beamjax.ops.tracer_errors import add_advice
 from beamjax.storage.buffers import is_immutable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Staged:
     """A traced function: a closed jaxpr over flat arguments, and the tree of its results."""
 
