@@ -141,9 +141,9 @@ def _some(source: bj.Source) -> bj.Source:
 
 def _cache() -> Any:
     """The cache of decoded blocks, which other versions have in another module."""
-    for name in ("blocks", "block_source"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"beamjax.sources.{name}").BLOCKS
+    for name in ("storage.shared_cache", "sources.blocks", "sources.block_source"):
+        with contextlib.suppress(ImportError, AttributeError):
+            return importlib.import_module(f"beamjax.{name}").BLOCKS
     raise SystemExit("found no cache of decoded blocks in this version of beamjax")
 
 
