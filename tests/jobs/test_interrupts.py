@@ -87,7 +87,8 @@ def check(moment, call, runner, options, tmp_path):
     words = [moment, call, runner, json.dumps(options), str(folder)]
     with process_of([interrupted_run.__file__, *words], tmp) as process:
         _, err = interrupted(process)
-        assert err.rstrip().endswith("KeyboardInterrupt")
+        # Beam's worker processes may print after it that their streams have ended.
+        assert "KeyboardInterrupt" in err.splitlines()
         assert process.returncode == -signal.SIGINT
     # On a cluster, a process waits for half a minute for a job that its server may still submit.
     end = time.monotonic() + (45 if "flink_cluster" in options else 10)
