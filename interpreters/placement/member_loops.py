@@ -81,6 +81,8 @@ class _Check:
                 if not self.control(eqn):
                     return False
                 continue
+            if eqn in self.program.rows:  # which other shards may have
+                return False
             _, rule = self.program.rules.get(eqn, ("", None))
             if isinstance(rule, ReductionRule):
                 # The `any` at the end of the condition of a vmapped while may be one over a shard:

@@ -313,3 +313,37 @@ def test_an_epoch_reads_each_row_once(make):
     assert sorted(data.read) == list(range(64))
     assert_close(found, jax.jit(train)(args[0], data.data, args[2]))
     assert_same_bits(found, bj.run(train, *args))
+
+
+def _while(step, x):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(*c)), (0, x))[1]
+
+
+LOOPS = {
+    "fori_loop": lambda step, x: lax.fori_loop(0, 3, step, x),
+    "while_loop": _while,
+    "scan": lambda step, x: lax.scan(lambda c, i: (step(i, c), None), x, jnp.arange(3))[0],
+    "scan in a scan": lambda step, x: lax.scan(
+        lambda c, _: (lax.fori_loop(0, 2, step, c), None), x, length=2
+    )[0],
+    "cond in a scan": lambda step, x: lax.scan(
+        lambda c, i: (lax.cond(i > 0, lambda c: step(i, c), lambda c: c, c), None), x, jnp.arange(3)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("runner", ["local", "DirectRunner"])
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_a_loop_of_members_reads_rows_of_what_it_carries(loop, runner):
+    """Without the row, each shard would compute the whole loop by itself."""
+
+    @bj.program(placements={"clients": N})
+    def program(x):
+        def step(i, c):
+            return 1 - c + lax.dynamic_index_in_dim(c, N // 2 + i)
+
+        return LOOPS[loop](step, bj.map_fn(lambda v: 2 * v, x))
+
+    x = members(N, (3,), "float32")
+    found = bj.run(program, x, runner=runner, options=SMALL)
+    assert_same_bits(found, jax.jit(program)(x))
