@@ -65,16 +65,11 @@ class ReductionKind:
 
     def result_dtype(self, dtype: Any) -> np.dtype:
         """The dtype that the `jnp` function gives for operands of `dtype`."""
-        # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
-        dtype = np.dtype(dtype)
-        if self.name in ("sum", "prod") and dtype.name in ("int2", "int4", "uint2", "uint4"):
-            dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
-        x64 = _compat.config.jax_enable_x64
-        return np.dtype(_result_type(self.function, dtype, False, x64).dtype)
+        # It depends on whether 64-bit numbers are enabled at the moment of the call.
+        return _result_dtype(self.function, np.dtype(dtype), _compat.config.jax_enable_x64)
 
     def result_type(self, dtype: np.dtype, weak_type: bool = False) -> jax.ShapeDtypeStruct:
         """The type that the `jnp` function gives for one number of each member."""
-        # It depends on whether 64-bit numbers are enabled at the moment of the call.
         return _result_type(self.function, dtype, weak_type, _compat.config.jax_enable_x64)
 
     @functools.cached_property
@@ -260,6 +255,14 @@ def _complex_extreme(
     first = (x.real == real) | jnp.isnan(x.real)
     imag = fold(jnp.where(first, x.imag, jnp.asarray(identity)), axis=0)
     return jax.lax.complex(real[0], imag)
+
+
+@functools.cache
+def _result_dtype(function: Callable[..., jax.Array], dtype: np.dtype, x64: bool) -> np.dtype:
+    # `jnp` does not sum integers below 8 bits, but `lax` does, and with it `jax.ops`.
+    if function in (jnp.sum, jnp.prod) and dtype.name in ("int2", "int4", "uint2", "uint4"):
+        dtype = np.dtype("uint8" if dtype.name.startswith("u") else "int8")
+    return np.dtype(_result_type(function, dtype, False, x64).dtype)
 
 
 @functools.cache

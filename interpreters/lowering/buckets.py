@@ -270,7 +270,7 @@ def _changed(tree: Any, change: Callable[[Map], Map]) -> Any:
     """Steps (or parts of them) with `change` applied to all passes."""
     if isinstance(tree, Map):
         return change(tree)
-    if type(tree) is tuple:
+    if type(tree) is tuple:  # a named tuple holds no passes
         return tuple(_changed(part, change) for part in tree)
     if isinstance(tree, Loop | Branch | Block):
         parts = {field.name: _changed(getattr(tree, field.name), change) for field in fields(tree)}

@@ -1,4 +1,4 @@
-"""What a worker tells the launching process: its spans, its errors, and what its threads do.
+"""What a worker reports to the launching process: spans, errors, and what its threads do.
 
 Spans go to Beam's metrics, which every runner shows, and to the record of the job. Errors go to the
 store, since runners lose their types; see `worker_errors`. What threads do is in a file there, by
